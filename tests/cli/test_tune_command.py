@@ -93,13 +93,13 @@ def test_a_module_and_a_metric_are_taken(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*NET, "--policy", "float32"], "There is nothing to tune: the policy 'float32' computes in float32."),
+        ([*NET, "--policy", "float32"], "Nothing to tune: the policy 'float32' computes in float32."),
         ([*NET, "--policy", "float61"], "Unknown dtype or policy 'float61'"),
-        ([*NET, "--tolerance", "0"], "The tolerance is a relative error above 0, got 0.0."),
+        ([*NET, "--tolerance", "0"], "The tolerance must be a relative error above 0, got 0.0."),
         ([*NET, "--plot", "no/plot.png"], "--plot no/plot.png: there is no folder no"),
         ([*NET, "--trials", "no/trials"], "--trials no/trials: there is no folder no"),
-        ([*NET, "--plot", "plot.xyz"], "--plot plot.xyz is not an image format of matplotlib: name it plot.png"),
-        ([*NET, "--trials", f"{NAME}.py"], f"{NAME}.py is not a file of trials, and is left as it is."),
+        ([*NET, "--plot", "plot.xyz"], "--plot plot.xyz is no picture that matplotlib writes: name it plot.png"),
+        ([*NET, "--trials", f"{NAME}.py"], f"{NAME}.py is not a file of trials, so it was not changed."),
         ([*NET, "--metric", f"{NAME}:tran"], f"{NAME} has no 'tran', of '{NAME}:tran'. Did you mean 'train'?"),
         (["tune", f"{NAME}:net"], f"{NAME}:net takes (x, w), and there is no --args."),
         (["tune", f"{NAME}:net", "--args", f"{NAME}:shapes"], f"--args {NAME}:shapes returns ShapeDtypeStruct"),
@@ -120,4 +120,4 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, capsys):
 
 def test_a_budget_that_was_spent_is_said(capsys):
     assert main([*NET, "--budget", "1"]) == 0  # all in float32, which is within the tolerance
-    assert "The budget was spent" in capsys.readouterr().out
+    assert "The budget ran out" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The way back from a result that is not finite to the value that began it, inside of a compiled program."""
+"""Follows a non-finite result back to the value where it began, inside a compiled program."""
 
 import functools
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from ._provenance import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, P
 
 
 class Place(NamedTuple):
-    """A value on the way.
+    """A value and the iteration in which it was not finite.
 
     Attributes:
-      value: which, an int32 scalar.
-      kind: `NAN` or `INFINITE`; `FINITE` for nowhere.
-      turns: when, of the loops whose turns have no rows of their own: int32 of shape `(MOST_LOOPS,)`.
+      value: its row, an int32 scalar.
+      kind: `NAN` or `INFINITE`; `FINITE` for none.
+      turns: the iterations of the merged loops, int32 of shape `(MOST_LOOPS,)`.
     """
 
     value: jax.Array
@@ -28,16 +28,11 @@ class Place(NamedTuple):
 
 
 def find_origin(graph: Graph, record: Extremes) -> Provenance:
-    """Finds the origin of the first result of a program that is not finite.
+    """Finds the origin of the first non-finite result.
 
-    From value to value it goes to an operand that is a nan, or where none is, to one that is infinite. Where a nan was
-    made of infinities, that is the origin, and theirs is its cause. So what never got into a result is never blamed.
-    Where an infinity was made at a zero, as by a logarithm, and that zero is the reciprocal of an earlier infinity, the
-    origin of that one is its cause.
-
-    Args:
-      graph: the values of the program.
-      record: what was measured of them.
+    Goes from each value to an operand that is nan, or else to one that is infinite. An op that makes a nan from
+    infinities is the origin, and the origin of the infinities is the cause. If an op makes an infinity at a zero, and
+    the zero is the reciprocal of an earlier infinity, the origin of that one is the cause.
     """
     program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
     tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
@@ -53,16 +48,12 @@ def find_origin(graph: Graph, record: Extremes) -> Provenance:
 
 
 _PROGRAM = 3
-"""The kind of the value that stands for the program, from which every result that is not finite is an operand."""
+"""AbstractValue of the start node. Its operands are the results of the program."""
 
 
 @jax.jit  # traced once for both ways
 def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
-    """Goes back from a value to its origin.
-
-    Returns:
-      The origin, and the infinite operand that it made a nan of. Either is `FINITE` if there is none.
-    """
+    """Returns the origin of a value, and the infinite operand from which the origin made a nan, if any."""
 
     def goes_on(state: tuple[Place, Place]) -> jax.Array:
         here, operand = state
@@ -78,7 +69,7 @@ def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
 
 
 def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
-    """Finds an infinity whose reciprocal is a zero that a value was made of; `FINITE` if there is none."""
+    """Finds an infinity whose reciprocal is the zero at which `origin` made an infinity, if there is one."""
     ends = jnp.stack([record.low, record.high])
     has_zero = jnp.any(decode_key(ends, graph.is_half) == 0, axis=0)
 
@@ -86,7 +77,7 @@ def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
         value = graph.target[edge]
         (_, _), (score, infinite) = _weigh(graph, record, here, edge)
         infinite = infinite._replace(turns=record.first[value, 1])
-        # The turn in which it was zero is not known: any.
+        # The iteration in which it was zero is not recorded, so take any.
         zero = Place(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
         takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
         pairs = zip(takes, (zero, infinite), chosen, strict=True)
@@ -107,11 +98,11 @@ def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
 
 
 _MOST_STEPS = 16
-"""How many values lie between an infinity and a zero of its reciprocal, at most."""
+"""Maximum number of values between an infinity and the zero of its reciprocal."""
 
 
 def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
-    """The operand to go to from a value: one that is not finite either, at that time or before."""
+    """Chooses the next operand: one that was not finite in the same iteration or before."""
 
     def consider(edge: jax.Array, best: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
         for found in _weigh(graph, record, place, edge):
@@ -124,15 +115,15 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
 
 
 def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> list[tuple[jax.Array, Place]]:
-    """An operand as a nan and as an infinity, each with a score; 0 if it was not that by then."""
+    """Scores an operand as a nan and as an infinity; 0 if it was not so by that iteration."""
     value = graph.target[edge]
     first, is_positive = record.first[value], record.high[value] == INFINITY
-    # A nan is followed from a nan. A mask is minus infinity more often than what overflowed.
-    # Of the results the first that is not finite, whatever it holds: a gradient is after its loss.
+    # A nan comes from a nan. Minus infinity scores lower, since it is often a mask.
+    # Among the results, take the first that is not finite: the loss comes before its gradients.
     later = graph.start[place.value + 1] - edge
     before_others = jnp.where(place.kind == _PROGRAM, 4 * later, 0)
     scores = jnp.where(place.kind == INFINITE, 1, 4), jnp.where(is_positive, 3, 2)
-    # In the loops that both are in, it is the same turn: what is infinite in each of them may do harm in one.
+    # In loops around both values, stay in the same iteration: the operand may be infinite in every iteration.
     stays = (jnp.arange(MOST_LOOPS, dtype=jnp.int32) < graph.common[edge]) & ~graph.carried[edge]
     weighed = []
     for kind, turns, score in zip((NAN, INFINITE), first, scores, strict=True):
@@ -143,7 +134,7 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
 
 
 def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: jax.Array) -> jax.Array:
-    """Whether the first `count` turns come before others, or are the same if that is enough."""
+    """True if the first `count` iterations come before `others`, or are equal unless `strictly`."""
     is_less, is_equal = jnp.array(False), jnp.array(True)
     for i in range(MOST_LOOPS):
         is_used = i < count
@@ -153,16 +144,15 @@ def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: 
 
 
 def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The text, the turns and the ranges of the operands of a place, as a `Provenance` has them."""
+    """Returns the text, the iterations and the operand ranges of a `Provenance`."""
     value, is_used = place.value, place.kind != FINITE
     text = graph.texts[graph.text[value]]
 
-    # Of a loop whose turns have no rows of their own, the turn is that of the place.
+    # For a merged loop, the iteration is in `place`.
     turns, loop, last = graph.turns[value], -2 - graph.turns[value], graph.last[value]
     run = jnp.where(last >= 0, last - place.turns, place.turns)
     turns = jnp.where(loop >= 0, run[jnp.clip(loop, 0, MOST_LOOPS - 1)], turns)
 
-    # In a row, beside the smallest and the largest number of each operand.
     operands, scales, shifts = (table[value][None] for table in (graph.operands, graph.scales, graph.shifts))
     is_half, is_constant = graph.is_half[operands], operands == CONSTANT
     keys = jnp.concatenate([record.low[operands], record.high[operands]])

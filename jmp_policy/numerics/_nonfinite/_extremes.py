@@ -1,4 +1,4 @@
-"""The smallest and the largest number of each value of a program, with what is not finite, turn by turn."""
+"""Records the smallest and largest element of each value, and the first iteration that was not finite."""
 
 import dataclasses
 import math
@@ -14,28 +14,28 @@ from jax.extend.core import JaxprEqn, Literal
 from ..._jaxpr import Fact, Order, Recorder, array_dtype, having, is_float
 
 MOST_LOOPS = 3
-"""How many loops around a value, whose turns have no rows of their own, are told apart."""
+"""Maximum number of nested merged loops (loops with one row for all iterations) with a recorded iteration."""
 
 MOST_SPLIT = 64
-"""Each turn of a loop of at most so many has rows of its own."""
+"""A loop with at most this many iterations has one row per iteration."""
 
 NEVER = np.iinfo(np.int32).max
-"""The turn of what never happened."""
+"""Iteration of an event that did not happen."""
 
 INFINITY = 0x7F800000
-"""The key of infinity; that of minus infinity is its bitwise complement, and those of nan are beyond both."""
+"""Key of infinity. The key of minus infinity is the bitwise complement; keys of nan are beyond both."""
 
 
 class Extremes(NamedTuple):
-    """A record: what was seen of several values.
+    """A record of several values.
 
     Attributes:
-      low: the key of the smallest number, int32 of shape `(rows,)`. Keys have the order of the numbers that they are
-        of, from a negative nan to a positive one, and are those of float32 but for float16: see `decode_key`.
-      high: the key of the largest.
-      first: the first turns with a nan and with an infinity, of the loops whose turns have no rows of their own, in
-        the order in which they run; int32 of shape `(rows, 2, MOST_LOOPS)`. All are `NEVER` where none has.
-      turns: how many turns of the innermost `while` were seen, int32 of shape `(rows,)`.
+      low: the key of the smallest element, int32 of shape `(rows,)`. Keys are integers in the order of the elements,
+        from a negative nan to a positive nan. See `decode_key`.
+      high: the key of the largest element.
+      first: the first iterations of merged loops with a nan and with an infinity, int32 of shape
+        `(rows, 2, MOST_LOOPS)`; `NEVER` if there was none.
+      turns: the number of recorded iterations of the innermost `while`, int32 of shape `(rows,)`.
     """
 
     low: jax.Array
@@ -46,7 +46,7 @@ class Extremes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExtremesRecorder(Recorder):
-    """Measures all floating values but those that are finite exactly where an operand is, which tells of them."""
+    """Measures all floating values except those that are finite exactly if an operand is."""
 
     def enter(self, outer: None, eqn: JaxprEqn) -> None:
         return None
@@ -98,14 +98,9 @@ class ExtremesRecorder(Recorder):
 
 
 def find_extremes(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The keys of the smallest and the largest number of an array, int32 scalars; of no numbers, they are crossed.
+    """Returns the keys of the smallest and largest element, int32 scalars. For an empty array, low is above high.
 
-    They are found among integers: XLA on CPUs loses a nan in a maximum of floats, and computes in float16 with the
-    range of float32 unless it is made to write the bits.
-
-    >>> low, high = find_extremes(jnp.array([-2.0, 0.5, jnp.inf], jnp.float16))
-    >>> float(decode_key(low, True)), float(decode_key(high, True)), int(high) == INFINITY
-    (-2.0, inf, True)
+    Reduces integers because XLA on CPUs loses nan in a float maximum, and computes float16 in the range of float32.
     """
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         (low, high), (other_low, other_high) = find_extremes(value.real), find_extremes(value.imag)
@@ -117,11 +112,7 @@ def find_extremes(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def encode_keys(value: jax.Array) -> jax.Array:
-    """Integers in the order of the numbers, int32 of the same shape.
-
-    >>> encode_keys(jnp.array([-jnp.inf, -0.0, 0.0, jnp.inf])).tolist() == [~INFINITY, -1, 0, INFINITY]
-    True
-    """
+    """Returns int32 keys in the order of the elements."""
     if value.dtype == jnp.float16:
         bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32)
         magnitude, sign = ((bits & 0x7FFF) << _HALF_SHIFT) + _HALF_OFFSET, bits
@@ -135,12 +126,7 @@ def encode_keys(value: jax.Array) -> jax.Array:
 
 
 def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
-    """The float32 number of a key.
-
-    Args:
-      key: int32 of any shape.
-      is_half: whether it is a key of float16, booleans that broadcast to that shape.
-    """
+    """Returns the float32 values of keys. `is_half` is True for keys of float16."""
     magnitude = key ^ (key >> 31)
     half = ((magnitude - _HALF_OFFSET) >> _HALF_SHIFT).astype(jnp.int16)
     single = lax.bitcast_convert_type(magnitude, jnp.float32)
@@ -149,20 +135,14 @@ def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
 
 
 def is_measurable(atom: Any) -> bool:
-    """Whether an atom is an array that may hold what is not finite, and a result that something uses."""
+    """True for a floating or complex array that is used."""
     dtype = array_dtype(atom)
     is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
     return (is_complex or is_float(atom)) and str(atom) != "_"
 
 
 def moves_only(eqn: JaxprEqn) -> bool:
-    """Whether an equation only moves numbers, or widens them: result by result it has what its operand has.
-
-    >>> import jax
-    >>> eqns = jax.make_jaxpr(lambda x: jnp.exp(x.T).astype(jnp.float32))(jnp.ones((2, 3), jnp.float16)).eqns
-    >>> [(eqn.primitive.name, moves_only(eqn)) for eqn in eqns]
-    [('transpose', True), ('exp', False), ('convert_element_type', True)]
-    """
+    """True if an equation only moves elements or upcasts them."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
@@ -173,13 +153,7 @@ def moves_only(eqn: JaxprEqn) -> bool:
 
 
 class Telling(NamedTuple):
-    """An operand that is finite exactly where a result is.
-
-    Attributes:
-      operand: which.
-      scale: the result is so many times the operand.
-      shift: and so much more.
-    """
+    """An operand that is finite exactly if a result is: the result is `scale` times the operand plus `shift`."""
 
     operand: int
     scale: float = 1.0
@@ -187,7 +161,7 @@ class Telling(NamedTuple):
 
 
 def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
-    """Finds the operand that tells whether a result is finite: where numbers are moved, turned or brought nearer.
+    """Finds the operand that is finite exactly if a result is: of a move, a negation, or a harmless constant op.
 
     >>> import jax
     >>> eqns = jax.make_jaxpr(lambda x: 2.0 * (1.0 - 0.5 * -x))(1.0).eqns
@@ -209,7 +183,7 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
     [place] = numbers
     number = float(eqn.invars[place].val)  # pyright: ignore[reportAttributeAccessIssue]
     limits = jnp.finfo(eqn.outvars[result].aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    is_little = abs(number) < float(limits.max) * float(limits.eps) / 8  # too little to carry the largest past the end
+    is_little = abs(number) < float(limits.max) * float(limits.eps) / 8  # cannot overflow the largest
     if name == "add" and is_little:
         return Telling(1 - place, 1.0, number)
     if name == "sub" and is_little:
@@ -223,13 +197,13 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
 
 _MOVES = having(Fact.KEEPS)
 
-# The bits of float16 are put where infinity and nan have the keys that they have in float32.
+# Shift and offset give infinity and nan the same keys in float16 and float32.
 _HALF_SHIFT = 13
 _HALF_OFFSET = INFINITY - (0x7C00 << _HALF_SHIFT)
 
 
 def _make_single(value: jax.Array) -> jax.Array:
-    """The same numbers in float32, where those that do not fit are its largest."""
+    """Casts to float32; finite float64 values that do not fit become its largest number."""
     if value.dtype != jnp.float64:
         return value.astype(jnp.float32)
     largest = float(jnp.finfo(jnp.float32).max)
@@ -241,7 +215,7 @@ def _join_extremes(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _leave_out_nan(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The extremes without those of turns with a nan: what went wrong stays wrong, and ranges are to be of before."""
+    """Drops the extremes of iterations with a nan, so that ranges are of the iterations before."""
     limits, has_nan = np.iinfo(np.int32), (low < ~INFINITY) | (high > INFINITY)
     return jnp.where(has_nan, limits.max, low), jnp.where(has_nan, limits.min, high)
 
@@ -251,6 +225,6 @@ def _has_happened(first: jax.Array) -> jax.Array:
 
 
 def _enter_turn(first: jax.Array, turn: jax.Array) -> jax.Array:
-    """Puts the turn of a loop before those of the loops inside, where something happened."""
+    """Prepends the iteration of a loop to the iterations of the loops inside it."""
     moved = jnp.concatenate([jnp.broadcast_to(turn, (*first.shape[:-1], 1)), first[..., :-1]], axis=-1)
     return jnp.where(_has_happened(first), moved.astype(jnp.int32), NEVER)

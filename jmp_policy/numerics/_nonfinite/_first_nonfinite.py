@@ -1,4 +1,4 @@
-"""`numerics.first_nonfinite`: a program that returns, beside its results, what made them not finite."""
+"""`numerics.first_nonfinite`: returns the origin of non-finite results beside the results."""
 
 import functools
 import inspect
@@ -45,34 +45,32 @@ from ._remedies import Words, find_roles
 def first_nonfinite(
     fun: Callable[..., Any], *, of: Callable[[Any], PyTree] | None = None
 ) -> Callable[..., tuple[Any, Provenance]]:
-    """Finds what made a result of a function not finite: the operation, its line and module, and the turn of the loop.
+    """Finds the op that made a result of a function non-finite, with its line, module and loop iteration.
 
-    The function that it returns is a JAX function like any other. Where all results are finite it does what `fun` does,
-    to the bit, and looks once at each result. Where one is not, a branch runs the program again, looks at every value,
-    and goes back from the result to the operation whose operands were finite. Nothing leaves the device for it.
+    If all results are finite, the outputs equal those of `fun` bit for bit, and the only extra cost is a check of each.
+    Otherwise a `lax.cond` branch runs the program again, records every value, and goes back from the result to the op
+    whose operands were finite. All of this stays on the device, and works in `jit`, `vmap` and `scan`.
 
-    Put it around the gradient, not around the whole step, so that a step can still write its parameters in place:
+    Wrap the gradient, not the whole step, so that a step can still update its parameters in place:
 
         grad_fn = first_nonfinite(jmp.value_and_grad(loss_fn, loss_scale=opt_state))
         (loss, grads), origin = grad_fn(params, batch)
 
-    An infinity that never got into a result, as in a mask, is not blamed. Under `vmap` both branches run for each
-    example. Pallas kernels and a `while` whose examples end in different turns are single operations. Of a loop of more
-    than 64 turns the ranges are those of all turns together.
+    An infinity that does not reach a result, as in a mask, is not reported. Under `vmap` both branches run for each
+    example. A Pallas kernel counts as one op, like a `while` loop whose trip count differs between examples.
 
     Args:
-      fun: any function of trees of arrays, with modules of linen or nnx, or without. Its debug callbacks are silent
-        when it runs again.
-      of: takes from what `fun` returns what is to be finite, where that is not all of it. `lambda out: out[1]` takes
-        the gradients, where auxiliary data may well be infinite.
+      fun: any function of trees of arrays, with or without linen or nnx modules. Its debug callbacks do not run the
+        second time.
+      of: selects the results to check from the output of `fun`, by default all. `lambda out: out[1]` selects gradients.
 
     Returns:
-      A function of the same arguments that returns `(out, provenance)`: what `fun` returns, and a `Provenance`.
+      A function of the same arguments that returns `(out, provenance)`: the output of `fun`, and a `Provenance`.
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference. Or
-        `autocast` is around it, which changes dtypes afterwards: put it inside, `first_nonfinite(autocast(fun))`.
+      ValueError: when called, `fun` cannot run twice because it has an `io_callback` or uses a mutable reference; or
+        `autocast` is around it. Write `first_nonfinite(autocast(fun))`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
@@ -105,11 +103,7 @@ def first_nonfinite(
 
 
 class _Run:
-    """One call of a function whose results are looked at.
-
-    Attributes:
-      provenance: what was found, after `trace_and_run`.
-    """
+    """One call. `trace_and_run` sets `provenance`."""
 
     def __init__(self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs]):
         self.provenance: Provenance | None = None
@@ -118,7 +112,7 @@ class _Run:
         self._marks: list[bool] = []
 
     def note_results(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
-        """The same function, of whose results some are noted: no others are looked at."""
+        """Wraps a function so that only the results selected by `of` are checked."""
 
         @functools.wraps(fun)
         def call_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +123,7 @@ class _Run:
         return call_and_note
 
     def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
-        """Traces a function of trees of arrays, runs its program, and where that went wrong looks for the origin."""
+        """Traces and runs a function, and searches for the origin if a result is not finite."""
         ends = Results()
         with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
             traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
@@ -151,13 +145,9 @@ class _Run:
         return ends.put_back(made)
 
     def _unmark_unwritten(self, body: Jaxpr, names: Sequence[str | None]) -> None:
-        """Does not look at what comes back as it came in, with objects of nnx that a function did not write to.
+        """Skips unchanged state that Flax returns beside the results: a mask in a batch may have infinities.
 
-        A mask in the batch may hold infinities, and the batch comes back where a function makes objects, as gradients.
-
-        Args:
-          body: the program.
-          names: of its results, `None` for one that the function did not return.
+        `names` is None for such results.
         """
         entering = set(map(id, body.invars))
         is_looked_at = (
@@ -170,7 +160,7 @@ class _Run:
             arrays = take(*args, **kwargs)
             noted = arrays if self._noted is None else self._noted
             ids = set(map(id, noted))
-            self._marks, self._noted = [id(array) in ids for array in arrays], None  # which were of this trace
+            self._marks, self._noted = [id(array) in ids for array in arrays], None  # tracers of this trace
             return arrays
 
         return take_and_mark
@@ -186,7 +176,7 @@ def _sum_parts(array: jax.Array) -> jax.Array:
 
 
 def _agree(is_finite: jax.Array) -> jax.Array:
-    """Inside of a shard_map, whether it is so on all devices: they search together, for the program may communicate."""
+    """Combines over devices inside `shard_map`: all must search together because the program may communicate."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return lax.pmin(vary(is_finite, axes).astype(jnp.int32), axes) == 1 if axes else is_finite
 
@@ -194,11 +184,7 @@ def _agree(is_finite: jax.Array) -> jax.Array:
 def _make_search(
     program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
 ) -> Callable[..., Provenance] | None:
-    """Makes the function that runs a program again and finds the origin of a marked result.
-
-    Returns:
-      That function; `None` for a program in which nothing can be other than finite, as one of integers.
-    """
+    """Makes the function that runs a program again and finds the origin, or None if the program has no floats."""
     _check_repeatable(program.jaxpr)
     replay: Any = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
@@ -206,7 +192,7 @@ def _make_search(
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
-    words += _Describer(paths, find_roles(body)).describe_all(lines)
+    words += _describe_lines(lines, paths, find_roles(body))
     if not words:
         return None
 
@@ -218,35 +204,24 @@ def _make_search(
     return search
 
 
-class _Describer:
-    """Says what a row is of; the turns of a loop share what is said."""
-
-    def __init__(self, paths: ModulePaths, roles: dict[int, str]):
-        self._paths, self._roles = paths, roles
-        self._said: dict[Any, Words] = {}
-
-    def describe_all(self, lines: Sequence[RecordedOp]) -> list[Words]:
-        return [self._describe(line) for line in lines]
-
-    def _describe(self, line: RecordedOp) -> Words:
-        step = line.step
-        key = id(step.eqn), line.result, tuple(id(eqn) for eqn, _ in step.around)
-        if key not in self._said:
+def _describe_lines(lines: Sequence[RecordedOp], paths: ModulePaths, roles: dict[int, str]) -> list[Words]:
+    """Describes recorded rows. The iterations of a loop share one description."""
+    known: dict[Any, Words] = {}
+    keys = [(id(line.step.eqn), line.result, tuple(id(eqn) for eqn, _ in line.step.around)) for line in lines]
+    for line, key in zip(lines, keys, strict=True):
+        if key not in known:
+            step = line.step
             source, function = split_line(find_line(find_origin(step)))
             file, _, number = source.rpartition(":")
             code = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
             dtype: Any = step.results[line.result].aval
-            where = self._paths.read_stack(step.scope), find_direction(step.scope), str(dtype.dtype)
-            role = self._roles.get(id(step.eqn), "")
-            self._said[key] = Words(step.name, source, function, code, *where, role=role)
-        return self._said[key]
+            where = paths.read_stack(step.scope), find_direction(step.scope), str(dtype.dtype)
+            known[key] = Words(step.name, source, function, code, *where, role=roles.get(id(step.eqn), ""))
+    return [known[key] for key in keys]
 
 
 def _detach_constants(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-    """The same program, whose constants come in as its first arguments, and the constants.
-
-    A result that is a number in the program comes in, too.
-    """
+    """Turns constants, and results that are literals, into leading arguments."""
     body = program.jaxpr
     numbers: dict[int, Any] = {id(atom): atom for atom in body.outvars if isinstance(atom, Literal)}
     entering: dict[int, Any] = {name: Var(atom.aval) for name, atom in numbers.items()}
@@ -270,7 +245,7 @@ def _check_repeatable(program: Jaxpr) -> None:
     line = find_line(eqn)
     place = f" of {line}" if line else ""
     raise ValueError(
-        f"first_nonfinite runs a function a second time where its results are not finite, and {eqn.primitive.name}"
-        f"{place} would then act twice. Put it around a part that has none, for example: "
+        f"first_nonfinite runs a function a second time if its results are not finite, and {eqn.primitive.name}"
+        f"{place} would then act twice. Wrap a part without it. For example: "
         "first_nonfinite(jax.value_and_grad(loss_fn))(params, batch), with the callback outside."
     )

@@ -1,4 +1,4 @@
-"""Which value of a program was made of which: tables of integers, in which a compiled program finds its way back."""
+"""The dataflow of a jaxpr as integer tables, which a compiled program can search."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ._provenance import MOST_OPERANDS, MOST_TURNS
 from ._remedies import Words, write_words
 
 NONE, CONSTANT, UNKNOWN = -1, -2, -3
-"""What stands for an operand that there is not, for a number in the program, and for a value that is not measured."""
+"""Rows of an operand that does not exist, a literal, and a value that is not measured."""
 
 _RECIPROCALS = ("div", "integer_pow", "pow", "rsqrt")
 
@@ -20,26 +20,25 @@ Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
 
 
 class Graph(NamedTuple):
-    """The values of a program, which are the rows of its record, and what each was made of.
+    """Values (rows of the record) and the values that each was computed from.
 
-    The values that value `i` was made of are `target[start[i]:start[i + 1]]`. One more than there are values stands
-    for the program: its edges lead to the results.
+    The sources of value `i` are `target[start[i]:start[i + 1]]`. One extra node at the end has edges to the results.
+    A merged loop has one row for all its iterations.
 
     Attributes:
       start: int32 of shape `(values + 2,)`.
       target: int32 of shape `(edges,)`.
-      common: how many loops, whose turns have no rows of their own, both ends of an edge are in; int32.
-      carried: whether the value comes from the turn before, of the last of those loops; booleans.
-      operands: the values of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape
-        `(values, MOST_OPERANDS)`.
-      scales: the numbers of an operand are so many times those of its value, float32 of that shape.
-      shifts: and so much more; for a constant, the number.
-      turns: the turns of the loops around a value, -1 after the last, and `-2 - i` for the `i`-th of those whose turns
-        have no rows of their own; int32 of shape `(values, MOST_TURNS)`.
-      last: the last turn of such a loop if it runs from last to first, else -1; int32 of shape `(values, MOST_LOOPS)`.
-      is_half: whether a value is float16; booleans.
-      is_reciprocal: whether a value may be zero because an operand is infinite, as of a division; booleans.
-      text: which text each value has; int32.
+      common: the number of merged loops around both ends of an edge, int32.
+      carried: True if the last of these loops carried the value from the previous iteration.
+      operands: rows of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape `(values, MOST_OPERANDS)`.
+      scales: an operand is `scales * value + shifts`; float32 of that shape.
+      shifts: see `scales`; for a constant, its value.
+      turns: iterations of the loops around a value, -1 after the last, `-2 - i` for the `i`-th merged loop; int32 of
+        shape `(values, MOST_TURNS)`.
+      last: the last iteration of a merged loop that runs in reverse, else -1; int32 of shape `(values, MOST_LOOPS)`.
+      is_half: True for float16.
+      is_reciprocal: True if a value may be zero because an operand is infinite, as in a division.
+      text: the index of each value's text, int32.
       texts: uint8 of shape `(texts, TEXT_LENGTH)`.
     """
 
@@ -59,15 +58,7 @@ class Graph(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A value that another was made of.
-
-    Attributes:
-      value: which.
-      carried: the loop around it that carried it to another turn, by its place among those whose turns have no rows of
-        their own; `None` if none did.
-      scale: the other has so many times its numbers.
-      shift: and so much more.
-    """
+    """A source of a value `scale * source + shift`. `carried` is the merged loop that carried it over, if any."""
 
     value: int
     carried: int | None = None
@@ -82,21 +73,13 @@ def build_graph(
     words: Sequence[Words],
     recorder: ExtremesRecorder,
 ) -> Graph:
-    """Builds the graph of a program.
-
-    Args:
-      program: the program that was recorded.
-      arguments: which of its arguments have rows; these come first.
-      lines: what the other rows are of.
-      words: what is said of each row.
-      recorder: what measured them.
-    """
+    """Builds the graph of a recorded program. Rows of `arguments` come first."""
     finder = _EdgeFinder(program, arguments, lines, recorder)
     values = [(RecordedOp(None, 0), ())] * len(arguments) + [(line, line.step.around) for line in lines]  # type: ignore[arg-type]
     edges = [[] for _ in arguments] + [finder.find_sources(line) for line in lines]
     merged = [[i for i, (eqn, _) in enumerate(around) if finder.is_merged(eqn)] for _, around in values]
 
-    # The edges of all values one after the other, with those of the program at the end.
+    # Edges of all values, then the edges to the results.
     start = np.cumsum([0, *map(len, edges), len(results := finder.find_results())])
     common, carried = [], []
     for value, own in enumerate(edges):
@@ -108,7 +91,6 @@ def build_graph(
     common += [0] * len(results)
     carried += [False] * len(results)
 
-    # What is said of each.
     distinct = list(dict.fromkeys(words))
     places = {word: i for i, word in enumerate(distinct)}
     operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines]
@@ -116,7 +98,7 @@ def build_graph(
     atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
     return Graph(
         start=start.astype(np.int32),
-        target=np.array(flat or [0], np.int32),  # which a traced program may index, though it never reads it
+        target=np.array(flat or [0], np.int32),  # not empty, because the traced loop body indexes it
         common=np.minimum(np.array(common or [0], np.int32), MOST_LOOPS),
         carried=np.array(carried or [False], bool),
         operands=_pad([[row for row, _, _ in own] for own in operands], MOST_OPERANDS, NONE, np.int32),
@@ -132,7 +114,7 @@ def build_graph(
 
 
 class _EdgeFinder:
-    """Follows values of a program back, in and out of bodies, to the rows that they have."""
+    """Follows values of a jaxpr back to recorded rows, in and out of sub-jaxprs."""
 
     def __init__(
         self, program: Jaxpr, arguments: Sequence[int], lines: Sequence[RecordedOp], recorder: ExtremesRecorder
@@ -147,22 +129,21 @@ class _EdgeFinder:
         self._found: dict[Any, list[Edge]] = {}
 
     def is_merged(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is a loop whose turns have no rows of their own."""
+        """True for a loop with one row for all iterations."""
         name = eqn.primitive.name
         return name == "while" or (name == "scan" and not self._recorder.splits(eqn.params["length"]))
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
-        """What the value of a line was made of."""
+        """Lists the rows that the value of a line was computed from."""
         is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
         follow = self._follow_bits if is_of_bits else self._follow
         return self._join(follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
 
     def find_results(self) -> list[Edge]:
-        """What the results of the program are."""
         return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
 
     def list_operands(self, line: RecordedOp) -> list[tuple[int, float, float]]:
-        """Of the first operands of a line the rows, scales and shifts."""
+        """Lists rows, scales and shifts of the first operands of a line."""
         found = []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
@@ -175,7 +156,7 @@ class _EdgeFinder:
         return found
 
     def _find_number(self, atom: Any, around: Around) -> float | None:
-        """The number that a value is in each turn, if it stands in the program."""
+        """Returns the value of an atom if it is a literal, also outside the sub-jaxpr."""
         while not isinstance(atom, Literal):
             body = around[-1][1] if around else self._program
             eqn, i = self._list_makers(body).get(atom, (None, 0))
@@ -188,21 +169,21 @@ class _EdgeFinder:
         return float(np.asarray(atom.val, np.float32)) if float_dtype(atom) is not None else None
 
     def _follow(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """The rows of a value that is read in a body; none for what is not measured, as integers."""
+        """Lists the rows of a value in a sub-jaxpr; empty if it is not measured, like integers."""
         if isinstance(atom, Literal) or not is_measurable(atom):
             return []
         key = _key(around), turns, id(atom)
         if key in self._rows:
             return [Edge(self._rows[key])]
         if key not in self._found:
-            self._found[key] = []  # a carry that goes around unchanged comes back here
+            self._found[key] = []  # stops at a carry that the loop does not change
             self._found[key] = self._find(atom, around, turns)
         return self._found[key]
 
     def _follow_bits(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """The rows of the floats whose bits an integer was made of; none from other turns of a loop, or a branch.
+        """Lists the rows of floats that an integer was computed from, as for the scale of a block-scaled format.
 
-        The scale of a block is nan because of integers that stand for its largest magnitude.
+        Does not look into loops and branches.
         """
         if isinstance(atom, Literal) or is_measurable(atom):
             return self._follow(atom, around, turns)
@@ -242,7 +223,7 @@ class _EdgeFinder:
         return self._leave(body.invars.index(var), around, turns) if var in body.invars else []
 
     def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """Goes on inside of an equation that made a value as its result `i`."""
+        """Continues inside the sub-jaxprs of the equation that made a value as its result `i`."""
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             branches = [body_of(branch) for branch in params["branches"]]
@@ -269,7 +250,7 @@ class _EdgeFinder:
         return self._join(self._follow(body.outvars[i], inside, (*turns, turn)) for turn in ends)
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """Goes on outside of a body that was given a value as its argument `i`."""
+        """Continues outside a sub-jaxpr, from its argument `i`."""
         eqn, body = around[-1]
         name, params, outside = eqn.primitive.name, eqn.params, around[:-1]
         if name == "cond":
@@ -294,7 +275,7 @@ class _EdgeFinder:
         return self._follow(eqn.invars[i], outside, turns[:-1])
 
     def _follow_slice(self, atom: Any, length: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """Follows what turn `turns[-1]` of a scan gets of an array: of what a scan stacked, what that turn made."""
+        """Follows the slice of an array that iteration `turns[-1]` of a scan reads, through an earlier scan's stack."""
         body = around[-1][1] if around else self._program
         made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
         if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
@@ -305,7 +286,7 @@ class _EdgeFinder:
         return self._follow(atom, around, turns[:-1])
 
     def _carry(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """What the turn before made of carry `i`, in a loop whose turns have no rows of their own."""
+        """Follows carry `i` of a merged loop to the previous iteration."""
         level = sum(self.is_merged(eqn) for eqn, _ in around) - 1
         edges = self._follow(around[-1][1].outvars[i], around, turns)
         levels = [level if edge.carried is None else min(edge.carried, level) for edge in edges]
@@ -328,13 +309,13 @@ def _key(around: Around) -> tuple[tuple[int, int], ...]:
 
 
 def _list_order(eqn: JaxprEqn) -> range:
-    """The turns of a scan in the order in which they run."""
+    """Returns the iterations of a scan in execution order."""
     turns = range(eqn.params["length"])
     return turns[::-1] if eqn.params["reverse"] else turns
 
 
 def _count_shared(one: tuple[RecordedOp, Around], other: tuple[RecordedOp, Around], finder: _EdgeFinder) -> int:
-    """How many of the equations around two values are the same, in the same turns."""
+    """Counts the outer equations that two values share, in the same iterations."""
     turns = iter(zip(one[0].turns, other[0].turns, strict=False))
     count = 0
     for mine, theirs in zip(one[1], other[1], strict=False):
@@ -349,7 +330,7 @@ def _count_shared(one: tuple[RecordedOp, Around], other: tuple[RecordedOp, Aroun
 
 
 def _list_turns(line: RecordedOp, around: Around, finder: _EdgeFinder) -> tuple[list[int], list[int]]:
-    """The columns `turns` and `last` of a value."""
+    """Returns the entries of `Graph.turns` and `Graph.last`."""
     own, turns, last = iter(line.turns), [], []
     for eqn, _ in around:
         if finder.is_merged(eqn):

@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from: arrays of fixed shapes, which a state can carry, and what they say."""
+"""`Provenance`: the origin of a non-finite value, as arrays of fixed shapes that a state can carry."""
 
 import os
 from typing import Literal, NamedTuple, Optional
@@ -12,19 +12,19 @@ from ..._base import escape_controls
 from ._remedies import TEXT_LENGTH, Words, find_remedy, read_words
 
 MOST_TURNS = 4
-"""How many of the loops around an equation are told apart."""
+"""Maximum number of nested loops with a recorded iteration."""
 
 MOST_OPERANDS = 4
-"""Of how many of its operands the ranges are kept."""
+"""Maximum number of operands with a recorded range."""
 
 UNUSED = -1
-"""What stands for a turn or a range that there is not: no turn, and as a float32 a nan."""
+"""Padding of iterations and ranges; as float32 bits it is a nan."""
 
 NOTHING, FOUND, NOT_REPRODUCED = range(3)
-"""What is known: that all was finite, an origin, or that the second run of the program was finite."""
+"""Values of `status`: all results were finite, an origin was found, or the second run was finite."""
 
 FINITE, NAN, INFINITE = range(3)
-"""What a value holds at worst."""
+"""Values of `kinds`: the worst element of a value."""
 
 _KINDS: tuple[Literal["", "nan", "inf"], ...] = ("", "nan", "inf")
 
@@ -38,28 +38,28 @@ class _Fields(NamedTuple):
 
 
 class Provenance(_Fields):
-    """Where the first number that is not finite came from: what `numerics.first_nonfinite` returns.
+    """Origin of the first non-finite value, as returned by `numerics.first_nonfinite`.
 
-    A `NamedTuple` of five small arrays of integers, whose shapes are the same for all programs. So the state of an
-    optimizer can carry it, through `jit`, `scan`, `lax.cond` and checkpoints. What it says is read on the host; of
-    several, as of `vmap` or `scan`, the first one that was found.
+    A `NamedTuple` of five small integer arrays with the same shapes for all programs, so a state can carry it through
+    `jit`, `scan`, `lax.cond` and checkpoints. The attributes are read on the host. If `vmap` or `scan` stacked
+    several, they describe the first one found.
 
     Attributes:
-      found: whether the origin is known, an operation or an argument.
-      reproduced: false where a result was not finite, and the second run, which looks for the origin, was.
-      kind: `"nan"` or `"inf"`; the empty string where nothing was found.
-      primitive: the name of the operation; the empty string for an argument.
-      source: the user's line that it comes from, `"/home/me/train.py:12"`.
+      found: True if the origin is known: an op or an argument.
+      reproduced: False if a result was not finite but the second run, which looks for the origin, was.
+      kind: `"nan"` or `"inf"`; empty if nothing was found.
+      primitive: the name of the op; empty for an argument.
+      source: the user's line of the op, `"/home/me/train.py:12"`.
       function: the function around that line.
       code: the text of the line.
       path: the module names and `jax.named_scope`s around it, joined by `/`.
       direction: `"forward"`, `"recomputed"` (by a remat) or `"backward"`.
-      dtype: the name of the dtype of its result.
-      turns: the turns of the loops around it, outermost first. Of a `scan`, the index into its `xs`.
-      operands: the smallest and the largest number of each operand; `None` for one that is empty or was not measured.
-        In a loop of more than 64 turns they are those of all turns without a nan.
-      argument: where it came in, as `"batch['x']"`; `None` for an operation.
-      cause: where the infinities came from that an operation made a nan of, or whose reciprocal is the zero at which it
+      dtype: the name of the dtype of its output.
+      turns: the iterations of the loops around it, outermost first. For a `scan`, the index into its `xs`.
+      operands: the smallest and largest element of each operand; `None` if it is empty or was not measured. In a loop
+        of more than 64 iterations, over all iterations without a nan.
+      argument: the argument that contained the value, as `"batch['x']"`; `None` for an op.
+      cause: the origin of the infinities from which an op made a nan, or whose reciprocal is the zero from which it
         made an infinity; else `None`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
@@ -75,7 +75,7 @@ class Provenance(_Fields):
 
     @classmethod
     def empty(cls) -> "Provenance":
-        """Nothing was found: what a state starts from.
+        """Returns the initial value for a state: nothing was found.
 
         >>> from jmp_policy.numerics import Provenance
         >>> Provenance.empty().found, str(Provenance.empty())
@@ -153,15 +153,16 @@ class Provenance(_Fields):
         return Provenance(one.status, *fields)  # pyright: ignore[reportArgumentType]
 
     def __str__(self) -> str:
-        """One line: what it is, where, and in which pass."""
+        """Returns one line: the kind, the place and the pass."""
         one = _read(self)
         if one.status == NOTHING:
             return "every result is finite"
         if one.status == NOT_REPRODUCED:
-            return "a result was not finite; run again, all were"
+            return "a result was not finite, but all were in a second run"
         if self.argument:
             return escape_controls(f"{self.kind} in argument `{self.argument}`", keep="")
-        place = [f"{self.kind} in {_name_place(self)}", _shorten(self.source), f"`{self.code}`" if self.code else ""]
+        code = f"`{self.code}`" if self.code else ""
+        place = [f"{self.kind} in `{self.path or self.primitive}`", os.path.basename(self.source), code]
         turns = f"turn {', '.join(map(str, self.turns))}" if self.turns else ""
         return escape_controls(", ".join(filter(None, [*place, turns, self.direction])), keep="")
 
@@ -169,7 +170,7 @@ class Provenance(_Fields):
         return f"<Provenance: {'inside of a program' if isinstance(self.status, Tracer) else self}>"
 
     def describe(self) -> str:
-        """A paragraph: what happened, to which numbers, and what helps, where that is known.
+        """Returns a paragraph: the fault, the ranges of the operands, and a suggested fix if there is one.
 
         >>> import jax.numpy as jnp, jmp_policy as jmp
         >>> _, origin = jmp.numerics.first_nonfinite(lambda x: 1 / x)(jnp.array([0.0, 2.0]))
@@ -181,8 +182,8 @@ class Provenance(_Fields):
             return "Every result is finite."
         if one.status == NOT_REPRODUCED:
             return (
-                "A result was not finite, but when the program ran again to find out why, all were. What a compiler "
-                "fuses may keep more digits the second time, and what GPUs add up in any order differs from run to run."
+                "A result was not finite, but all were when the program ran again to find the origin. The second "
+                "run is compiled separately and may round differently, and GPUs do not sum in a fixed order."
             )
         sentences = [_say_what_happened(self)]
         cause = self.cause
@@ -199,7 +200,7 @@ def _say_what_happened(one: Provenance) -> str:
     kind = {"nan": "A nan", "inf": "An infinity"}[one.kind]
     if one.argument:
         return f"{kind} came in with argument `{one.argument}`."
-    passes = {"forward": "the forward pass", "recomputed": "what a remat recomputed", "backward": "the backward pass"}
+    passes = {"forward": "the forward pass", "recomputed": "the recompute of a remat", "backward": "the backward pass"}
     place = [f"`{one.path}`" if one.path else "", f"{one.source} ({one.function})" if one.source else ""]
     if one.turns:
         place.append(f"turn {', '.join(map(str, one.turns))}")
@@ -217,11 +218,11 @@ def _say_ranges(one: Provenance) -> str:
 
 
 def _read(provenance: Provenance) -> Provenance:
-    """The same on the host; of several, the first one that was found."""
+    """Copies to the host. Of several stacked ones, takes the first one found."""
     if isinstance(provenance.status, Tracer):
         raise TypeError(
-            "What a Provenance says is read on the host, and here it is traced: return it from the jitted function, "
-            "and read it there. For example: (out, origin) = jax.jit(first_nonfinite(fun))(x); origin.describe()."
+            "A Provenance is read on the host, but this one is traced. Return it from the jitted function and read it "
+            "outside. For example: (out, origin) = jax.jit(first_nonfinite(fun))(x); origin.describe()."
         )
     arrays = [np.asarray(field) for field in provenance]
     status = arrays[0]
@@ -233,11 +234,3 @@ def _read(provenance: Provenance) -> Provenance:
 
 def _read_words(provenance: Provenance) -> Words:
     return read_words(np.asarray(_read(provenance).texts[0]))
-
-
-def _name_place(provenance: Provenance) -> str:
-    return f"`{provenance.path}`" if provenance.path else f"`{provenance.primitive}`"
-
-
-def _shorten(source: str) -> str:
-    return os.path.basename(source)

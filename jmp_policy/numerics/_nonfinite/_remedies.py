@@ -1,4 +1,4 @@
-"""Remedies for non-finite values, by the primitive that made them and its role."""
+"""Suggested fixes for non-finite values, by the primitive that made them and its role."""
 
 import math
 from collections.abc import Sequence
@@ -11,22 +11,13 @@ from jax.extend.core import Jaxpr, Literal
 from ..._jaxpr import Fact, Step, having, walk
 
 GUARDED = "where"
-"""The role of an operation that a branch of a `jnp.where` uses."""
+"""Role of an op used by a branch of `jnp.where`."""
 
 
 class Words(NamedTuple):
-    """What is said of an equation or an argument.
+    """Description of an equation or an argument, with the attributes of `Provenance`.
 
-    Attributes:
-      primitive: the name of the operation; the empty string for an argument.
-      source: the user's line, `"/home/me/train.py:12"`.
-      function: the function around that line.
-      code: the text of the line.
-      path: the module names and `jax.named_scope`s around it, joined by `/`.
-      direction: `"forward"`, `"recomputed"` or `"backward"`.
-      dtype: the name of the dtype of its result.
-      argument: the argument, `"batch['x']"`; the empty string for an equation.
-      role: the primitive whose derivative an equation computes, or `GUARDED`; else the empty string.
+    `role` is the primitive whose derivative the equation computes, `GUARDED`, or empty.
     """
 
     primitive: str = ""
@@ -41,23 +32,14 @@ class Words(NamedTuple):
 
 
 _WIDTHS = (32, 160, 48, 96, 128, 12, 16, 103, 8)
-"""How many bytes each may have. Of a longer one its end is kept, but of code its beginning.
-
-Their sum, with a byte after each, stays: a saved state holds the text. One without a role is read as such.
-"""
+"""Maximum number of bytes of each field. Longer text keeps its end, and code its start. The total must not change,
+because saved states contain the text."""
 
 TEXT_LENGTH = sum(_WIDTHS) + len(_WIDTHS)
 
 
 def write_words(words: Words) -> np.ndarray:
-    """Writes words as uint8 of shape `(TEXT_LENGTH,)`.
-
-    >>> words = Words("log", "train.py:12", "loss_fn", "jnp.log(x)", "head", "forward", "float32")
-    >>> read_words(write_words(words)) == words
-    True
-    >>> read_words(write_words(words._replace(code="x + " * 40))).code[-8:]
-    '+ x + x…'
-    """
+    """Encodes words as uint8 of shape `(TEXT_LENGTH,)`."""
     pieces = []
     for name, word, width in zip(Words._fields, words, _WIDTHS, strict=True):
         data = word.encode()
@@ -71,13 +53,12 @@ def write_words(words: Words) -> np.ndarray:
 
 
 def read_words(text: np.ndarray) -> Words:
-    """Reads what `write_words` wrote."""
     pieces = text.tobytes().split(b"\0")[: len(_WIDTHS)]
     return Words(*(piece.decode(errors="ignore") for piece in pieces))
 
 
 def find_roles(program: Jaxpr) -> dict[int, str]:
-    """Finds the roles of equations, by their ids: see `Words.role`.
+    """Finds `Words.role` of equations, by their ids.
 
     >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.grad(jnp.sqrt))(1.0)
@@ -94,7 +75,7 @@ def find_roles(program: Jaxpr) -> dict[int, str]:
     logarithms = {id(step.operands[0]) for step in steps if step.name == "log"}
     divisors = {id(step.operands[1]) for step in steps if step.name == "div"}
     for step in steps:
-        if "jvp(" not in step.scope:  # which is around the backward pass, too
+        if "jvp(" not in step.scope:  # name stacks of the backward pass contain it too
             continue
         role = ""
         if step.name == "integer_pow":
@@ -125,12 +106,9 @@ def _find_role_of_quotient(step: Step, makers: dict[int, list[Step]], logarithms
 
 
 def _find_decomposition(atom: Any, makers: dict[int, list[Step]], *, of_differences: bool = True) -> str:
-    """Finds the decomposition of a matrix from whose values a divisor is made; the empty string for none.
+    """Returns "eigh" or "svd" if a divisor is made from the eigenvalues or singular values, else an empty string.
 
-    Args:
-      atom: the divisor.
-      makers: the steps that make each value.
-      of_differences: whether only differences of the values count. The program of a user may divide by one of them.
+    With `of_differences`, only their differences count: user code may divide by an eigenvalue.
     """
     queue, seen = [(atom, not of_differences)], set()
     while queue:
@@ -151,7 +129,7 @@ def _is_made_by(name: str, atom: Any, makers: dict[int, list[Step]]) -> bool:
 
 
 def _list_guarded(steps: list[Step], makers: dict[int, list[Step]]) -> list[Any]:
-    """The equations from which a branch of a `select_n` comes, up to sums and products of them."""
+    """Lists the equations that a branch of a `select_n` is computed from, through the ops in `_FOLLOWED`."""
     found, seen = [], set()
     queue = [atom for step in steps if step.name == "select_n" for atom in step.operands[1:]]
     while queue:
@@ -184,7 +162,7 @@ _BY_ZERO = (
     "`jnp.where(y != 0, x / jnp.where(y != 0, y, 1.0), 0.0)`: with the outer one alone the gradient stays nan. "
     "Of a norm, add an epsilon under the root instead."
 )
-_ROOT = "Keep what is under the root positive, with an epsilon or `jnp.maximum`. " + _TRAP
+_ROOT = "Keep the operand of the root positive, with an epsilon or `jnp.maximum`. " + _TRAP
 
 _DERIVATIVE = "This is the derivative of {}, which is infinite at zero. "
 _GUARD = (
@@ -201,46 +179,35 @@ _SINGULAR = (
     "`jnp.linalg.lstsq`."
 )
 _GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, as with `jnp.maximum`."
-_OPAQUE = "This is a single operation here: {} makes it of operands that are finite. Look there."
+_OPAQUE = "This counts as a single operation: {} made it from finite operands. Check there."
 
 REMEDIES = {
     "div": _EPSILON.format("divisor") + " " + _TRAP,
     "rem": _EPSILON.format("divisor"),
-    "log": "Keep what goes into the logarithm positive, with an epsilon or `jnp.maximum`. " + _TRAP,
-    "log1p": "Keep what goes into it above -1. " + _TRAP,
+    "log": "Keep the operand of the logarithm positive, with an epsilon or `jnp.maximum`. " + _TRAP,
+    "log1p": "Keep its operand above -1. " + _TRAP,
     "sqrt": _ROOT,
     "rsqrt": _ROOT,
     "pow": "Keep the base away from zero and positive, or take an integer power. " + _TRAP,
     "integer_pow": _EPSILON.format("base") + " " + _TRAP,
-    "exp": "Subtract the largest number before, as `jax.nn.softmax` and `jax.nn.logsumexp` do.",
-    "exp2": "Subtract the largest number before, as `jax.nn.softmax` and `jax.nn.logsumexp` do.",
-    "expm1": "Bound what goes into it.",
-    "sinh": "Bound what goes into it.",
-    "cosh": "Bound what goes into it.",
-    "acos": "Keep what goes into it within -1 and 1.",
-    "asin": "Keep what goes into it within -1 and 1.",
-    "atanh": "Keep what goes into it within -1 and 1, ends left out.",
-    "acosh": "Keep what goes into it at 1 or above.",
-    "erf_inv": "Keep what goes into it within -1 and 1, ends left out.",
+    **dict.fromkeys(("exp", "exp2"), "Subtract the largest value first, like `jax.nn.softmax` and `jax.nn.logsumexp`."),
+    **dict.fromkeys(("expm1", "sinh", "cosh"), "Bound its operand."),
+    **dict.fromkeys(("acos", "asin"), "Keep its operand between -1 and 1."),
+    **dict.fromkeys(("atanh", "erf_inv"), "Keep its operand strictly between -1 and 1."),
+    "acosh": "Keep its operand at 1 or above.",
     "cholesky": "The matrix has to be positive definite: add an epsilon to its diagonal.",
-    "custom_linear_solve": _SINGULAR,
-    "triangular_solve": _SINGULAR,
-    "lu": _SINGULAR,
-    "lgamma": _GAMMA,
-    "digamma": _GAMMA,
-    "polygamma": _GAMMA,
-    "igamma": "Keep both operands positive.",
-    "igammac": "Keep both operands positive.",
+    **dict.fromkeys(("custom_linear_solve", "triangular_solve", "lu"), _SINGULAR),
+    **dict.fromkeys(("lgamma", "digamma", "polygamma"), _GAMMA),
+    **dict.fromkeys(("igamma", "igammac"), "Keep both operands positive."),
     "zeta": "It has a pole where its first operand is 1: keep that above 1.",
     "gather": "An index is out of bounds, where `jnp.take` and `x.at[i].get(mode='fill')` return nan: keep the indices "
     "within the axis, or pass `mode='clip'`.",
     "pure_callback": _OPAQUE.format("its function on the host"),
-    "ffi_call": _OPAQUE.format("the code that it calls"),
+    "ffi_call": _OPAQUE.format("its native code"),
     "pallas_call": _OPAQUE.format("its kernel"),
-    "custom_jvp_call": _OPAQUE.format("its function"),
-    "custom_vjp_call": _OPAQUE.format("its function"),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _OPAQUE.format("its function")),
 }
-"""By primitive, where the numbers themselves are at fault and not their format."""
+"""Fixes by primitive, for faults that any format has."""
 
 _OVERFLOWING = having(Fact.OVERFLOWS)
 
@@ -255,17 +222,11 @@ _DERIVATIVES = {
     ),
     "log": _DERIVATIVE.format("a logarithm") + _EPSILON.format("operand of the logarithm") + " " + _TRAP,
 }
-"""By the primitive whose derivative an operation computes, where that has a pole at zero."""
+"""Fixes by the primitive whose derivative an op computes, for derivatives with a pole at zero."""
 
 
 def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bool = False) -> str:
-    """Says what helps; the empty string where nothing is known.
-
-    Args:
-      words: what is said of the operation or argument.
-      kind: `"nan"` or `"inf"`.
-      operands: the smallest and the largest number of each operand.
-      is_cause: whether another operation made a nan of its infinities.
+    """Returns a suggested fix, or an empty string. `is_cause`: another op made a nan from these infinities.
 
     >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
     'Keep what goes into the logarithm positive, with an eps'
@@ -275,19 +236,19 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
     primitive, dtype, path = words.primitive, words.dtype, words.path
     if words.argument:
         return (
-            "It was there before the function ran: look at the batch, or at the step before, which a transformation "
-            "such as `optim.skip_nonfinite` would have skipped."
+            "It was there before the function ran: check the batch and the previous step, which "
+            "`optim.skip_nonfinite` would have skipped."
         )
     if any(pair is not None and math.isinf(pair[0]) and pair[0] == pair[1] for pair in operands):
         return (
-            "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
+            "It is a constant of the program, such as a mask. A softmax over only masked values is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
     if words.role == GUARDED and is_cause:
         return _GUARD
     if words.role in _DERIVATIVES and has_pole(primitive, operands, dtype):
         return _DERIVATIVES[words.role]
-    if primitive == "div" and kind == "nan":  # of finite operands
+    if primitive == "div" and kind == "nan":  # the operands are finite
         return "Dividend and divisor are both zero. " + _BY_ZERO
     is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
     if is_too_large and dtype == "float16":
@@ -297,24 +258,24 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
     if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
         return REMEDIES[primitive]
     if is_too_large:
-        return f"The numbers are too large for {dtype}: smaller steps, clipped gradients or a norm before this help."
+        return f"The values are too large for {dtype}. Try smaller steps, gradient clipping or a norm before this op."
     if kind == "inf" and any(operands):
-        return "None of its operands is large: look for a pole, or for an end of the domain, among them."
+        return "None of its operands is large: check whether one is at a pole or at the edge of the domain."
     return ""
 
 
 def _advise_float32(direction: str, path: str) -> str:
     if direction == "backward":
         return (
-            "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
-            "as `DynamicLossScale(2.0**10)`, which a dynamic one finds by itself after some skipped steps."
+            "float16 ends at 65504, and gradients are multiplied by the loss scale. Start from a smaller scale, such "
+            "as `DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps."
         )
     island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
     return f"float16 ends at 65504. Keep this in float32: {island}."
 
 
 def _explain_power(operands: Sequence[Range]) -> str:
-    """Says which power it is the derivative of, as far as one exponent tells."""
+    """Names the power that this is the derivative of, if all exponents are equal."""
     low, high = (operands[1] if len(operands) > 1 else None) or (math.nan, math.nan)
     if low != high or low <= -1:
         return REMEDIES["pow"]
@@ -325,7 +286,7 @@ def _explain_power(operands: Sequence[Range]) -> str:
 
 
 def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
-    """Whether an infinity is an overflow, and not a pole or something inside of an operation that nothing is known of.
+    """True if an infinity is an overflow, not a pole or an unknown op.
 
     >>> _overflows("add", [(1.0, 2.0)], "float32"), _overflows("zeta", [(1.0, 1.0), (1.0, 1.0)], "float32")
     (True, False)
@@ -337,10 +298,9 @@ def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
 
 
 def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
-    """Whether an operation is infinite in every format: at zero, which is among its operands.
+    """True if an op has a pole within the ranges of its operands, so that no format helps.
 
-    The exponent of an integer power is not known: it is taken for a square where a square of the largest number would
-    overflow, as that is what most are.
+    The exponent of an `integer_pow` is not known. If the square of the operand overflows, this returns False.
 
     >>> has_pole("integer_pow", [(-600.0, 700.0)], "float16"), has_pole("integer_pow", [(0.0, 2.0)], "float16")
     (False, True)
@@ -352,7 +312,7 @@ def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     pair = operands[i]
     if pair is None or pair[0] > 0:
         return False
-    if primitive == "lgamma":  # which has more below zero
+    if primitive == "lgamma":  # has more poles below zero
         return True
     if pair[1] < 0:
         return False

@@ -1,4 +1,4 @@
-"""From what a policy would have in narrow formats to what it would lose, and to what saves it."""
+"""Finds values that a policy would lose, and the scopes and loss scale that save them."""
 
 import functools
 import math
@@ -17,23 +17,13 @@ from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
 
 MOST_ROUNDS = 16
-"""So often scopes are put in float32, and the policy tried again. What leaves a scope in float32 may be too large for
-the next one, and that is rarely a long chain."""
+"""Maximum number of rounds that move scopes to float32. Outputs of such a scope may overflow in the next scope."""
 
 
 def diagnose(
     stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str, scale: float, *, is_given: bool
 ) -> Prediction:
-    """Predicts what a policy would lose of a program.
-
-    Args:
-      stats: what was measured, with numbers.
-      observed: the program.
-      policy: the policy.
-      by: how it is given, `"autocast"` or `"with_policy"`.
-      scale: the loss scale that is asked about; between two powers of two, the nearer one stands for it.
-      is_given: whether the user named it, and would keep it.
-    """
+    """Predicts the losses under a policy. `scale` is rounded to a power of two; `is_given` if the user set it."""
     trial = _Trial(stats, observed, policy, by)
     exponent = round(math.log2(scale))
     values = trial.list_values(policy)
@@ -57,13 +47,7 @@ def diagnose(
 
 
 class _Repair(NamedTuple):
-    """What saves a program.
-
-    Attributes:
-      culprits: the scopes that must be in float32.
-      scale: the loss scale for the others.
-      later: what these would lose at that scale, or once others are in float32.
-    """
+    """Scopes to keep in float32, the loss scale for the others, and losses found with these changes."""
 
     culprits: tuple[str, ...]
     scale: Choice
@@ -73,7 +57,7 @@ class _Repair(NamedTuple):
 def _find_repair(
     trial: "_Trial", values: Sequence[NarrowValue], policy: Policy | PolicyMap, given: int | None
 ) -> _Repair:
-    """Puts scopes in float32 until no other loses anything: what leaves them is cast elsewhere then."""
+    """Moves scopes to float32 until no other scope loses values. Each move changes the casts of other scopes."""
     culprits: dict[str, None] = {}
     later: dict[NarrowValue, Loss] = {}
     scale = trial.choose_scale(values, given)
@@ -91,12 +75,7 @@ def _find_repair(
 
 
 class _Trial:
-    """A program that was measured, on which policies are tried.
-
-    Attributes:
-      rows: its rows.
-      paths: its scopes.
-    """
+    """A measured program to try policies on."""
 
     def __init__(self, stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str):
         self.rows = stats.rows()
@@ -111,11 +90,11 @@ class _Trial:
 
     @property
     def is_of_modules(self) -> bool:
-        """Whether the program calls modules of Flax, and is tried as if it called none."""
+        """True if autocast is asked about for a program that calls Flax modules."""
         return self._by == "autocast" and bool(self._observed.types)
 
     def list_values(self, policy: Policy | PolicyMap) -> list[NarrowValue]:
-        """The values that a policy has in narrow formats, but for those of which nothing can be lost."""
+        """Lists values in half precision or quantized formats. Leaves out zeros and rounding noise."""
         written = try_policy(self._observed, policy, self._by)
         found = list_narrow_values(self._operations, written, self.rows)
         if self._by == "with_policy":
@@ -124,12 +103,12 @@ class _Trial:
         return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
 
     def _find_place(self, path: str) -> str:
-        """The path that a rule must name: under `with_policy` that of a module, since it knows no other scopes."""
+        """Returns the path for a rule of a map. `with_policy` only knows paths of modules."""
         types = self._observed.list_types() if self._by == "with_policy" else {}
         return next((outer for outer in reversed(list_paths_to(path)) if outer in types), path)
 
     def find_loss(self, value: NarrowValue, exponent: int) -> Loss:
-        """What a value loses at a loss scale of two to some power."""
+        """Predicts the loss of a value with a loss scale of `2**exponent`."""
         row = self.rows[value.row]
         if value.is_scaled:
             return find_scaled_loss(row, value.format)
@@ -139,11 +118,10 @@ class _Trial:
         return loss
 
     def is_scaled(self, value: NarrowValue) -> bool:
-        """Whether the loss scale multiplies a value."""
+        """True if the value is multiplied by the loss scale."""
         return value.direction == "backward" and self.rows[value.row].direction == "backward" and not value.is_scaled
 
     def choose_scale(self, values: Sequence[NarrowValue], given: int | None) -> Choice:
-        """The loss scale that saves most scopes."""
         spans: dict[str, list[tuple[float, float]]] = {}
         scaled = [value for value in values if self.is_scaled(value)]
         for value in scaled:
@@ -151,7 +129,7 @@ class _Trial:
         return choose_scale(spans, given, list({value.format for value in scaled}))
 
     def find_widest(self, values: Iterable[NarrowValue]) -> tuple[NarrowValue, NarrowValue] | None:
-        """The gradient that needs the largest loss scale, and the one that needs the smallest."""
+        """Returns the gradients that need the largest and the smallest loss scale."""
         scaled = [value for value in values if self.is_scaled(value)]
         if not scaled:
             return None
@@ -159,7 +137,7 @@ class _Trial:
         return least, min(scaled, key=lambda value: self._find_span(value.row, value.format)[1])
 
     def lacks_operations(self) -> bool:
-        """Whether most operations were not measured."""
+        """True if only matmuls were measured."""
         return not any(row.primitive and row.primitive not in MATMULS for row in self.rows)
 
     def _find_masked(self, format: str) -> set[int]:
@@ -169,13 +147,12 @@ class _Trial:
 
 
 def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
-    """A policy with scopes in float32, and all that is inside of them.
+    """Makes a map with float32 for some scopes and everything inside them.
 
-    What is in no scope at all can be named by the pattern of the root alone, which covers everything: the scopes right
-    inside of it get their policy before that.
+    The pattern of the root covers every scope, so if the root is a culprit, its children get explicit rules first.
     """
     named = set(culprits)
-    # A rule covers all that is inside of its scope, and another one there would decide nothing.
+    # A rule also covers inner scopes, so a rule for one of those would have no effect.
     wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]
     rules: list[tuple[Key, Policy | str]] = [(re.escape(path), "float32") for path in wide if path]
     old = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
@@ -190,14 +167,13 @@ def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequenc
 def _list_reasons(
     losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], culprits: Sequence[str]
 ) -> tuple[Reason, ...]:
-    """The worst value of each scope, pass and kind of fault, worst first."""
+    """Lists the worst value of each scope, pass and kind of fault. Scopes that need float32 come first."""
     worst: dict[tuple[str, str, str], tuple[NarrowValue, Loss]] = {}
     for value, loss in losses.items():
         key = value.path, value.direction, loss.what
         if loss.what and (key not in worst or loss.risk > worst[key][1].risk):
             worst[key] = value, loss
     made = [_make_reason(value, loss, rows[value.row], culprits) for value, loss in worst.values()]
-    # A scope that no scale saves loses nothing at this one, maybe: it is named where it is cured.
     return tuple(sorted(made, key=lambda reason: (reason.cure != "float32", -reason.risk)))
 
 
@@ -228,11 +204,12 @@ def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
 def _list_spans(
     losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int, culprits: Sequence[str]
 ) -> list[SpanBar]:
-    """For each scope and pass one bar of all its values, the worst scopes first."""
+    """Lists one bar per scope and pass, the worst scopes first."""
     bars: dict[tuple[str, str], SpanBar] = {}
     for value, loss in losses.items():
         row, shift = rows[value.row], exponent if value.direction == "backward" else 0
-        least, most = (math.log2(size) + shift for size in (_find_least(row), row.amax))
+        relevant = min(row.amax, max(row.min_nonzero or row.amax, row.rms / 64))  # smaller magnitudes do not matter
+        least, most = (math.log2(size) + shift for size in (relevant, row.amax))
         key = value.path, value.direction
         old = bars.get(key, SpanBar(*key, value.format, least, most, False))
         is_lost = old.is_lost or bool(loss.what)
@@ -242,29 +219,23 @@ def _list_spans(
     return sorted(bars.values(), key=lambda bar: order.index(bar.path))
 
 
-def _find_least(row: Row) -> float:
-    """The magnitude of the smallest numbers of a tensor that matter: so many times smaller than the typical one."""
-    least = row.min_nonzero or row.amax
-    return min(row.amax, max(least, row.rms / 64))
-
-
 def _list_notes(
     trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair, *, has_scale: bool
 ) -> Iterable[str]:
     if has_scale:
         yield _describe_scale(trial, values, reasons, repair)
     else:
-        yield "No backward pass was measured: collect(jax.value_and_grad(loss_fn), where='all') has one."
+        yield "No backward pass was measured: use collect(jax.value_and_grad(loss_fn), where='all')."
     if repair.culprits:
         names = ", ".join(path or "(no scope)" for path in repair.culprits)
         yield f"In float32 by .policy_map: {names}."
     if trial.is_of_modules:
-        yield "For modules that get it from with_policy, which leaves their own operations alone: by='with_policy'."
+        yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
     if trial.lacks_operations():
-        yield "Of the operations only matmuls were measured: collect(..., where='all') sees what lies between them."
+        yield "Only matmuls were measured: collect(..., where='all') measures all ops."
     broken = [row for row in trial.rows if row.nans]
     if broken:
-        yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or 'no scope'}."
+        yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or '(no scope)'}."
 
 
 def _describe_scale(trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair) -> str:
@@ -272,9 +243,8 @@ def _describe_scale(trial: _Trial, values: Sequence[NarrowValue], reasons: Seque
     if widest is not None and trial.choose_scale(values, None).unsaved:
         first, last = widest
         return (
-            f"No loss scale saves all gradients: the smallest that matter, in {first.path or 'no scope'}, and the "
-            f"largest, in {last.path or 'no scope'}, do not fit into {first.format} together. {scale} goes with "
-            "the map."
+            f"No loss scale saves all gradients: the smallest relevant ones, in {first.path or '(no scope)'}, and the "
+            f"largest, in {last.path or '(no scope)'}, do not both fit in {first.format}. Use {scale} with the map."
         )
     is_cure = any(reason.cure == "loss_scale" for reason in reasons)
     return f"A loss scale of {scale} saves the gradients." if is_cure else f"Loss scale: {scale}."

@@ -1,4 +1,4 @@
-"""The dataflow of a measured program, and the values that a policy would put in a narrow format."""
+"""Dataflow of a measured jaxpr, and the values that a policy would cast down."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,28 +15,27 @@ from ._trial import HALF, Written
 _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES, Fact.EXACT) | {"convert_element_type"}
 
 _ADDING = having(Fact.ADDS, Fact.SUMS) | MATMULS
-"""What makes a number that is nothing but rounding, where large ones cancel."""
+"""Ops in which large values can cancel, so that only rounding error remains."""
 
 _OPAQUE = frozenset(("custom_jvp_call", "custom_vjp_call"))
-"""Functions with derivatives of their own: only their results are measured."""
+"""Only the results of functions with custom derivatives are measured."""
 
 _ROUNDING = 2.0**-18
-"""Some roundings of float32, relative to what was added: what is added is rounded already. Half precision resolves no
-such difference either."""
+"""A few float32 roundings relative to the terms of a sum, which are rounded themselves."""
 
 
 class Operation(NamedTuple):
-    """An equation at a place that it is called from.
+    """One call of an equation.
 
     Attributes:
-      chain: the identities of the equations around it and of itself.
+      chain: the ids of the equations around it and of itself.
       name: its primitive.
-      path: the module or scope that it stands in.
+      path: its module or scope.
       scope: its name stack.
-      reads: of each operand, the rows of the values that it may be; none where it was not measured.
-      makes: of each result, its rows: one for each turn of a loop.
-      unknown: whether it reads a floating value that was not measured, such as a constant.
-      terms: how many numbers it adds for each that it makes.
+      reads: for each operand, the rows of the values that it may be; empty if not measured.
+      makes: for each result, its rows, one per iteration of a loop.
+      unknown: True if it reads a floating value that was not measured, such as a constant.
+      terms: the number of elements that it sums per output element.
     """
 
     chain: tuple[int, ...]
@@ -50,7 +49,7 @@ class Operation(NamedTuple):
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
-    """The equations of a program in order, with the rows of what they read and make."""
+    """Lists the equations of a program in order."""
     rows_of: dict[Value, list[int]] = {}
     for index, value in enumerate(observed.values):
         if value is not None:
@@ -66,9 +65,11 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
         if step.name in ("link", "carry"):
             own = rows_of.get((chain, _find_index(step)), ()) if step.results[0] in step.eqn.outvars else ()
             sources[step.results[0]] = tuple(own) or tuple(dict.fromkeys(row for rows in reads for row in rows))
-            if own:  # of a function with a derivative of its own: its result was measured, and what is inside was not
+            if own:  # a function with custom derivatives: its result was measured, the ops inside were not
                 given = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.eqn.invars)
-                found.append(_describe_opaque(step, chain, given, tuple(own), paths))
+                makes = tuple(tuple(own) if i == _find_index(step) else () for i in range(len(step.eqn.outvars)))
+                where = chain, step.eqn.primitive.name, paths.read_stack(step.scope), step.scope
+                found.append(Operation(*where, given, makes, True, 1))
             continue
         makes = tuple(tuple(rows_of.get((chain, i), ())) for i in range(len(step.results)))
         for i, var in enumerate(step.results):
@@ -80,20 +81,11 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
     return found
 
 
-def _describe_opaque(
-    step: Step, chain: tuple[int, ...], reads: tuple[tuple[int, ...], ...], own: tuple[int, ...], paths: ModulePaths
-) -> Operation:
-    eqn, index = step.eqn, _find_index(step)
-    makes = tuple(own if i == index else () for i in range(len(eqn.outvars)))
-    where = chain, eqn.primitive.name, paths.read_stack(step.scope), step.scope
-    return Operation(*where, reads, makes, True, 1)
-
-
 def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
-    """The rows of values that are nothing but float32's own rounding, and of what is computed of those.
+    """Finds rows of values that are only float32 rounding error, and rows computed from them.
 
-    The gradient of a bias before a softmax or a norm is zero by mathematics: what float32 has in its place is a
-    difference of large numbers, and no format need keep it.
+    The gradient of a bias before a softmax or a norm is mathematically zero. In float32 it is a difference of large
+    values, which no format needs to preserve.
     """
     noise: set[int] = set()
     for operation in operations:
@@ -102,22 +94,20 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
         if not reads or not made:
             continue
         sizes = [max(rows[index].amax for index in indices) for indices in reads]
-        noisy = [all(index in noise for index in indices) for indices in reads]
-        adds = operation.name in _ADDING
-        is_product = operation.name in MATMULS
-        largest = math.prod(sizes) if is_product else max(sizes)
-        bound = _ROUNDING * math.sqrt(operation.terms) * largest
+        noisy = [noise.issuperset(indices) for indices in reads]
+        adds, is_matmul = operation.name in _ADDING, operation.name in MATMULS
+        bound = _ROUNDING * math.sqrt(operation.terms) * (math.prod(sizes) if is_matmul else max(sizes))
         cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
         mixes = adds or operation.name in _OPAQUE  # one noisy operand does not make the result noise
-        if cancels or all(noisy) or (any(noisy) and (is_product or not mixes)):
+        if cancels or all(noisy) or (any(noisy) and (is_matmul or not mixes)):
             noise.update(made)
     return noise
 
 
 def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: float) -> set[int]:
-    """The rows whose numbers above `largest` hide something: constants, chosen or added in place of what is hidden.
+    """Finds rows whose values above `largest` are mask constants, selected or added to hide other values.
 
-    In a format of half precision they become infinite, or its largest number, and hide as well.
+    In half precision they become infinite or the largest number of the format, and still work as a mask.
     """
     masked: set[int] = set()
     for operation in operations:
@@ -134,7 +124,7 @@ def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: f
 _MASKING = {
     "select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter",
 }  # fmt: skip
-"""How a mask gets among numbers."""
+"""Ops that insert a mask."""
 
 
 def _find_index(step: Step) -> int:
@@ -150,16 +140,10 @@ def _count_terms(step: Step) -> int:
 
 
 class NarrowValue(NamedTuple):
-    """A value in a narrow format.
+    """A value in half precision or a quantized format.
 
-    Attributes:
-      row: its row.
-      path: the scope that has it so: what makes it, or what casts it.
-      direction: the pass of that.
-      format: the format.
-      primitive: the operation that makes it or reads it.
-      is_cast: whether the scope reads it.
-      is_scaled: whether a scale of its own brings it into the format.
+    `path`, `direction` and `primitive` are of the op that makes it, or of the op that reads and casts it if `is_cast`.
+    `is_scaled` is True if the format has a scale per tensor or block.
     """
 
     row: int
@@ -174,7 +158,7 @@ class NarrowValue(NamedTuple):
 def list_narrow_values(
     operations: Sequence[Operation], written: Mapping[tuple[int, ...], Written], rows: Sequence[Row]
 ) -> list[NarrowValue]:
-    """The values in half precision, in the order of the program."""
+    """Lists the values in half precision, in program order."""
     found = []
     for operation in operations:
         of_eqn = written.get(operation.chain)
@@ -197,7 +181,7 @@ def list_narrow_values(
 def list_quantized_values(
     operations: Sequence[Operation], observed: ObservedProgram, rows: Sequence[Row], policy: Policy | PolicyMap
 ) -> list[NarrowValue]:
-    """What products by a weight read in a quantized format: weights, activations, and gradients of those that train."""
+    """Lists the quantized operands of matmuls by a weight: weights, activations and gradients."""
     types = observed.list_types()
     found, layers = [], set[str]()
     for operation in operations:
@@ -215,7 +199,7 @@ def list_quantized_values(
         if operation.path not in layers:
             continue
         for indices in operation.reads:
-            format = _find_format(kind, indices in weights, _find_pass(indices, rows))
+            format = _find_format(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
             if format and (direction == "forward" or _has_narrow_gradients(kind)):
                 where = operation.path, direction, format, operation.name
                 found += [NarrowValue(i, *where, is_cast=True, is_scaled=True) for i in indices]
@@ -223,7 +207,7 @@ def list_quantized_values(
 
 
 def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
-    """The format of an operand, or the empty string where it has none."""
+    """Returns the quantized format of an operand, or an empty string."""
     if isinstance(kind, Float8):
         return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"
     if isinstance(kind, BlockFormat):
@@ -238,12 +222,8 @@ def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
 
 
 def _has_narrow_gradients(kind: Quantization) -> bool:
-    """Whether the products of the backward pass are in the format, too."""
+    """True if the matmuls of the backward pass are quantized too."""
     return isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
-
-
-def _find_pass(indices: Sequence[int], rows: Sequence[Row]) -> str:
-    return rows[indices[0]].direction if indices else "forward"
 
 
 def _find_direction(operation: Operation, rows: Sequence[Row]) -> str:

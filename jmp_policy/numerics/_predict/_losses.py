@@ -1,4 +1,4 @@
-"""The elements that a format would lose of one tensor, and the loss scale that loses fewest."""
+"""Loss of one tensor in a format, and the loss scale that saves most scopes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,18 @@ import numpy as np
 from .._stats import FIRST_EXPONENT, FloatFormat, IntegerFormat, Row, parse_format
 
 MOST_ERROR = 1 / 8
-"""The relative error from which on a tensor counts as lost. Rounding alone is 2**-12 of float16 and 2**-9 of bfloat16:
-what reaches this lost numbers that mattered, and numbers that did not matter do not reach it."""
+"""A tensor with a larger relative error counts as lost. Rounding alone causes 2**-12 (float16) or 2**-9 (bfloat16)."""
 
 _ROUNDING = {"float8_e4m3fn": 0.027, "float8_e5m2": 0.053, "int8": 0.009, "int4": 0.11}
 _ROUNDING |= {"mxfp8": 0.027, "mxfp8_e5m2": 0.053, "mxfp4": 0.116, "nvfp4": 0.096}
-"""The relative error of normal numbers, where a scale puts the largest one as high as it fits."""
+"""Relative error of normally distributed values, scaled to the range of the format."""
 
 _ROUNDINGS = 3
-"""How many times that a quantized tensor may lose."""
+"""A quantized tensor may have this many times that error."""
 
 
 class Loss(NamedTuple):
-    """What would be lost of a tensor.
-
-    Attributes:
-      what: `"overflow"`, `"underflow"`, `"precision"`, or the empty string where the format is good enough.
-      share: of its numbers, those beyond the format or those that become zero; the relative error for `"precision"`.
-      amax: its largest magnitude, multiplied.
-      limit: what the format has: its largest number, its smallest one, or the largest error that is harmless.
-      risk: how bad it is: the relative error up to 1, and for an overflow 1 and the binades that it is beyond.
-    """
+    """Predicted loss of a tensor. Same fields as `Reason`; `what` is empty if the format is good enough."""
 
     what: str
     share: float
@@ -39,11 +30,7 @@ class Loss(NamedTuple):
 
 
 def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
-    """What a floating format would lose of a tensor that is multiplied by `2**exponent`.
-
-    Raises:
-      ValueError: the row does not tell: it has neither the format nor a histogram.
-    """
+    """Predicts the loss in a floating format of a tensor multiplied by `2**exponent`."""
     known = parse_format(format)
     assert isinstance(known, FloatFormat)
     amax = math.ldexp(row.amax, exponent)
@@ -56,11 +43,7 @@ def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
 
 
 def find_scaled_loss(row: Row, format: str) -> Loss:
-    """What a quantized format would lose of a tensor, after the scale that suits it best.
-
-    Raises:
-      ValueError: the row does not tell: it was not measured for a format of blocks, or has no histogram.
-    """
+    """Predicts the loss in a quantized format, with the best scale."""
     known = parse_format(format)
     if format in row.formats:
         shares = row.formats[format]
@@ -75,9 +58,9 @@ def find_scaled_loss(row: Row, format: str) -> Loss:
 
 
 def find_span(row: Row, format: str) -> tuple[float, float]:
-    """The least and the largest exponent of a power of two, by which a tensor is multiplied to fit into a format.
+    """Returns the smallest and largest exponent of a scale with which a tensor fits a format.
 
-    Nothing fits where the first is above the second. A tensor of zeros fits with any.
+    If none fits, the smallest is above the largest.
     """
     known = parse_format(format)
     assert isinstance(known, FloatFormat)
@@ -86,25 +69,18 @@ def find_span(row: Row, format: str) -> tuple[float, float]:
     most = math.floor(math.log2(_largest(known)) - math.log2(row.amax))
     if estimate_error(row, known, most) > MOST_ERROR:
         return math.inf, float(most)
-    # The error only falls with the exponent: the least good one is found by halves.
-    bad, good = most - _WIDEST, most
+    # The error decreases with the exponent, so bisect. 600 binades are more than float32 and half precision have.
+    bad, good = most - 600, most
     while good - bad > 1:
         middle = (bad + good) // 2
         bad, good = (bad, middle) if estimate_error(row, known, middle) <= MOST_ERROR else (middle, good)
     return float(good), float(most)
 
 
-_WIDEST = 600
-"""More binades than a format of half precision has, and a tensor of float32 besides."""
-
-
 def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
-    """The root of the sum of squared errors, relative to that of the numbers; as measured, where it was.
+    """Returns the relative error in the 2-norm, measured or estimated from the histogram (to about 20 %).
 
-    From a histogram it is within a fifth of that: numbers are taken to be spread evenly over a binade.
-
-    Raises:
-      ValueError: the row has neither.
+    The estimate takes values as evenly distributed in each binade.
     """
     if not row.amax:
         return 0.0
@@ -129,13 +105,13 @@ def _largest(known: FloatFormat) -> float:
 
 
 def _list_bins(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """How many numbers each exponent has, and the mean of their squares."""
+    """Returns the element count and the mean square for each exponent."""
     assert row.histogram is not None
     counts = row.histogram.astype(np.float64)
     exponents = np.arange(len(counts)) + FIRST_EXPONENT - 1
     squares = np.ldexp(7 / 3, 2 * exponents)
     total = row.rms**2 * (row.count - row.nans - row.infs)
-    # What is beyond the bins is in the first one, or in the last: its squares are what the root mean square has more.
+    # The first and last bin also hold everything beyond the bins. Their mean square follows from the tensor's.
     if counts[-1]:
         squares[-1] = max(squares[-1], (total - float(counts[:-1] @ squares[:-1])) / counts[-1])
     if counts[0] == counts.sum():
@@ -144,7 +120,7 @@ def _list_bins(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_steps(known: FloatFormat, exponent: int, squares: np.ndarray) -> np.ndarray:
-    """The distance of neighbours in a format, of numbers with these squares before they are multiplied."""
+    """Returns the rounding step of a format at the given mean squares, in units before scaling."""
     exponents = np.frexp(np.sqrt(squares))[1] - 1
     kept = np.maximum(exponents + exponent, known.min_exponent)
     return np.ldexp(1.0, kept - known.mantissa_bits - exponent)
@@ -163,50 +139,40 @@ def _count_zeros(row: Row, known: FloatFormat, exponent: int) -> float:
 
 
 def _count_bins(row: Row, exponents: slice) -> float:
-    """The share of numbers with certain exponents; at least one number, where the histogram does not reach."""
+    """Returns the fraction of elements with certain exponents; 0 without a histogram."""
     if row.histogram is None or not row.count:
         return 0.0
-    start, stop = (
-        None if end is None else max(0, end - FIRST_EXPONENT + 1) for end in (exponents.start, exponents.stop)
-    )
+    ends = exponents.start, exponents.stop
+    start, stop = (None if end is None else max(0, end - FIRST_EXPONENT + 1) for end in ends)
     return float(row.histogram[start:stop].sum() / row.count)
 
 
 def _ask_for(format: str, *, histogram: bool = False) -> str:
     wanted = f"formats=[{format!r}]" + (", histogram=True" if histogram else "")
     return (
-        f"These Stats do not tell what {format!r} would lose: they were measured neither for it nor with a histogram "
-        f"of exponents. Measure them so: numerics.collect(fun, {wanted}, where='all')."
+        f"These Stats do not contain what {format!r} would lose: collect had neither this format nor a histogram of "
+        f"exponents. For example: numerics.collect(fun, {wanted}, where='all')."
     )
 
 
 _LEAST, _MOST = -14, 24
-"""The exponents of the scales that are tried: from what brings a gradient of 2**30 into float16, to where
-`DynamicLossScale` ends."""
+"""Exponents of the tried scales, up to the maximum of `DynamicLossScale`."""
 
 Span = tuple[float, float]
-"""The exponents of the scales with which a value fits."""
+"""Smallest and largest exponent of the scales with which a value fits."""
 
 
 class Choice(NamedTuple):
-    """A loss scale, and the scopes that it does not save.
-
-    Attributes:
-      exponent: the scale is two to this power.
-      unsaved: the scopes with a value that does not fit.
-    """
+    """The exponent of a loss scale, and the scopes with a value that does not fit with it."""
 
     exponent: int
     unsaved: tuple[str, ...]
 
 
 def choose_scale(spans: Mapping[str, Sequence[Span]], given: int | None, formats: Sequence[str]) -> Choice:
-    """Chooses the scale that saves most scopes, and of these the one that leaves most room on both sides.
+    """Chooses the scale that saves most scopes, or `given` if that saves as many. Ties go to the one with most room.
 
-    Args:
-      spans: by scope, the spans of its values.
-      given: the exponent of the user's scale, which wins where it saves as many.
-      formats: what the values are in. Where each has the range of float32, there is nothing to scale.
+    If all formats have the range of float32, the scale is 1.
     """
     tries = range(_LEAST, _MOST + 1) if any(map(is_short, formats)) else range(1)
     if given is not None and given not in tries:
@@ -216,13 +182,13 @@ def choose_scale(spans: Mapping[str, Sequence[Span]], given: int | None, formats
     if given is not None and len(unsaved[given]) == fewest:
         return Choice(given, unsaved[given])
     saving = [exponent for exponent in tries if len(unsaved[exponent]) == fewest]
-    best = [exponent for exponent in saving if exponent >= 0] or saving  # a scale below 1 only where none else does
+    best = [exponent for exponent in saving if exponent >= 0] or saving  # prefer scales of at least 1
     chosen = max(best, key=lambda exponent: (_find_room(spans, unsaved[exponent], exponent), -abs(exponent)))
     return Choice(chosen, unsaved[chosen])
 
 
 def is_short(format: str) -> bool:
-    """Whether a format has a shorter range than float32."""
+    """True if a format has a shorter exponent range than float32."""
     known = parse_format(format)
     return isinstance(known, FloatFormat) and known.max_exponent < 100
 
@@ -232,6 +198,6 @@ def _list_unsaved(spans: Mapping[str, Sequence[Span]], exponent: int) -> tuple[s
 
 
 def _find_room(spans: Mapping[str, Sequence[Span]], unsaved: Sequence[str], exponent: int) -> float:
-    """How many binades the gradients may grow or shrink before the scale is not good any more."""
+    """Returns how many binades the gradients may grow or shrink before they no longer fit."""
     saved = (span for path, own in spans.items() if path not in unsaved for span in own)
     return min((min(exponent - least, most - exponent) for least, most in saved), default=math.inf)

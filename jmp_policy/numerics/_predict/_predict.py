@@ -1,7 +1,6 @@
-"""`numerics.predict`: which scopes would lose numbers under a policy, told from a run without it."""
+"""`numerics.predict`: predicts from a run without a policy which scopes would lose values under it."""
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,40 +20,37 @@ _EXAMPLE = "numerics.collect(jax.value_and_grad(loss_fn), where='all')(params, b
 def predict(
     stats: Stats, policy: PolicySpec, loss_scale: float | LossScale | None = None, *, by: str = "autocast"
 ) -> Prediction:
-    """Tells which scopes would lose numbers under a policy, from one run without it, and what would save them.
+    """Predicts which scopes would overflow or underflow under a policy, from one measured run without it.
 
-    Collect a step in float32, with the gradient around the loss and no loss scale, and all operations measured, for the
-    one format since that compiles quicker:
+    Measure a float32 step with the gradient of the unscaled loss and all ops. One format compiles faster:
 
         observed = jax.jit(numerics.collect(jax.value_and_grad(loss_fn), ["float16"], where="all"))
         _, stats = observed(params, batch)
         prediction = numerics.predict(stats, "mixed_float16")
 
-    The policy is tried on the program that was measured, by the rules that would write it: only what it would have in
-    half precision can lose anything. A value overflows where its largest number is beyond the format, and underflows
-    where an eighth of its root mean square would be lost. In a backward pass it is multiplied by the loss scale first.
-    Scopes that overflow, or whose gradients no loss scale saves, go into `.policy_map` in float32; the policy is tried
-    again with them there, since what leaves them is cast elsewhere then.
+    Applies the policy's casting rules to the measured program and checks the values that would be in half precision. A
+    value overflows if its largest magnitude exceeds the format's, and underflows if its relative error exceeds 1/8.
+    Values of the backward pass are first multiplied by the loss scale. `.policy_map` keeps scopes in float32 if they
+    overflow or if no loss scale saves their gradients. The check is repeated with that map, because it moves casts to
+    other scopes.
 
-    What is not counted: masks, whose large numbers hide others; gradients that are nothing but float32's rounding;
-    how numbers grow in later steps; the rounding of each operation, where no number is lost. A value that a collect of
-    `"matmuls"` alone left out is not seen.
+    Not counted: masks, whose large constants hide other values; gradients that are only float32 rounding error; growth
+    in later steps; the rounding error of each op; values that `collect` did not measure (`where="matmuls"`).
 
     Args:
-      stats: of `collect`, in this process. In bfloat16 under a policy, they tell which values another half format
-        would have as well.
-      policy: anything that `get_policy` reads, with half precision or a quantized format anywhere.
-      loss_scale: the scale to ask about, a number or a `LossScale`; 1 where there is none.
-      by: how the policy would be given: `"autocast"`, or `"with_policy"` to the Flax modules of the program. Quantized
-        policies are for the second one only.
+      stats: the `Stats` of `collect`, in the process that traced it. Stats of a bfloat16 run under a policy predict
+        another half-precision format for the same values.
+      policy: any spec of `get_policy` with half precision or a quantized format.
+      loss_scale: the loss scale to check, a number or a `LossScale`; 1 if `None`.
+      by: `"autocast"`, or `"with_policy"` for the Flax modules of the program. Quantized policies need the latter.
 
     Returns:
-      A `Prediction`: `.reasons`, `.policy_map`, `.loss_scale`, `.ranking`; a table when printed, and `.plot()`.
+      A `Prediction`, with `.reasons`, `.policy_map`, `.loss_scale`, `.ranking` and `.plot()`. Prints as a table.
 
     Raises:
-      TypeError: `stats` are no `Stats`, or hold no numbers yet.
-      ValueError: the policy has float32 only; the stats have no rows, no backward pass where a loss scale is given, are
-        of a program that this process has not traced, or tell nothing of a format; `by` is unknown.
+      TypeError: `stats` is not a `Stats`, or is traced.
+      ValueError: the policy has only float32; the stats have no rows, no backward pass for a given loss scale, no
+        traced program in this process, or no measurement of a format; `by` is unknown.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, chose scales from such histograms.
 
@@ -77,33 +73,31 @@ def predict(
     scale = 1.0 if loss_scale is None else _read_scale(loss_scale)
     if loss_scale is not None and not any(site.direction == "backward" for site in stats.layout.sites):
         raise ValueError(
-            f"A loss scale was given, {loss_scale!r}, but these Stats have no rows of a backward pass. Collect the "
-            f"gradient: {_EXAMPLE}."
+            f"A loss scale was given, {loss_scale!r}, but these Stats have no rows of a backward pass. Measure the "
+            f"gradient. For example: {_EXAMPLE}."
         )
     return diagnose(stats, observed, wanted, by, scale, is_given=loss_scale is not None)
 
 
 def _find_observed(stats: Stats) -> ObservedProgram:
-    """The program that statistics are of, if they have numbers of it."""
     if not isinstance(stats, Stats):
         raise TypeError(f"predict takes Stats, got {describe(stats)}. For example: _, stats = {_EXAMPLE}.")
     if not any(row.times for row in stats.rows()):
         raise ValueError(
-            f"These Stats have {'no rows' if not len(stats) else 'rows, of which none was measured'}, so that nothing "
-            f"can be predicted. Measure a step: _, stats = {_EXAMPLE}."
+            f"These Stats have {'rows without measurements' if len(stats) else 'no rows'}. Measure a step. "
+            f"For example: _, stats = {_EXAMPLE}."
         )
     observed = find_program(stats.layout)
     if observed is None:
         raise ValueError(
-            "These Stats have rows, but not the program that they are of: this process has not traced it, as where "
-            "they come from a file or a history. Collect where you predict, and add up steps with stats.merge: "
+            "The program of these Stats was not traced in this process, as for Stats from a file or a history. Run "
+            "collect and predict in one process, and combine steps with stats.merge. For example: "
             f"_, stats = {_EXAMPLE}."
         )
     return observed
 
 
 def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Policy | PolicyMap:
-    """The policy that is asked about."""
     if by not in WAYS:
         raise ValueError(f"Unknown by={by!r}. {did_you_mean(by, WAYS)} For example: by='with_policy'.")
     wanted = get_policy(policy)
@@ -111,26 +105,21 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
         check_policy(wanted)
     elif not observed.types:
         raise ValueError(
-            "with_policy is for Flax modules, and the program of these Stats calls none; those of nnx must be among "
-            "the arguments. For example: numerics.predict(stats, 'mixed_float16', by='autocast')."
+            "with_policy is for Flax modules, but the program of these Stats calls none. nnx modules must be arguments "
+            "of the function. For example: numerics.predict(stats, 'mixed_float16', by='autocast')."
         )
-    if not any(own.compute_dtype in HALF or own.quantization is not None for own in _list_policies(wanted)):
+    policies = [root_policy(wanted), *(rule.policy for rule in (wanted.rules if isinstance(wanted, PolicyMap) else ()))]
+    if not any(own.compute_dtype in HALF or own.quantization is not None for own in policies):
         raise ValueError(
-            f"The policy {str(wanted)!r} has nothing in half precision and nothing quantized, so that there is "
-            "nothing to predict. For example: numerics.predict(stats, 'mixed_float16')."
+            f"The policy {str(wanted)!r} has neither half precision nor a quantized format, so there is nothing to "
+            "predict. For example: numerics.predict(stats, 'mixed_float16')."
         )
     return wanted
 
 
-def _list_policies(policy: Policy | PolicyMap) -> Iterable[Policy]:
-    rules = policy.rules if isinstance(policy, PolicyMap) else ()
-    return [root_policy(policy), *(rule.policy for rule in rules)]
-
-
 def _read_scale(loss_scale: float | LossScale) -> float:
-    """The number of a loss scale."""
-    number = loss_scale if isinstance(loss_scale, int | float | np.number) else get_loss_scale(loss_scale).loss_scale
-    scale = float(number)
+    is_number = isinstance(loss_scale, int | float | np.number)
+    scale = float(loss_scale if is_number else get_loss_scale(loss_scale).loss_scale)
     if isinstance(loss_scale, bool) or not 0 < scale < math.inf:
         raise ValueError(f"loss_scale must be a positive finite number, got {loss_scale!r}. For example: 2.0**15.")
     return scale

@@ -1,4 +1,4 @@
-"""The result of `numerics.predict`: reasons, a policy map and a loss scale, with its plot."""
+"""Result of `numerics.predict`: reasons, a policy map, a loss scale and a plot."""
 
 import dataclasses
 import math
@@ -17,25 +17,18 @@ if TYPE_CHECKING:
 
 MOST_SCOPES = 40
 _LOST = "#D55E00"
-"""Vermilion, as what is lost has in tables."""
+"""Vermilion, the color of lost values in tables."""
 
-# In inches. A figure grows with its names, so that none is cut and no two collide.
+# In inches. The figure grows with the number and length of names so that none is cut.
 _ROW_HEIGHT, _OTHER_HEIGHT = 0.24, 1.5
 _PANEL_WIDTH, _CHARACTER_WIDTH = 4.2, 0.075
 _NAME_SIZE = 9
 
 
 class SpanBar(NamedTuple):
-    """The magnitudes of the values that a scope has in a format in one pass.
+    """Binary exponents `least` to `most` of the relevant magnitudes in a scope and pass.
 
-    Attributes:
-      path: the scope.
-      direction: the pass.
-      format: the format.
-      least: the exponent of the smallest numbers that matter.
-      most: the exponent of the largest number.
-      is_lost: whether a reason is about it.
-      is_saved: whether the loss scale is all that it needs.
+    `is_lost` is True if a `Reason` names them, `is_saved` if the loss scale is enough to fix that.
     """
 
     path: str
@@ -48,14 +41,10 @@ class SpanBar(NamedTuple):
 
 
 def plot_spans(spans: Sequence[SpanBar], asked_scale: float, loss_scale: float | None) -> "Figure":
-    """Draws a panel for each pass.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """Draws one panel per pass."""
     paths = list(dict.fromkeys(span.path for span in spans))[:MOST_SCOPES]
     if not paths:
-        return make_note("No value would be in a narrow format.")
+        return make_note("No value would be in half precision or a quantized format.")
     directions = list(dict.fromkeys(sorted((span.direction for span in spans), key="backward".__eq__)))
     width = _PANEL_WIDTH * len(directions) + _CHARACTER_WIDTH * max(map(len, paths)) + 0.6
     figure = make_figure(width, _OTHER_HEIGHT + _ROW_HEIGHT * len(paths))
@@ -113,30 +102,29 @@ def _draw_legend(figure: "Figure", spans: Sequence[SpanBar], shift: float) -> No
 
 
 MOST_LINES = 40
-"""A terminal shows so many reasons: `.reasons` has the others."""
+"""Maximum number of reasons in a terminal; `.reasons` has all of them."""
 
-_VERBS = {"overflow": "overflows", "underflow": "underflows", "precision": "loses its numbers"}
+_VERBS = {"overflow": "overflows", "underflow": "underflows", "precision": "loses precision"}
 _SIGNS = {"overflow": "↑", "underflow": "↓", "precision": "±"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why a scope would lose numbers under a policy: the worst of its values with this fault in this pass.
+    """The worst value of a scope with one kind of fault in one pass.
 
     Attributes:
       path: the scope.
-      direction: the pass, `"forward"`, `"recomputed"` or `"backward"`.
-      what: `"overflow"`, `"underflow"`, or `"precision"` of a quantized tensor.
-      format: the format that the policy would have it in.
-      share: how many of its numbers would overflow or become zero; for `"precision"` the relative error.
-      amax: its largest magnitude, times the loss scale in a backward pass.
-      limit: the largest or the smallest number of the format; for `"precision"` the largest harmless error.
-      primitive: the operation that makes the value, or that reads it.
-      is_operand: whether the scope reads the value, and casts it for that.
-      source: the user's line of the value, `"/home/me/train.py:12"`; of an argument its path.
-      cure: `"loss_scale"` where the loss scale of the prediction is enough, `"float32"` where the scope must stay
-        there.
-      risk: how bad it is: up to 1 the relative error of the value, and for an overflow 1 and the binades beyond.
+      direction: `"forward"`, `"recomputed"` or `"backward"`.
+      what: `"overflow"`, `"underflow"`, or `"precision"` for a quantized tensor.
+      format: the format of the value under the policy.
+      share: the fraction of elements that would overflow or become zero; for `"precision"` the relative error.
+      amax: the largest magnitude, multiplied by the loss scale in the backward pass.
+      limit: the largest or smallest positive number of the format; for `"precision"` the largest harmless error.
+      primitive: the op that makes the value, or the op that reads it if `is_operand`.
+      is_operand: True if the scope reads the value and casts it down.
+      source: the user's line of the value, `"/home/me/train.py:12"`; for an argument its path.
+      cure: `"loss_scale"` if the loss scale of the prediction is enough, `"float32"` if the scope must stay in float32.
+      risk: the relative error of the value, at most 1; for an overflow 1 plus the number of binades beyond the format.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> _, stats = jax.jit(jmp.numerics.collect(lambda x: jnp.sum((x @ x) * 3e4), where="all"))(jnp.ones((4, 4)))
@@ -159,38 +147,38 @@ class Reason:
     risk: float
 
     def __str__(self) -> str:
-        """The reason as a sentence."""
-        place = f"`{self.path}`" if self.path else "what is in no scope"
-        operation = f"what `{self.primitive}` reads" if self.is_operand else f"`{self.primitive}`"
+        """Returns the reason as a sentence."""
+        place = f"`{self.path}`" if self.path else "The root"
+        operation = f"an operand of `{self.primitive}`" if self.is_operand else f"`{self.primitive}`"
         where = f" ({self.source.rpartition('/')[2]})" if self.source else ""
         cure = {"loss_scale": "The loss scale saves it.", "float32": "It needs float32."}[self.cure]
         return f"{place} {_VERBS[self.what]} in the {self.direction} pass: {operation}{where} {self._measure()}. {cure}"
 
     def _measure(self) -> str:
         if self.what == "overflow":
-            return f"reaches {self.amax:.3g}, and {self.format} ends at {self.limit:.6g}"
+            return f"reaches {self.amax:.3g}, and the largest {self.format} number is {self.limit:.6g}"
         if self.what == "precision":
-            return f"has a relative error of {self.share:.2g} in {self.format}, where {self.limit:.2g} is harmless"
-        lost = f"{format_share(self.share)} of its numbers" if self.share else "most bits of its numbers"
-        return f"reaches {self.amax:.3g}, and {self.format} begins at {self.limit:.2g}: {lost} would be lost"
+            return f"has a relative error of {self.share:.2g} in {self.format} (up to {self.limit:.2g} is harmless)"
+        lost = f"{format_share(self.share)} of its elements" if self.share else "most bits of its elements"
+        return f"reaches {self.amax:.3g}, but {self.format} starts at {self.limit:.2g}: {lost} would be lost"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Prediction(Report):
-    """What a policy would lose of a program, and what saves it. Printed, a table; in a notebook, too.
+    """Values that a policy would lose, and a map and loss scale that save them. Prints as a table.
 
     Attributes:
-      reasons: the faults, worst first: one for each scope, pass and kind of fault.
-      policy_map: the policy with float32 for the scopes that need it; for `autocast` and `with_policy`.
-      loss_scale: the scale that goes with the map, a power of two: of those that save most scopes the one that leaves
-        most room on both sides. The user's own where it is as good, and `None` where no backward pass was measured.
-      policy: the policy that was asked about.
-      asked_scale: the loss scale that the reasons are for; 1 where none was given.
+      reasons: the worst value for each scope, pass and kind of fault, worst first.
+      policy_map: the policy with float32 for the scopes that need it, for `autocast` or `with_policy`.
+      loss_scale: the power of two to use with the map. It saves the most scopes, with the most room to over- and
+        underflow. It is the given scale if that saves as many; `None` if no backward pass was measured.
+      policy: the checked policy.
+      asked_scale: the loss scale of the reasons; 1 if none was given.
       by: `"autocast"` or `"with_policy"`.
-      risks: by scope how bad its worst value is, worst first: the relative error up to 1, and for an overflow 1 and
-        the binades that it is beyond. A scope without any value in a narrow format is not there.
-      notes: what else there is to say.
-      spans: what `plot` draws.
+      risks: `Reason.risk` of the worst value of each scope, worst first. Only scopes with values in half precision or a
+        quantized format.
+      notes: other remarks.
+      spans: the bars of `plot`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> _, stats = jax.jit(jmp.numerics.collect(lambda x: jnp.sum(x * 2), where="all"))(jnp.ones(4))
@@ -211,16 +199,16 @@ class Prediction(Report):
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """The scopes that must stay in float32, worst first."""
+        """Scopes that must stay in float32, worst first."""
         return tuple(dict.fromkeys(reason.path for reason in self.reasons if reason.cure == "float32"))
 
     @property
     def ranking(self) -> tuple[str, ...]:
-        """All scopes that have a value in a narrow format, worst first."""
+        """All scopes with a value in half precision or a quantized format, worst first."""
         return tuple(self.risks)
 
     def to_dict(self) -> dict[str, Any]:
-        """The reasons, the loss scale, the map and the ranking as plain dictionaries, lists, strings and numbers."""
+        """Returns reasons, loss scale, map and ranking as dictionaries, lists, strings and numbers."""
         return {
             "policy": str(self.policy),
             "by": self.by,
@@ -232,13 +220,10 @@ class Prediction(Report):
         }
 
     def plot(self) -> "Figure":
-        """Draws the magnitudes of each scope beside the range of the format, forward and backward, worst on top.
+        """Draws the magnitudes of each scope and the range of the format, forward and backward, worst on top.
 
-        A bar goes from the smallest numbers that matter to the largest one. Backward it stands where the loss scale of
-        the prediction puts it, and pale where it was without.
-
-        Returns:
-          A `matplotlib.figure.Figure`, which notebooks show and `figure.savefig("prediction.png")` writes.
+        A bar spans the smallest relevant to the largest magnitude. In the backward pass a second, pale bar shows them
+        without the loss scale.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -279,15 +264,10 @@ class Prediction(Report):
         notes = [f"{self.policy} by {self.by}{scaled}: {found}."]
         left_out = len(self.reasons) - MOST_LINES
         if left_out > 0:
-            notes.append(f"{left_out} reasons of less risk are left out: `.reasons` has them.")
+            notes.append(f"{left_out} reasons with less risk are not shown: `.reasons` has them.")
         if any(reason.is_operand for reason in self.reasons):
-            notes.append("→ what the scope reads, and casts for that.")
+            notes.append("→ an operand that the scope casts down.")
         return [*notes, *self.notes]
-
-
-def spell_map(policy_map: PolicyMap) -> str:
-    """A map as code to paste."""
-    return f"jmp.{policy_map!r}"
 
 
 def spell_scale(scale: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Tries a policy on a program: the dtype of each value, without running or compiling it."""
+"""Finds the dtype of each value of a jaxpr under a policy, without running or compiling it."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,30 +47,22 @@ _SUMS = having(Fact.SUMS) | {"add_any"}
 
 
 class LayerPlace(NamedTuple):
-    """Where an equation stands: its path, whether inside of a norm, and whether in a backward pass."""
+    """Module path of an equation, and whether it is inside a norm layer or in the backward pass."""
 
     path: str = ""
     norm: bool = False
     backward: bool = False
 
 
-class _LayerState(NamedTuple):
-    """What is known of a value: the module that made it, if one did, and whether it is float32 until it is used."""
+class _Mark(NamedTuple):
+    """The module that made a value, if any, and whether the value stays float32 until it is used."""
 
     module: str | None = None
     wide: bool = False
 
 
 class LayerRule(Rule):
-    """The dtypes of values under `with_policy`.
-
-    Args:
-      policy: the policy or map that the model is given.
-      modules: what tells paths of modules.
-      types: the modules of the model by path.
-      traced_half: whether the program was traced under a policy of half precision: then what that one has in half is,
-        in scopes that compute in half.
-    """
+    """Dtypes of values under `with_policy`. If `traced_half`, the values that were traced in half precision stay so."""
 
     def __init__(self, policy: Policy | PolicyMap, modules: Modules, types: Mapping[str, type], traced_half: bool):
         self._policy, self._types, self._traced_half = policy, dict(types), traced_half
@@ -123,28 +115,27 @@ class LayerRule(Rule):
         return (_FLOAT32 if wide else compute), _LayerState(module, wide)
 
     def _continues_sum(self, eqn: JaxprEqn, values: Sequence[Value]) -> bool:
-        """Whether an equation makes a mean of a sum."""
+        """True for the division of a mean, and for a reshape or broadcast of a float32 sum."""
         is_mean = eqn.primitive.name == "div" and isinstance(eqn.invars[1], Literal)
         moves = eqn.primitive.name in ("broadcast_in_dim", "reshape")
         return (is_mean or moves) and values[0].kind.state is not None and values[0].kind.state.wide
 
     def _promote(self, values: Sequence[Value]) -> np.dtype:
-        """The dtype of what is computed outside of all modules: that of its widest operand."""
+        """Dtype of an op outside all modules: the widest dtype of its operands."""
         strong = [value for value in values if not getattr(value.atom.aval, "weak_type", False)]
         dtypes = [self._leave(value.kind) for value in strong if value.kind.dtype in (_FLOAT32, *HALF)]
         wide = not dtypes or _FLOAT32 in dtypes
         return _FLOAT32 if wide else next(dtype for dtype in dtypes if dtype is not None)
 
     def _leave(self, kind: AbstractValue) -> np.dtype | None:
-        """The dtype in which a value leaves the modules."""
-        state = kind.state
-        if state is None or state.module is None:
+        """Dtype of a value outside the outermost module."""
+        mark = kind.mark
+        if mark is None or mark.module is None:
             return kind.dtype
         outermost = next(outer for outer in list_paths_to(state.module) if outer in self._types)
         return self._policy_at(outermost).output_dtype or kind.dtype
 
     def _find_module(self, path: str) -> str | None:
-        """The innermost module that a path is inside of."""
         return next((outer for outer in reversed(list_paths_to(path)) if outer in self._types), None)
 
     def _policy_at(self, path: str) -> Policy:
@@ -152,12 +143,7 @@ class LayerRule(Rule):
 
 
 class Written(NamedTuple):
-    """What a policy makes of an equation.
-
-    Attributes:
-      operands: the dtypes in which its operands reach it, before it casts them; `None` for what is no float.
-      results: the dtypes of its results.
-    """
+    """Dtypes of the operands of an equation (before it casts them) and of its results. `None` for other dtypes."""
 
     operands: tuple[np.dtype | None, ...]
     results: tuple[np.dtype | None, ...]
@@ -167,13 +153,10 @@ Chain = tuple[int, ...]
 
 
 def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -> dict[Chain, Written]:
-    """What a policy makes of each equation of a program, by the identities of the equations around it and of itself.
+    """Finds the dtypes of each equation under a policy, by the ids of the equations around it and of itself.
 
-    Args:
-      observed: the program.
-      policy: the policy.
-      by: `"autocast"` or `"with_policy"`. A program that has values in half already was traced under a policy: what
-        that has in half the other one is taken to have, too, whichever of the two it was.
+    A jaxpr with half-precision values was traced under a policy already. The new policy is taken to have the same
+    values in half precision.
     """
     program, found = observed.program, dict[Chain, Written]()
     rule: Rule
@@ -193,13 +176,11 @@ def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -
 
 
 def has_half(program: Jaxpr) -> bool:
-    """Whether a program has values in half precision."""
     inside = (atom for step in walk(program) for atom in step.results)
     return any(is_float(atom) and float_dtype(atom) in HALF for atom in (*program.invars, *inside))
 
 
 def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) -> CastingRule:
-    """The rule of `autocast(fun, policy)`."""
     rules, scopes = AutocastRules(), None
     if isinstance(policy, PolicyMap):
         modules = observed.modules._replace(types=tuple(observed.list_types().items()))
@@ -212,14 +193,14 @@ def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) ->
 
 
 class _Place(NamedTuple):
-    """Where an equation stands: what the rule knows of it, and the equations around it and itself, by identity."""
+    """The inner rule's context of an equation, and the ids of the equations around it and of itself."""
 
     inner: Any
     chain: Chain = ()
 
 
 class _PlacedRule(Rule):
-    """A rule that is asked about a body again at each place that it is called from."""
+    """Applies a rule to a sub-jaxpr again at each place that calls it."""
 
     def __init__(self, rule: Rule, found: dict[Chain, Written]):
         self._rule, self._found = rule, found
@@ -237,7 +218,7 @@ class _PlacedRule(Rule):
     ) -> tuple[int, list[Value]] | None:
         several = self._rule.fuse(program, start, read, body, [place.inner for place in contexts])
         if several is not None:
-            # What is inside of several equations that are written as one runs in float32.
+            # Equations that autocast fuses into one op compute in float32 inside it.
             count, results = several
             *inside, last = range(start, start + count)
             for i in inside:
@@ -276,7 +257,7 @@ class _PlacedRule(Rule):
 
 
 class _Watcher(Rewriter):
-    """Notes what becomes of each equation; of a loop, what its last turn is written as."""
+    """Records the dtypes of each equation; for a loop, the dtypes of its last rewrite."""
 
     def __init__(self, rule: Rule, found: dict[Chain, Written]):
         super().__init__(rule)

@@ -1,4 +1,4 @@
-"""One row of the report, and the mesh axes that its groups of devices lie along."""
+"""One row of the report, and the mesh axes of its device groups."""
 
 import dataclasses
 import math
@@ -15,29 +15,18 @@ from ..._jaxpr import sub_jaxprs
 
 
 class Meshes(NamedTuple):
-    """The meshes of a program, without those of one device.
-
-    Attributes:
-      concrete: those of devices.
-      abstract: those of sizes and names only, in whose place no mesh of devices stands.
-    """
+    """Meshes of more than one device. `abstract` has those without a concrete mesh of the same shape."""
 
     concrete: tuple[Mesh, ...]
     abstract: tuple[AbstractMesh, ...]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes."""
         return tuple(dict.fromkeys(axis for mesh in (*self.concrete, *self.abstract) for axis in mesh.axis_names))
 
 
 def find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> Meshes:
-    """Finds the meshes of the arguments of a program, of its shard_maps and of its constraints.
-
-    Args:
-      program: the program.
-      arguments: arrays and `ShapeDtypeStruct`s.
-    """
+    """Finds the meshes of the arguments, the shard_maps and the sharding constraints of a jaxpr."""
     found = dict.fromkeys(_list_meshes(program, arguments))
     large = [mesh for mesh in found if math.prod(mesh.shape.values()) > 1]
     concrete = [mesh for mesh in large if isinstance(mesh, Mesh)]
@@ -82,27 +71,26 @@ REDUCING = ("all-reduce", "reduce-scatter")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind and dtype over the same axes, of one line of the source, in one place.
+    """The collectives of one kind, dtype, shape and group of axes from one source line and module.
 
     Attributes:
       kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"` or
         `"collective-broadcast"`.
-      reduction: how a reduction combines numbers, `"sum"`, `"max"`, `"min"`, `"and"`, `"or"` or `"product"`; the
-        empty string for what only moves them.
-      dtype: the dtype that is sent, and reduced in.
-      axes: the names of the mesh axes along which devices communicate; none, where they are no axes of the mesh.
-      devices: how many devices communicate with each other.
-      shape: what each device gets of a gather, and puts into any other collective.
-      direction: `"forward"`, `"recomputed"` or `"backward"`, as in the rows of `collect`. What follows the gradients,
-        such as the check whether they are finite, is `"forward"`; a sum of the gradients themselves is `"backward"`.
-      is_gradient: whether it is a sum of gradients that nothing else of the backward pass reads but casts and
-        additions: those of parameters. A sum of what flows on through the layers is one of activations.
-      inserted: whether XLA's partitioner inserted it; otherwise the program says so, in a `shard_map`.
-      source: the user's line that it comes from, `"train.py:12 (loss)"`.
-      path: the module names and `jax.named_scope`s around it, joined by `/`; the root's is the empty string.
-      count: how many there are, one for each array; in a loop, for all its turns.
-      bytes: the bytes of arrays of `shape`, of all of them: on one device, what it has after gathers, and before
-        reductions and other collectives.
+      reduction: `"sum"`, `"max"`, `"min"`, `"and"`, `"or"`, `"product"`, or empty for a collective that does not
+        reduce.
+      dtype: the dtype that is sent and reduced in.
+      axes: the mesh axes along which devices communicate; empty if the groups do not match mesh axes.
+      devices: the number of devices in a group.
+      shape: the output shape of a gather, or the input shape of any other collective, on one device.
+      direction: `"forward"`, `"recomputed"` or `"backward"`, as in `collect`. A sum of gradients is `"backward"`; ops
+        after it, such as the check for finite gradients, are `"forward"`.
+      is_gradient: True for a sum of gradients of parameters: in the backward pass, only casts and additions read its
+        result. Other sums of the backward pass are of activations.
+      inserted: True if XLA's partitioner inserted it, False if it is from a `shard_map`.
+      source: the user's line, `"train.py:12 (loss)"`.
+      path: the module names and `jax.named_scope`s around it, joined by `/`; empty for the root.
+      count: the number of arrays, over all iterations of a loop.
+      bytes: the total size of `count` arrays of `shape` on one device.
 
     >>> from jmp_policy.numerics import Collective
     >>> fields = {"direction": "backward", "is_gradient": True, "inserted": False, "source": "train.py:12", "path": ""}
@@ -127,9 +115,9 @@ class Collective:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that each device sends, where neighbours in a ring pass them on.
+        """Bytes that each device sends with a ring algorithm.
 
-        With n devices, `bytes * (n - 1) / n`, and twice that for an all-reduce; a permute or broadcast sends `bytes`.
+        With n devices `bytes * (n - 1) / n`, twice this for an all-reduce, and `bytes` for a permute or broadcast.
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
@@ -138,31 +126,21 @@ class Collective:
 
 
 class Group(NamedTuple):
-    """The devices that communicate.
-
-    Attributes:
-      axes: the names of their axes; none, where they are no axes of the mesh.
-      devices: how many there are.
-    """
+    """Mesh axes of a device group (empty if it does not match mesh axes) and its size."""
 
     axes: tuple[str, ...]
     devices: int
 
 
 class Place(NamedTuple):
-    """Where an operation stands.
-
-    Attributes:
-      path: the names of modules and scopes.
-      direction: the pass.
-    """
+    """Module path and pass of an op."""
 
     path: str
     direction: Direction
 
 
 def add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Makes one of the rows that differ in nothing but their counts, in the order of the first of each."""
+    """Merges rows that differ only in their counts."""
     table: dict[Collective, list[int]] = {}
     for row in rows:
         amounts = table.setdefault(dataclasses.replace(row, count=0, bytes=0), [0, 0])
@@ -172,21 +150,15 @@ def add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def count_elements(shape: Iterable[int]) -> int:
-    """How many numbers an array has."""
     return math.prod(shape)
 
 
 Shape = Mapping[str, int]
-"""The sizes of the axes of a mesh, by name."""
+"""Sizes of mesh axes by name."""
 
 
 def find_group(attributes: str, meshes: Iterable[Shape], devices: int) -> Group:
-    """Finds which devices communicate.
-
-    Args:
-      attributes: those of an instruction.
-      meshes: the meshes of the program; the first one that has such groups names the axes.
-      devices: how many devices run the program, in the order of the mesh.
+    """Finds the device group in the attributes of an instruction. The first matching mesh names the axes.
 
     >>> mesh = {"data": 2, "model": 2}
     >>> find_group("replica_groups={{0,2},{1,3}}, dimensions={0}", [mesh], 4)
@@ -204,7 +176,6 @@ def find_group(attributes: str, meshes: Iterable[Shape], devices: int) -> Group:
 
 
 def _read_groups(attributes: str, devices: int) -> list[list[int]]:
-    """The numbers of the devices of each group."""
     everyone = [list(range(devices))]
     if (found := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes)) is not None:
         return _read_mesh_groups(*found.groups()) or everyone
@@ -215,7 +186,7 @@ def _read_groups(attributes: str, devices: int) -> list[list[int]]:
 
 
 def _read_lists(text: str) -> list[list[int]]:
-    """Lists of numbers.
+    """Parses lists of integers.
 
     >>> _read_lists("{{0,1},{2,3}}")
     [[0, 1], [2, 3]]
@@ -224,7 +195,7 @@ def _read_lists(text: str) -> list[list[int]]:
 
 
 def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
-    """Numbers in order, as an array that is transposed and cut into groups.
+    """Parses groups written as a transposed and reshaped iota.
 
     >>> _read_iota("[2,2]", "[2,2]", "1,0")
     [[0, 2], [1, 3]]
@@ -237,7 +208,7 @@ def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
 
 
 def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
-    """Groups along axes of a mesh that XLA names itself; `'x':(2)4` is a part of an axis, with 2 before it.
+    """Parses groups along named axes; `'x':(2)4` is a sub-axis of size 4, with 2 before it.
 
     >>> _read_mesh_groups("'a'=2,'b'=2", " ", "'a'")
     [[0, 2], [1, 3]]
@@ -270,7 +241,7 @@ def _read_numbers(text: str) -> list[int]:
 
 
 def _match(groups: Sequence[Sequence[int]], mesh: Shape) -> Group | None:
-    """The axes of a mesh along which groups lie; `None` where they lie otherwise."""
+    """Returns the mesh axes of device groups, or None if they do not match."""
     sizes = list(mesh.values())
     if max(map(max, groups)) >= math.prod(sizes):
         return None
@@ -285,7 +256,7 @@ def _match(groups: Sequence[Sequence[int]], mesh: Shape) -> Group | None:
 
 
 def _find_of_pairs(pairs: Sequence[Sequence[int]], meshes: Iterable[Shape]) -> Group:
-    """The axes along which devices send to others."""
+    """Returns the mesh axes along which devices send in a permute."""
     for mesh in meshes:
         sizes = list(mesh.values())
         if pairs and max(map(max, pairs)) < math.prod(sizes):
@@ -296,6 +267,6 @@ def _find_of_pairs(pairs: Sequence[Sequence[int]], meshes: Iterable[Shape]) -> G
 
 
 def _find_varying(numbers: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The axes along which some devices of a mesh have different coordinates."""
+    """Returns the axes along which the coordinates of devices differ."""
     coordinates = np.unravel_index(list(numbers), sizes)
     return [i for i, along in enumerate(coordinates) if len(set(along.tolist())) > 1]

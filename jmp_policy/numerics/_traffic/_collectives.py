@@ -1,4 +1,4 @@
-"""`numerics.collectives`: a program is traced and partitioned, and what its devices send each other is counted."""
+"""`numerics.collectives`: traces and partitions a program, and counts its collectives."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -17,38 +17,37 @@ from ._traced import Found, read_program
 
 
 def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Callable[..., Collectives]:
-    """Tells what the devices of a mesh send each other in a program: which collective, in which dtype, how many bytes.
+    """Lists the collectives between the devices of a mesh: kind, dtype, mesh axes, bytes and source line.
 
-    Nothing runs: the function is traced, and the program is compiled for the devices of its mesh. It is read as XLA's
-    partitioner leaves it, for one device, with what `shard_map` says and with what XLA inserts by itself. Passes that
-    come later are not seen: they combine small collectives, XLA for CPUs widens those in half precision, that for GPUs
-    and TPUs makes a reduce-scatter of an all-reduce of which each device keeps a part, and TPUs gather little as an
-    all-reduce. For TPUs the partitioner itself may make a ring of a product and its collective: the report has its
-    permutes, and does not know that what is added between them is a gradient.
+    Nothing runs. The function is traced and compiled for its mesh, and the output of XLA's SPMD partitioner for one
+    device is read. It has the collectives of `shard_map` and those that XLA inserts. Later passes are not included:
+    they combine small collectives, CPUs upcast half-precision ones, and GPUs and TPUs turn an all-reduce into a
+    reduce-scatter if each device keeps only a part. A TPU partitioner may turn a matmul and its collective into a ring
+    of permutes, whose partial sums are not recognized as gradients.
 
-    With `compiled=False`, and on an `AbstractMesh`, the jaxpr is read instead: what `shard_map` says, in seconds for
-    thousands of devices that need not be there. What XLA would insert is not counted then, and arrays in a `shard_map`
-    with axes left to XLA (`axis_names`) count as if those had one device.
+    With `compiled=False`, or on an `AbstractMesh`, only the collectives of `shard_map` are read from the jaxpr, in
+    seconds for thousands of devices that need not exist. Arrays in a `shard_map` with auto axes (`axis_names`) then
+    count as if those axes had size 1.
 
-    The turns of a loop are counted, and every branch of a `cond` counts as if it ran. Of a loop whose turns nobody
-    knows, such as a `while`, one turn counts, and the report has its line. Where XLA inserted a collective, its line is
-    that of the operation that needs it. Whether a sum is of gradients is told by where it stands and where its result
-    goes; a parameter that is normalized by sums of itself, and a pass written by hand outside of `jax.grad`, are told
-    wrong.
+    Iterations of a loop are counted, and every branch of a `cond`. A loop with an unknown trip count, as of a `while`,
+    counts as one iteration, and the report names its line. Gradient sums are recognized by their name stack and by the
+    ops that read the result. This is wrong for parameters that are normalized by their own sums, and for backward
+    passes written without `jax.grad`.
+
+    With a persistent compilation cache, JAX stores each compiled program like any other.
 
     Args:
-      fun: any function of trees of arrays, jitted or not. What it returns besides arrays is ignored.
-      compiled: whether to compile the program; by default, if its mesh is one of devices.
+      fun: any function of trees of arrays, jitted or not. Only arrays in its output count.
+      compiled: whether to compile; by default if the mesh has devices.
 
     Returns:
-      A function of the same arguments that returns `Collectives`: tables when printed or shown in a notebook, `.rows`,
-      `.select`, `.total_bytes` and `.to_dict()` for programs, `.assert_reduced_in`, `.assert_gathered_in` and
-      `.assert_no` for tests. Arguments may be arrays or `jax.ShapeDtypeStruct`s with shardings.
+      A function of the same arguments that returns `Collectives`. Arguments may be arrays or `jax.ShapeDtypeStruct`s
+      with shardings.
 
     Raises:
-      TypeError: `fun` is not a function. What the function itself raises comes through.
-      ValueError: the program is to be compiled, or leaves its collectives to XLA, and its mesh has no devices.
-      RuntimeError: the compiler does not write down what it does.
+      TypeError: `fun` is not a function.
+      ValueError: the mesh has no devices, but the program is to be compiled or has no explicit collectives.
+      RuntimeError: the compiler does not dump the program.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
@@ -68,7 +67,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
     def find_collectives(*args: Any, **kwargs: Any) -> Collectives:
         register = Register()
         flat, arrays, _ = flatten_function(register.watch(_return_arrays(fun)), args, kwargs)
-        unique, token = make_unique(flat, getattr(fun, "__name__", ""))
+        unique = make_unique(flat, getattr(fun, "__name__", ""))
         with TRACING(register.token):
             traced = jax.jit(unique).trace(*arrays)
             body = traced.jaxpr.jaxpr
@@ -78,7 +77,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             compiles = devices > 1 and _choose(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
-                found = read_module(parse_module(partition(traced.lower(), token)), shapes, devices, places)
+                found = read_module(parse_module(partition(traced.lower())), shapes, devices, places)
             else:
                 found = read_program(body, places) if devices > 1 else Found([], [])
                 _check_abstract(found, meshes, compiled)
@@ -99,11 +98,10 @@ def _count_devices(meshes: Meshes) -> int:
 
 
 def _choose(compiled: bool | None, meshes: Meshes) -> bool:
-    """Whether to compile a program."""
     if compiled and not meshes.concrete:
         raise ValueError(
-            f"compiled=True needs devices, but {_describe_mesh(meshes)} has none. Without it, what shard_map says is "
-            "read off the program: collectives(fun)(*args)."
+            f"compiled=True needs devices, but {_describe_mesh(meshes)} has none. Without it, the collectives in "
+            "shard_map are read from the jaxpr. For example: collectives(fun)(*args)."
         )
     return bool(meshes.concrete) and not meshes.abstract if compiled is None else compiled
 
@@ -111,8 +109,9 @@ def _choose(compiled: bool | None, meshes: Meshes) -> bool:
 def _check_abstract(found: Found, meshes: Meshes, compiled: bool | None) -> None:
     if compiled is None and meshes.abstract and not found.rows:
         raise ValueError(
-            f"The program says no collectives itself, and XLA inserts them for devices, which {_describe_mesh(meshes)} "
-            "does not have. Give it a mesh of devices, as jax.make_mesh makes it, or say in jax.shard_map what is sent."
+            "The program has no explicit collectives, and XLA can only insert them for devices, which "
+            f"{_describe_mesh(meshes)} does not have. Write them in jax.shard_map, or use a mesh of devices. "
+            "For example: jax.make_mesh((8,), ('data',))."
         )
 
 
@@ -123,7 +122,7 @@ def _describe_mesh(meshes: Meshes) -> str:
 
 
 class _Places:
-    """Reads name stacks and source lines, as `Places` of the room says."""
+    """Implements the protocol `Places` of `_traced.py`."""
 
     def __init__(self, paths: ModulePaths):
         self._paths = paths

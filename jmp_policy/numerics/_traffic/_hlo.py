@@ -1,6 +1,5 @@
-"""A program as XLA's partitioner leaves it, read from its HLO text."""
+"""Compiles a program up to XLA's SPMD partitioner, and parses its HLO text."""
 
-import contextlib
 import re
 import tempfile
 import uuid
@@ -10,78 +9,43 @@ from typing import Any, NamedTuple
 
 import jax
 
+# all-reduce-promotion runs after the partitioner on CPUs. It aborts the process on a shard_map with auto axes, where it
+# takes the copy at the end of a reduction function for the sum.
 _OPTIONS = {
     "xla_dump_hlo_pass_re": ".*spmd-partitioning",
     "xla_backend_optimization_level": 0,
     "xla_disable_hlo_passes": "all-reduce-promotion",
 }
-"""What the compiler writes down, and that it need not try hard, since nothing runs what it makes.
-
-The pass that widens sums over devices on CPUs comes later. It would end the process where a shard_map leaves axes to
-XLA: there the function that adds two numbers ends in a copy, which the pass takes for the sum."""
 
 
-def make_unique(fun: Callable[..., Any], name: str) -> tuple[Callable[..., Any], str]:
-    """Gives a function a name that no other has, and returns both.
-
-    JAX's persistent cache knows programs by their names and text. It would hand out what was compiled once, and XLA
-    would write nothing down.
-
-    Args:
-      fun: the function.
-      name: how the name begins, for JAX's errors.
-    """
-    token = f"{name if name.isidentifier() else 'function'}_collectives_{uuid.uuid4().hex}"
+def make_unique(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Gives a function a unique name, so that JAX's persistent cache does not skip the compilation and its dump."""
 
     def call_unique(*args: Any) -> Any:
         return fun(*args)
 
+    token = f"{name if name.isidentifier() else 'function'}_collectives_{uuid.uuid4().hex}"
     call_unique.__name__ = call_unique.__qualname__ = token
-    return call_unique, token
+    return call_unique
 
 
-def partition(lowered: jax.stages.Lowered, token: str) -> str:
-    """Compiles a program, and returns the text of what the partitioner made of it.
-
-    Args:
-      lowered: the program of a function of a unique name.
-      token: the name.
-
-    Raises:
-      RuntimeError: the compiler wrote nothing down.
-    """
+def partition(lowered: jax.stages.Lowered) -> str:
+    """Compiles a program and returns the HLO text after the partitioner."""
+    # `Compiled.as_text` shows the program after later passes that combine, upcast and re-form collectives.
     with tempfile.TemporaryDirectory(prefix="jmp_collectives_", ignore_cleanup_errors=True) as folder:
-        try:
-            lowered.compile(compiler_options={"xla_dump_to": folder, **_OPTIONS})
-        finally:
-            _remove_from_cache(token)
+        lowered.compile(compiler_options={"xla_dump_to": folder, **_OPTIONS})
         written = sorted(Path(folder).glob("*.after_*spmd-partitioning*.txt"))
         if written:
             return written[-1].read_text(encoding="utf-8")
     raise RuntimeError(
-        "The compiler wrote down no program after its pass 'spmd-partitioning', as one in another process, on a remote "
-        "machine, may. What the program itself says, in shard_map, can be read without it: "
+        "The compiler did not write the program after its pass 'spmd-partitioning'. It may run in another process "
+        "or on a remote machine. Read only the collectives in shard_map instead. For example: "
         "collectives(fun, compiled=False)(*args)."
     )
 
 
-def _remove_from_cache(token: str) -> None:
-    """Takes a program that nobody asks for again out of a persistent cache on this machine's disk."""
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if folder and Path(folder).is_dir():
-        for file in Path(folder).glob(f"*{token}*"):
-            with contextlib.suppress(OSError):
-                file.unlink()
-
-
 class Frame(NamedTuple):
-    """A frame of a stack, named as the frames of tracebacks are.
-
-    Attributes:
-      file_name: the file.
-      line_num: the line.
-      function_name: the function.
-    """
+    """A stack frame, with the attributes of a JAX traceback frame."""
 
     file_name: str
     line_num: int
@@ -89,13 +53,7 @@ class Frame(NamedTuple):
 
 
 class Array(NamedTuple):
-    """The type of an array.
-
-    Attributes:
-      dtype: the name that JAX has for its dtype.
-      bits: how many bits a number has.
-      shape: its shape.
-    """
+    """Type of an array: JAX's name of the dtype, bits per element, shape."""
 
     dtype: str
     bits: int
@@ -103,12 +61,7 @@ class Array(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What an instruction reads.
-
-    Attributes:
-      name: the instruction that makes it.
-      part: which part of the tuple that it makes; `None` for all of it.
-    """
+    """The output of an instruction, or element `part` of its output tuple."""
 
     name: str
     part: int | None = None
@@ -119,13 +72,13 @@ class Instruction(NamedTuple):
 
     Attributes:
       name: its name, without the percent sign.
-      type: the type of what it makes, as text.
-      opcode: the operation, such as `"all-gather"`.
-      operands: what it reads; a constant reads nothing.
-      literal: what stands in its parentheses.
-      attributes: what stands behind them.
-      op_name: the name stack that JAX gave it, or the empty string.
-      frame: the number of its stack frame in `Module.frames`; 0 for none.
+      type: the output type as text.
+      opcode: such as `"all-gather"`.
+      operands: the inputs; none for a constant.
+      literal: the text in its parentheses.
+      attributes: the text after the parentheses.
+      op_name: the name stack from JAX, or an empty string.
+      frame: the key in `Module.frames`; 0 for none.
     """
 
     name: str
@@ -139,29 +92,21 @@ class Instruction(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """The arrays that it makes: several, if it makes a tuple."""
+        """Output arrays: several for a tuple."""
         return [_read_array(*found) for found in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", self.type)]
 
     @property
     def is_tuple(self) -> bool:
-        """Whether it makes a tuple."""
         return self.type.startswith("(")
 
     def find_called(self, attribute: str) -> str:
-        """The computation that an attribute names, or the empty string."""
+        """Returns the name in an attribute such as `to_apply`, or an empty string."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
 
 class Computation(NamedTuple):
-    """A function.
-
-    Attributes:
-      name: its name.
-      instructions: by name, in order.
-      root: the name of the instruction whose value it returns.
-      parameters: the names of its parameters, by their numbers.
-    """
+    """A computation: instructions by name, the root's name, and names of parameters by number."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -170,13 +115,7 @@ class Computation(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A program.
-
-    Attributes:
-      computations: by name.
-      entry: the name of the one that runs first.
-      frames: by number, the stack of each frame, innermost first.
-    """
+    """An HLO module. `frames` are stacks by frame id, innermost frame first."""
 
     computations: dict[str, Computation]
     entry: str
@@ -184,7 +123,7 @@ class Module(NamedTuple):
 
 
 def parse_module(text: str) -> Module:
-    """Reads the text of a program.
+    """Parses HLO text.
 
     >>> module = parse_module('''HloModule jit_f
     ... ENTRY %main.1 (x: bf16[8,4]) -> bf16[8,8] {
@@ -239,11 +178,11 @@ def _add_instruction(computation: Computation, line: str) -> Computation:
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
-"""JAX 0.12 writes the part of a tuple as `%x#0`; before, an instruction of its own took it."""
+"""JAX 0.12 writes an element of a tuple as `%x#0`. Earlier versions use a get-tuple-element instruction."""
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """A type, and what follows it: a tuple goes up to its closing parenthesis, an array up to a space."""
+    """Splits off a type: a tuple ends at its closing parenthesis, an array at a space."""
     if not text.startswith("("):
         type, _, rest = text.partition(" ")
         return type, rest
@@ -252,7 +191,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _split_closing(text: str) -> tuple[str, str]:
-    """What stands before the parenthesis that closes one, and what stands behind it."""
+    """Splits at the closing parenthesis."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -265,17 +204,16 @@ def _read_array(dtype: str, shape: str) -> Array:
     sizes = tuple(int(size.removeprefix("<=")) for size in shape.split(",") if size)
     found = re.fullmatch(r"([a-z]+?)(\d+)(\w*)", dtype)
     if found is None:
-        return Array(*_NOT_NUMBERS.get(dtype, (dtype, 0)), sizes)
+        return Array("bool", 8, sizes) if dtype == "pred" else Array(dtype, 0, sizes)
     kind, bits, variant = found.groups()
     return Array(f"{_KINDS.get(kind, kind)}{bits}{variant and '_'}{variant}", int(bits), sizes)
 
 
 _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
-_NOT_NUMBERS = {"pred": ("bool", 8)}
 
 
 def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
-    """The stacks of frames, out of the tables before the computations; empty where there are none."""
+    """Parses stack frames from the tables before the computations, if there are any."""
     files, functions = (
         {int(i): _unescape(name) for i, name in _list_entries(text, table, r'(\d+) "(.*)"')}
         for table in ("FileNames", "FunctionNames")
@@ -286,7 +224,7 @@ def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
         for i, file, function, line in _list_entries(text, "FileLocations", pattern)
     }
     entries = list(_list_entries(text, "StackFrames", r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}"))
-    # The first frame has no parent: what is printed there says what stands for none, and so how the others count.
+    # The first frame has no parent. The id printed there shows whether ids start at 0 or 1.
     none = int(entries[0][2] or 0) if entries else 0
     stacks: dict[int, tuple[Frame, ...]] = {}
     for i, location, parent in entries:
@@ -296,7 +234,7 @@ def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
 
 
 def _unescape(name: str) -> str:
-    r"""A name as it was before XLA wrote it: with backslashes doubled, and bytes beyond ASCII in octal.
+    r"""Undoes XLA's escapes: doubled backslashes, and octal for bytes beyond ASCII.
 
     >>> _unescape(r"D:\\b\303\274cher\\train.py")
     'D:\\bücher\\train.py'

@@ -1,4 +1,4 @@
-"""The collectives of a partitioned HLO program, and how often its loops run."""
+"""Collectives of a partitioned HLO module, and the trip counts of its loops."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
 def count_turns(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """How often a `while` turns: from a first number to a last one by a step; `None` where any of them is unknown.
+    """Returns the trip count of a `while` with a constant start, end and step, else None.
 
     >>> from jmp_policy.numerics._traffic._hlo import parse_module
     >>> module = parse_module('''HloModule jit_f
@@ -71,7 +71,7 @@ def _count(start: int, end: int, step: int, direction: str) -> int | None:
 def _read_end(
     around: Computation, loop: Instruction, test: Computation, body: Computation, last: Reference
 ) -> int | None:
-    """The number that a counter is compared with: it stands in the test, or goes around unchanged."""
+    """Returns the end of a loop: a constant in the condition, or an unchanged carry."""
     if (found := _read_constant(test, last)) is not None:
         return found
     index = _find_carried(test, last)
@@ -81,7 +81,7 @@ def _read_end(
 
 
 def _find_step(body: Computation, index: int) -> int | None:
-    """What a turn adds to a number that the loop carries; XLA adds twice where it makes one turn of two."""
+    """Returns the sum that one iteration adds to a carry. XLA adds twice if it unrolled the loop by two."""
     step, value = 0, Reference(body.root, index)
     while _find_carried(body, value) != index:
         added = _find_maker(body, value)
@@ -97,7 +97,7 @@ def _find_step(body: Computation, index: int) -> int | None:
 
 
 def _find_carried(computation: Computation, reference: Reference) -> int | None:
-    """Which part of the computation's tuple a value is; `None` for one that it makes."""
+    """Returns the index of a value in the parameter tuple, or None if it is computed."""
     found = _find_maker(computation, reference)
     return found if isinstance(found, int) else None
 
@@ -110,7 +110,7 @@ def _read_constant(computation: Computation, reference: Reference) -> int | None
 
 
 def _find_maker(computation: Computation, reference: Reference) -> Instruction | int | None:
-    """The instruction that makes a value, through copies and tuples, or the part of the parameter that it is."""
+    """Finds the instruction that makes a value, or its index in the parameter, through copies and tuples."""
     name, index = reference
     while (made := computation.instructions.get(name)) is not None:
         if made.opcode == "parameter":
@@ -129,19 +129,10 @@ def _find_maker(computation: Computation, reference: Reference) -> Instruction |
 _OPCODES = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product", "and": "and", "or": "or"}
 _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
-_SILENT = ("tuple", "get-tuple-element", "parameter", "while", "call", "conditional", "fusion")
-"""What only hands values on."""
 
 
 def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: Places) -> Found:
-    """Reads the collectives off a partitioned program.
-
-    Args:
-      module: the program.
-      meshes: the meshes that it may run on, which name the axes.
-      devices: how many devices it runs on.
-      places: what reads name stacks and source lines.
-    """
+    """Lists the collectives of a partitioned module. The meshes name the axes."""
     module = _complete_names(module)
     reader = _Reader(module, meshes, devices, places)
     rows: list[Collective] = []
@@ -154,7 +145,7 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: P
 
 
 def _complete_names(module: Module) -> Module:
-    """Puts the scopes around each `shard_map` before the names of its operations, which XLA writes without them."""
+    """Prepends the outer scopes of each `shard_map` to the op names inside, which XLA prints without them."""
     scopes = {module.entry: ""}
     waiting = [module.entry]
     for name in waiting:
@@ -177,20 +168,13 @@ def _complete_names(module: Module) -> Module:
 
 
 def _join_names(scope: str, name: str) -> str:
-    """A name that begins where the scope does is complete; an instruction without a name stays without."""
+    """Prepends a scope unless the name is empty or already has it."""
     is_complete = not scope or not name or name.partition("/")[0] == scope.partition("/")[0]
     return name if is_complete else f"{scope}/{name}"
 
 
 class _Site(NamedTuple):
-    """A collective.
-
-    Attributes:
-      computation: where it stands.
-      instruction: the collective.
-      turns: how often it runs.
-      loops: the loops around it of which nobody knows how often they turn.
-    """
+    """A collective, how often it runs, and the loops around it with an unknown trip count."""
 
     computation: Computation
     instruction: Instruction
@@ -219,7 +203,7 @@ def _list_called(module: Module, instruction: Instruction, attributes: Sequence[
 
 
 class _Reader:
-    """Tells what is known of each collective of a module."""
+    """Makes rows of the collectives of a module."""
 
     def __init__(self, module: Module, meshes: Sequence[Shape], devices: int, places: Places):
         self._module, self._meshes, self._devices, self._places = module, meshes, devices, places
@@ -227,7 +211,7 @@ class _Reader:
         self._flow = self._follow()
 
     def describe(self, site: _Site) -> list[Collective]:
-        """A row for each array that a collective sends."""
+        """Makes one row for each array of a collective."""
         instruction = site.instruction
         kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
         group = find_group(instruction.attributes, self._meshes, self._devices)
@@ -252,12 +236,12 @@ class _Reader:
         ]  # fmt: skip
 
     def find_line(self, computation: Computation, instruction: Instruction) -> str:
-        """The user's line that an instruction comes from, or what reads it, where XLA says no more."""
+        """Returns the user's line of an instruction, or of its nearest reader that has one."""
         named = self._find_named(computation, instruction)
         return self._places.choose_line(self._module.frames.get(named.frame, ()))
 
     def _find_named(self, computation: Computation, instruction: Instruction) -> Instruction:
-        """The instruction, or the nearest one that reads it and has a name stack."""
+        """Returns the instruction if it has a name stack, else its nearest reader with one."""
         seen, waiting = {instruction.name}, [instruction]
         for candidate in waiting:
             if candidate.op_name:
@@ -274,7 +258,7 @@ class _Reader:
         function = self._module.computations.get(instruction.find_called("to_apply"))
         if instruction.opcode not in REDUCING or function is None:
             return ""
-        # In a shard_map with axes left to XLA, the result of the function is a copy of the sum.
+        # In a shard_map with auto axes, the function returns a copy of the sum.
         opcodes = [instruction.opcode for instruction in function.instructions.values()]
         return next((_REDUCTIONS[opcode] for opcode in opcodes if opcode in _REDUCTIONS), opcodes[-1])
 
@@ -319,14 +303,14 @@ class _Reader:
     def _join(
         self, flow: Flow, source: Computation, value: Reference, target: Computation, name: str, typed: Instruction
     ) -> None:
-        """Joins a value to the same value elsewhere, part by part."""
+        """Joins a value to the same value in another computation, element by element of a tuple."""
         for part in range(len(typed.arrays)) if typed.is_tuple else (None,):
             index = value.part if part is None else part
             flow.join(_node(target, Reference(name, part)), _node(source, Reference(value.name, index)))
 
 
 def _measure_first(computation: Computation, instruction: Instruction) -> int:
-    """How many numbers the first operand of an instruction has."""
+    """Returns the number of elements of the first operand."""
     if not instruction.operands:
         return 0
     name, part = instruction.operands[0]
@@ -351,9 +335,9 @@ def _list_readers(computation: Computation) -> dict[str, list[Instruction]]:
 
 
 def _list_sent(instruction: Instruction, kind: str, devices: int) -> list[Array]:
-    """What each device gets of a gather, and puts into any other collective."""
+    """Lists the arrays of a collective on one device: outputs of a gather, inputs of any other."""
     arrays = instruction.arrays
-    if kind == "all-to-all" and instruction.is_tuple:  # as many parts of one array as there are devices
+    if kind == "all-to-all" and instruction.is_tuple:  # one part of the array per device
         return [arrays[0]._replace(shape=(len(arrays), *arrays[0].shape))]
     if kind == "collective-permute":
         return arrays[:1]
@@ -368,7 +352,7 @@ def _list_sent(instruction: Instruction, kind: str, devices: int) -> list[Array]
 
 
 def read_stack(op_name: str) -> str:
-    """The name stack in what XLA calls an operation: without jitted functions, loops and the primitive.
+    """Returns the name stack of an XLA op name, without jitted functions, loops and the primitive.
 
     >>> read_stack("jit(step)/jit(main)/transpose(jvp(Net))/while/body/closed_call/dense/dot_general")
     'transpose(jvp(Net))/dense'

@@ -1,4 +1,4 @@
-"""The report of the collectives of a program: a table, sums, and assertions."""
+"""Report of the collectives of a program: tables, sums and assertions."""
 
 import dataclasses
 import os
@@ -10,19 +10,19 @@ from ...report import Column, Report, Table, format_bytes, shorten_dtypes
 from ._collective import DIRECTIONS, KINDS, Collective
 
 MOST_ROWS = 40
-"""A table shows so many rows: `Collectives.rows` has the others."""
+"""Maximum number of rows in a table; `Collectives.rows` has all of them."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collectives(Report):
-    """What `numerics.collectives` found: a table in a terminal, and in a notebook.
+    """Result of `numerics.collectives`. Prints as a table.
 
     Attributes:
-      rows: one for each kind, dtype, shape, line and place, in the order of the program.
-      devices: how many devices the program runs on.
-      axes: the names of the axes of its meshes.
-      compiled: whether they stand in what XLA's partitioner made of the program, or in the program alone.
-      uncounted_loops: the lines of the loops whose turns nobody knows; their collectives are counted for one turn.
+      rows: one for each kind, dtype, shape, line and module, in program order.
+      devices: the number of devices.
+      axes: the names of the mesh axes.
+      compiled: True if read from the output of XLA's partitioner, False if read from the jaxpr.
+      uncounted_loops: the lines of loops with an unknown trip count, which count as one iteration.
 
     >>> from jmp_policy.numerics import Collective, Collectives
     >>> fields = {"direction": "backward", "is_gradient": True, "inserted": True, "source": "train.py:9", "path": "up"}
@@ -53,17 +53,17 @@ class Collectives(Report):
         direction: str | None = None,
         gradients: bool | None = None,
     ) -> "Collectives":
-        """The report of some rows.
+        """Returns a report with the matching rows.
 
         Args:
-          kind: a kind, such as `"all-reduce"`.
-          dtype: a floating dtype, in any spelling, or the name of another one, such as `"int32"`.
-          axis: the name of a mesh axis, along which they communicate, alone or with others.
+          kind: such as `"all-reduce"`.
+          dtype: a floating dtype in any spelling, or the name of another dtype, such as `"int32"`.
+          axis: a mesh axis along which they communicate, alone or with others.
           direction: `"forward"`, `"recomputed"` or `"backward"`.
-          gradients: whether they sum gradients of parameters (`Collective.is_gradient`), or do not.
+          gradients: the value of `Collective.is_gradient`.
 
         Raises:
-          ValueError: there is no such kind, dtype or direction, or no mesh of the program has the axis.
+          ValueError: the kind, dtype or direction is unknown, or no mesh has the axis.
         """
         _check_name("kind", kind, KINDS)
         _check_name("direction", direction, DIRECTIONS)
@@ -82,31 +82,31 @@ class Collectives(Report):
         return dataclasses.replace(self, rows=tuple(filter(is_selected, self.rows)))
 
     def total_bytes(self, **selection: Any) -> int:
-        """The `Collective.bytes` of all rows, or of those that `select` selects."""
+        """Sums `Collective.bytes` over all rows, or over the rows that `select` would return."""
         return sum(row.bytes for row in self.select(**selection).rows)
 
     def total_moved_bytes(self, **selection: Any) -> int:
-        """The `Collective.moved_bytes` of all rows, or of those that `select` selects."""
+        """Sums `Collective.moved_bytes` over all rows, or over the rows that `select` would return."""
         return sum(row.moved_bytes for row in self.select(**selection).rows)
 
     def total_count(self, **selection: Any) -> int:
-        """How many collectives there are, or how many of those that `select` selects."""
+        """Counts all collectives, or those that `select` would return."""
         return _count(self.select(**selection).rows)
 
     def assert_reduced_in(self, dtype: DTypeLike, *, of: str = "gradients", axis: str | None = None) -> None:
-        """Checks in which dtype numbers are summed over devices.
+        """Asserts the dtype of sums over devices.
 
-        Whether a sum is of gradients is told by where its result goes (`Collective.is_gradient`). To be sure of all of
-        them, ask of an axis along which nothing but the batch is split: `of="all", axis="data"`.
+        Gradients are recognized by the ops that read the result (`Collective.is_gradient`). To include all of them, use
+        an axis along which only the batch is sharded: `of="all", axis="data"`.
 
         Args:
-          dtype: anything that `get_policy` reads as a dtype.
-          of: `"gradients"` of parameters (`Collective.is_gradient`), `"activations"`, which are all others, or `"all"`.
-          axis: the name of a mesh axis; by default all of them.
+          dtype: any floating dtype spec of `get_policy`.
+          of: `"gradients"` of parameters, `"activations"` (all other sums) or `"all"`.
+          axis: the name of a mesh axis; by default all axes.
 
         Raises:
-          AssertionError: a sum has another floating dtype, and the message has its line; or there is none at all.
-          ValueError: `dtype` is not a floating dtype, there is no such `of`, or no mesh has the axis.
+          AssertionError: a sum has another floating dtype (the message has its line), or none was found.
+          ValueError: `dtype` is not a floating dtype, `of` is unknown, or no mesh has the axis.
         """
         _check_name("of", of, tuple(_OF))
         summed = [row for row in self.select(axis=axis, gradients=_OF[of]).rows if row.reduction == "sum"]
@@ -114,32 +114,32 @@ class Collectives(Report):
         _assert_dtype(summed, dtype, name + (f" over {axis}" if axis else ""))
 
     def assert_gathered_in(self, dtype: DTypeLike, *, axis: str | None = None) -> None:
-        """Checks in which dtype arrays are gathered, such as the parameters that are sharded over an axis.
+        """Asserts the dtype of all-gathers, such as of sharded parameters.
 
         Args:
-          dtype: anything that `get_policy` reads as a dtype.
-          axis: the name of a mesh axis; by default all of them.
+          dtype: any floating dtype spec of `get_policy`.
+          axis: the name of a mesh axis; by default all axes.
 
         Raises:
-          AssertionError: an all-gather has another floating dtype, and the message has its line; or there is none.
+          AssertionError: an all-gather has another floating dtype (the message has its line), or there are none.
           ValueError: `dtype` is not a floating dtype, or no mesh has the axis.
         """
         rows = self.select(kind="all-gather", axis=axis).rows
         _assert_dtype(rows, dtype, "all-gathers" + (f" over {axis}" if axis else ""))
 
     def assert_no(self, **selection: Any) -> None:
-        """Checks that there is no collective, or none that `select` selects.
+        """Asserts the absence of collectives, or of those that `select` would return.
 
         Raises:
-          AssertionError: there is; the message has the lines.
-          ValueError: `select` refuses a selection.
+          AssertionError: there are; the message has their lines.
+          ValueError: an argument of `select` is wrong.
         """
         found = self.select(**selection).rows
         if found:
             raise AssertionError(f"{_count(found)} collectives:{_list_lines(found)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        """Returns the report as dictionaries, lists, strings and numbers."""
         return {
             "rows": [_make_plain(row) for row in self.rows],
             "devices": self.devices,
@@ -151,7 +151,7 @@ class Collectives(Report):
             "moved_bytes": self.total_moved_bytes(),
         }
 
-    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+    def __repr__(self) -> str:
         amount = f"{self.total_count()} collectives of {format_bytes(self.total_bytes()) or '0 B'}"
         return f"<Collectives: {amount} on {_count_devices(self.devices)}; print it for the table>"
 
@@ -163,8 +163,8 @@ class Collectives(Report):
             return ["no collectives: one device", _UNSHARDED]
         notes = [f"no collectives on {self.devices} devices"] if not self.rows else [_LEGEND]
         if len(self.rows) > MOST_ROWS:
-            notes.append(f"{len(self.rows) - MOST_ROWS} rows of fewer bytes are left out: `.rows` has them.")
-        notes += [f"{line}: the body of this loop counts once, for its turns are not known."
+            notes.append(f"{len(self.rows) - MOST_ROWS} rows with fewer bytes are not shown: `.rows` has them.")
+        notes += [f"{line}: the body of this loop counts once, because its trip count is unknown."
                   for line in self.uncounted_loops]  # fmt: skip
         return [*notes, _COMPILED if self.compiled else _TRACED]
 
@@ -226,7 +226,7 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
     wanted = str(parse_dtype(dtype))
     floating = [row for row in rows if is_floating_dtype(row.dtype)]
     if not floating:
-        raise AssertionError(f"There are no {name}, in {wanted} or any other floating dtype.")
+        raise AssertionError(f"Found no {name}, in {wanted} or any other floating dtype.")
     others = [row for row in floating if row.dtype != wanted]
     if others:
         raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{_list_lines(others)}")
@@ -256,7 +256,7 @@ def _name_pass(row: Collective) -> str:
 
 
 def _make_sums_table(rows: Sequence[Collective]) -> Table:
-    """A row for each kind, dtype, axes and pass."""
+    """Makes a table with one row per kind, dtype, axes and pass."""
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for row in rows:
         key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
@@ -296,6 +296,6 @@ def _number_column(header: str) -> Column:
 
 
 def _choose_rows(rows: Sequence[Collective]) -> list[Collective]:
-    """The rows of most bytes, in the order of the program."""
+    """Returns the rows with the most bytes, in program order."""
     largest = set(sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS])
     return [row for row in rows if row in largest]

@@ -1,4 +1,4 @@
-"""The collectives of a jaxpr, and which of them sum gradients of parameters."""
+"""Collectives of a jaxpr, and the dataflow that shows which of them sum gradients of parameters."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -10,16 +10,11 @@ from ..._jaxpr import MATMULS, Fact, Step, having, sub_jaxprs, walk
 from ._collective import REDUCING, Collective, Direction, Group, Place, count_elements
 
 Node = Hashable
-"""A value of a program."""
+"""A value of a jaxpr or an HLO module."""
 
 
 class Operation(NamedTuple):
-    """What is known of the operation that made a value.
-
-    Attributes:
-      name: the name of the primitive, or of the HLO operation.
-      direction: the pass that it belongs to; `None` where nobody knows.
-    """
+    """Primitive or HLO opcode, and the pass if known."""
 
     name: str
     direction: Direction | None
@@ -29,10 +24,10 @@ _CONTRACTING = MATMULS | {
     "reduce_sum", "reduce_window_sum", "custom_vjp_call", "pallas_call",
     "dot", "convolution", "ragged-dot", "scaled-dot", "reduce", "reduce-window", "custom-call",
 }  # fmt: skip
-"""Of jaxprs, and of HLO. A gradient of an activation gets into one of these, a gradient of a parameter into none."""
+"""Ops (of jaxprs and HLO) that the backward pass applies to gradients of activations, not of parameters."""
 
 _SCATTERING = frozenset({"scatter-add", "scatter"})
-"""These sum the gradients of what a table was read for, unless each row was read once: a table of positions."""
+"""Ops that sum gradients of a lookup, unless each row was read once (a table of positions)."""
 
 _KEEPING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | _SCATTERING | {
     "clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "reduce_precision", "select_n",
@@ -40,11 +35,11 @@ _KEEPING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, 
     "dynamic-slice", "dynamic-update-slice", "maximum", "minimum", "multiply", "negate", "optimization-barrier",
     "reduce-precision", "reduce-scatter", "reverse", "select", "subtract",
 }  # fmt: skip
-"""Operations that move, cast, scale or add what they read: of jaxprs, and of HLO, where the name differs."""
+"""Ops (of jaxprs, and of HLO if the name differs) that move, cast, scale or add their operands."""
 
 
 def make_operation(name: str, direction: Direction | None, read: int, made: int) -> Operation:
-    """What is known of an operation of so many numbers, which makes so many: a sum along an axis of one sums nothing.
+    """Makes an `Operation`. A reduction with as many outputs as inputs (over axes of size 1) is a reshape.
 
     >>> make_operation("reduce_sum", "backward", 8, 8).name, make_operation("reduce_sum", "backward", 8, 4).name
     ('reshape', 'reduce_sum')
@@ -53,7 +48,7 @@ def make_operation(name: str, direction: Direction | None, read: int, made: int)
 
 
 class Flow:
-    """The values of a program, and which are made of which."""
+    """Dataflow of a program."""
 
     def __init__(self) -> None:
         self._sources: dict[Node, list[Node]] = {}
@@ -61,26 +56,25 @@ class Flow:
         self._feeding: set[Node] | None = None
 
     def add(self, operation: Operation, results: Iterable[Node], operands: Iterable[Node]) -> None:
-        """Notes an operation."""
         read = list(operands)
         for result in results:
             self._makers[result] = operation
             known = self._sources.setdefault(result, [])
-            if known != read:  # a body that is called twice is walked twice
+            if known != read:  # a sub-jaxpr that is called twice is walked twice
                 known.extend(read)
 
     def join(self, result: Node, source: Node) -> None:
-        """Notes that a value may be another one, which came through a loop, a call or a tuple."""
+        """Adds an alias: `result` may be `source`, through a loop, a call or a tuple."""
         self._sources.setdefault(result, []).append(source)
 
     def is_summed_on(self, node: Node) -> bool:
-        """Whether the backward pass sums a value of its own with others, in a product above all."""
+        """True if the backward pass reads a value in a matmul or another sum."""
         if self._feeding is None:
             self._feeding = self._find_feeding()
         return node in self._feeding
 
     def is_gradient(self, node: Node) -> bool:
-        """Whether the backward pass made a value, which was at most moved, cast, scaled or added to others since."""
+        """True if the backward pass made a value, and it was only moved, cast, scaled or added since."""
         seen, waiting = set(), [node]
         while waiting:
             node = waiting.pop()
@@ -93,14 +87,14 @@ class Flow:
         return False
 
     def _keeps(self, node: Node, maker: Operation) -> bool:
-        """True if an operation returns what it reads, moved or scaled. Rows that tokens choose are activations."""
+        """True if an op moves, casts, scales or adds. False for an embedding lookup, whose result is an activation."""
         is_lookup = maker.name == "gather" and not self._is_fixed(self._sources[node][-1])
         return maker.name in _KEEPING and not is_lookup
 
     def _find_feeding(self) -> set[Node]:
-        """The values that get into a sum of the backward pass, without leaving that pass.
+        """Finds the values that reach a sum of the backward pass within that pass.
 
-        Without this end, the step before would be among them where a loop runs several steps of training.
+        Stopping at its start keeps out the previous step of a loop over training steps.
         """
         seen: set[Node] = set()
         waiting: list[Node] = []
@@ -117,14 +111,14 @@ class Flow:
         return seen
 
     def _is_sum(self, node: Node, maker: Operation) -> bool:
-        """Whether an operation sums many numbers of what it reads."""
+        """True if an op sums elements of an operand."""
         if maker.name not in _SCATTERING:
             return maker.name in _CONTRACTING
         operands = self._sources.get(node, [])
-        return not self._is_fixed(operands[len(operands) // 2])  # the indices stand between the table and the rows
+        return not self._is_fixed(operands[len(operands) // 2])  # operands: table, indices, rows
 
     def _is_fixed(self, node: Node) -> bool:
-        """Whether the program makes a value of no argument."""
+        """True if a value does not depend on any argument."""
         seen, waiting = set(), [node]
         while waiting:
             node = waiting.pop()
@@ -155,44 +149,28 @@ PRIMITIVES: dict[str, tuple[str, str]] = {
     "pbroadcast": ("collective-broadcast", ""),
     "pbroadcast_dynamic": ("collective-broadcast", ""),
 }
-"""By primitive of JAX: what it is called in HLO, and how it combines numbers."""
+"""HLO name and reduction by JAX primitive."""
 
 
 class Places(Protocol):
-    """What tells where operations stand."""
+    """Reads name stacks and source lines."""
 
-    def find_place(self, stack: str) -> Place:
-        """The place that a name stack spells."""
-        ...
+    def find_place(self, stack: str) -> Place: ...
 
-    def find_line(self, step: Step) -> str:
-        """The user's line that a step comes from."""
-        ...
+    def find_line(self, step: Step) -> str: ...
 
-    def choose_line(self, frames: Iterable[Any]) -> str:
-        """The user's line, among frames of a stack, innermost first."""
-        ...
+    def choose_line(self, frames: Iterable[Any]) -> str: ...
 
 
 class Found(NamedTuple):
-    """What was read off a program.
-
-    Attributes:
-      rows: its collectives.
-      uncounted_loops: the lines of loops of which nobody knows how often they turn, and in which devices communicate.
-    """
+    """Collectives, and the lines of loops with collectives and an unknown trip count."""
 
     rows: list[Collective]
     uncounted_loops: list[str]
 
 
 def read_program(program: Jaxpr, places: Places) -> Found:
-    """Reads the collectives off a traced program, whose results are those of one device.
-
-    Args:
-      program: the jaxpr.
-      places: where its equations stand.
-    """
+    """Lists the collectives in the shard_maps of a jaxpr."""
     steps = list(walk(program, live_only=True))
     flow = _follow(program, steps, places)
     rows: list[Collective] = []
@@ -222,7 +200,7 @@ def _follow(program: Jaxpr, steps: Iterable[Step], places: Places) -> Flow:
             sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
             direction = places.find_place(step.scope).direction
             flow.add(make_operation(step.name, direction, sizes[0], sizes[-1]), results, operands)
-        if step.name == "carry":  # the next turn reads what this one leaves
+        if step.name == "carry":  # the next iteration reads this value
             eqn, body = step.around[-1]
             if id(body) not in carried:
                 carried[id(body)] = _pair_turns(eqn, body)
@@ -235,7 +213,7 @@ _CONSTANT = Operation("constant", None)
 
 
 def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
-    """By argument of a loop's body, the result of it that it is in the next turn."""
+    """Maps each carried argument of a loop to the output that becomes it in the next iteration."""
     inside = next(inside for inside in sub_jaxprs(eqn) if inside.program is body)
     if len(body.outvars) < len(inside.carry):  # the test of a `while`
         return {}
@@ -243,7 +221,7 @@ def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
 
 
 def _describe(step: Step, turns: int, flow: Flow, places: Places) -> Iterator[Collective]:
-    """A row for each array that a collective sends, unless a device would send to itself only."""
+    """Makes one row for each array of a collective, unless its group is one device."""
     group = _find_group(step)
     if group.devices == 1:
         return
@@ -270,15 +248,7 @@ def _describe(step: Step, turns: int, flow: Flow, places: Places) -> Iterator[Co
 
 
 def find_direction(stands: Direction, kind: str, reduction: str, operand: Any, flow: Flow) -> Direction:
-    """The pass of a collective: a user sums gradients over devices when the backward pass is over.
-
-    Args:
-      stands: the pass that its name stack says.
-      kind: the collective.
-      reduction: how it combines numbers.
-      operand: the value that it reads.
-      flow: where that comes from.
-    """
+    """Returns the pass of a collective. A sum of gradients is backward, also if it follows `jax.grad`."""
     sums = kind in REDUCING and reduction == "sum"
     return "backward" if stands == "forward" and sums and flow.is_gradient(operand) else stands
 
@@ -287,7 +257,7 @@ def _find_group(step: Step) -> Group:
     names = step.eqn.params.get("axes", step.eqn.params.get("axis_name", ()))
     listed = (names,) if isinstance(names, str) else tuple(names)
     sizes = _find_sizes(step)
-    axes = tuple(axis for axis in listed if axis in sizes)  # a number is an axis that vmap has made of the array
+    axes = tuple(axis for axis in listed if axis in sizes)  # an integer is an axis of vmap
     groups = step.eqn.params.get("axis_index_groups")
     return Group(axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes))
 
@@ -301,7 +271,7 @@ def _list_shard_maps(step: Step) -> list[Any]:
 
 
 def _count_turns(step: Step) -> int:
-    """How often a step runs on each device: a walk counts it for all of them."""
+    """Returns how often a step runs on each device; `trips` counts all devices."""
     devices = (
         eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]
     )

@@ -1,4 +1,4 @@
-"""`tune`: which scopes must stay in float32, found by trying."""
+"""`tune`: finds by trial which scopes must stay in float32."""
 
 from ._trial_log import Trial as Trial
 from ._tune import tune as tune

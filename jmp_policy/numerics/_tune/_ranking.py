@@ -1,4 +1,4 @@
-"""Which scopes are the most suspicious, from one run in float32 that is measured."""
+"""Ranks scopes by predicted error, from one measured run in float32."""
 
 import dataclasses
 import math
@@ -21,34 +21,17 @@ from ._subject import Subject
 
 @dataclasses.dataclass(frozen=True)
 class Ranking:
-    """The scopes of a function or module, the most suspicious first.
-
-    Attributes:
-      scopes: their paths.
-      scores: how suspicious each is, without a unit; infinite where it is predicted to be needed.
-      loss_scale: what the loss is multiplied by.
-    """
+    """Scopes of a function or module, the most suspicious first. The score of a predicted culprit is infinite."""
 
     scopes: tuple[str, ...]
     scores: tuple[float, ...]
     loss_scale: float
 
-    @property
-    def likely(self) -> int:
-        """How many scopes are thought to be needed."""
-        return sum(math.isinf(score) for score in self.scores)
-
 
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
-    """Measures one run in float32, and ranks the scopes by what the policy would do to it.
+    """Ranks scopes: first the culprits of `numerics.predict`, then by rounding error times the gradient norm.
 
-    First come those that `numerics.predict` names. Behind them the score is the first order of the error: what rounding
-    does to the values of a scope, times the gradients that arrive there.
-
-    Args:
-      subject: what is tuned.
-      policy: the policy.
-      loss_scale: what the loss is multiplied by; `None` for the one that is predicted to save the gradients.
+    If `loss_scale` is None, takes the one that `predict` chooses.
     """
     low = find_format(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
@@ -62,7 +45,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     scopes = list_scopes(stats) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
+        if subject.is_module or row.primitive not in FULL:  # autocast always runs these in float32
             by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
@@ -76,10 +59,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
 
 
 def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
-    """What is measured: products, and of the other operations as many kinds as compile in a moment.
-
-    Each row is compiled: to measure all operations of a model takes minutes.
-    """
+    """Chooses the measured ops: matmuls, and other kinds up to `MOST_ROWS` rows, since each row takes compile time."""
     names = [step.name for step in walk(program, live_only=True) if any(float_dtype(var) for var in step.results)]
     chosen, rows = [], sum(name in MATMULS for name in names)
     for name in _SUSPECTS:
@@ -92,14 +72,14 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
 
 
 _SUSPECTS = ("integer_pow", "square", "div", "mul", "exp", "rsqrt", "add", "sub", "add_any", "reduce_sum")
-"""Operations that lose numbers in half, the most suspicious first."""
+"""Ops that lose values in half precision, the most suspicious first."""
 
 MOST_ROWS = 120
-"""How many values are measured beside products, at most."""
+"""Maximum number of measured values."""
 
 
 def find_format(policy: Policy) -> Format:
-    """What a policy makes of numbers: its compute dtype, or the format of its quantization."""
+    """Returns the quantized format of a policy, or else the format of its compute dtype."""
     if policy.quantization is None:
         return parse_format(policy.compute_dtype)
     name = str(policy.quantization).partition("(")[0].strip()
@@ -107,10 +87,7 @@ def find_format(policy: Policy) -> Format:
 
 
 def list_scopes(stats: Stats) -> list[str]:
-    """The paths of all operations that autocast may have in half, measured or not, and the root's, in their order.
-
-    Other paths go along with the one around them. With all of these in float32 everything is.
-    """
+    """Lists the root and the paths of all ops that autocast may run in half precision, measured or not."""
     observed = find_program(stats.layout)
     if observed is None:
         return [""]
@@ -123,11 +100,7 @@ _LOW = {*LOW, *INFER, *WIDE, *FULL_IN_FLOAT16}
 
 
 def list_modules(subject: Subject, policy: Policy) -> list[str]:
-    """The paths of the modules that a rule of a map can tell apart; under a quantized policy, of its layers.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Lists the paths of all modules, or of the quantized layers under a quantized policy."""
     model = subject.attach(policy)
     inputs = subject.args if subject.holds_variables else subject.args[1:]
     modules = explain(model, *inputs).rows
@@ -136,14 +109,15 @@ def list_modules(subject: Subject, policy: Policy) -> list[str]:
     layers = [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
     if not layers:
         raise ValueError(
-            f"No layer of {subject.name} would be quantized by {policy.name!r}: explain(with_policy(model, policy), x) "
-            "says why. Small weights, for one, stay as they are, unless the policy has '(min_size=0)' after its format."
+            f"The policy {policy.name!r} would not quantize any layer of {subject.name}: "
+            "explain(with_policy(model, policy), x) shows the reasons. Small weights are not quantized, for example, "
+            "unless the policy has '(min_size=0)' after its format."
         )
     return layers
 
 
 def _find_scope(row: Row, scopes: Collection[str]) -> str | None:
-    """The scope that a row belongs to: the nearest one around it; of an argument, that which its path ends with."""
+    """Finds the scope of a row: the innermost one around it, or for an argument a scope that its path contains."""
     if row.direction == "argument":
         names = row.path.split("/")
         paths = ["/".join(names[start:stop]) for start in range(len(names)) for stop in range(len(names), start, -1)]
@@ -152,17 +126,13 @@ def _find_scope(row: Row, scopes: Collection[str]) -> str | None:
 
 
 def _score(by_scope: dict[str, list[Row]], low: Format) -> dict[str, float]:
-    """The share of each scope in the errors of values, times the gradients there, and of the gradients themselves."""
+    """Scores scopes: the share of forward error times gradient norm, plus the share of backward error."""
     errors = {}
     for scope, rows in by_scope.items():
-        gradient = max((_measure_norm(row) for row in rows if row.direction == "backward"), default=1.0)
-        of_rows = [(row.direction == "backward", row.formats[low.name], _measure_norm(row)) for row in rows]
-        forward = sum(shares.error * norm for is_backward, shares, norm in of_rows if not is_backward)
-        backward = sum(shares.scaled_error * norm for is_backward, shares, norm in of_rows if is_backward)
+        measured = [(row.direction == "backward", row.formats[low.name], row.rms * row.count**0.5) for row in rows]
+        gradient = max((norm for is_backward, _, norm in measured if is_backward), default=1.0)
+        forward = sum(shares.error * norm for is_backward, shares, norm in measured if not is_backward)
+        backward = sum(shares.scaled_error * norm for is_backward, shares, norm in measured if is_backward)
         errors[scope] = forward * gradient, backward
     totals = [sum(parts) or 1.0 for parts in zip(*errors.values(), strict=True)]
     return {scope: sum(map(operator.truediv, parts, totals)) for scope, parts in errors.items()}
-
-
-def _measure_norm(row: Row) -> float:
-    return row.rms * math.sqrt(row.count)

@@ -1,9 +1,9 @@
-"""The function or module that is tuned, and the map that keeps scopes out of a policy."""
+"""The tuned function or module, and the map that keeps scopes out of a policy."""
 
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,10 @@ from ...policy import Policy, PolicyMap
 
 
 def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_policy: Policy) -> PolicyMap:
-    """The map under which some scopes have another policy than all the others.
+    """Makes the map that gives `kept` scopes the policy `kept_policy` and the others `policy`.
 
-    A scope is what runs right at a path: what is inside of it at longer paths is a scope of its own. A rule covers
-    what is inside, so that there is one only where a scope differs from the one around it, and inner rules come first.
-    Results leave a scope in the dtype in which they were computed, and the whole in the output dtype of the policy,
-    unless the root is kept.
-
-    Args:
-      scopes: the paths of all scopes; the root's is the empty string.
-      kept: those that have the other policy.
-      policy: what the others have.
-      kept_policy: the other policy.
+    A rule also covers inner paths, so only a scope that differs from its parent gets one, and inner rules come first.
+    Only the root casts its outputs to the output dtype.
 
     >>> import jmp_policy as jmp
     >>> low, full = map(jmp.get_policy, ("bfloat16", "float32"))
@@ -37,47 +29,28 @@ def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_
     'a'
     """
     wanted = {scope: scope in kept for scope in scopes}
-    paths = sorted({path for scope in scopes for path in list_paths_to(scope)} | {""})
-    children: dict[str, list[str]] = {path: [] for path in paths}
-    for path in paths:
-        if path:
-            children[path.rpartition("/")[0]].append(path)
-    inner = {True: kept_policy.replace(output_dtype=None), False: policy.replace(output_dtype=None)}
+    children: dict[str, list[str]] = {}
+    for path in sorted({path for scope in scopes for path in list_paths_to(scope)} - {""}):
+        children.setdefault(path.rpartition("/")[0], []).append(path)
+
+    @functools.cache
+    def list_rules(path: str, outer: bool) -> list[tuple[str, bool]]:
+        """Lists the fewest rules for a path and everything inside, inner rules first. `outer`: the parent is kept."""
+        choices = [wanted[path]] if path in wanted else [outer, not outer]
+        options = [[rule for child in children.get(path, ()) for rule in list_rules(child, keep)] for keep in choices]
+        options = [
+            rules if keep == outer else [*rules, (path, keep)] for keep, rules in zip(choices, options, strict=True)
+        ]
+        return min(options, key=len)
+
     is_kept = wanted.get("", False)
-    rules = [(re.escape(path), inner[of_path]) for path, of_path in _Tree(children, wanted).list_rules("", is_kept)]
-    return PolicyMap(rules, inner[True] if is_kept else policy)
-
-
-class _Tree:
-    """Paths, and which of them are to be kept; for the others it does not matter."""
-
-    def __init__(self, children: dict[str, list[str]], wanted: dict[str, bool]):
-        self._children, self._wanted = children, wanted
-        self._costs: dict[tuple[str, bool], int] = {}
-
-    def list_rules(self, path: str, is_kept: bool) -> Iterator[tuple[str, bool]]:
-        """The rules for what is inside of a path, inner ones first, where the path itself is kept or not."""
-        for child in self._children[path]:
-            chosen = self._choose(child, is_kept)
-            yield from self.list_rules(child, chosen)
-            if chosen != is_kept:
-                yield child, chosen
-
-    def _choose(self, path: str, outer: bool) -> bool:
-        """Whether a path is to be kept, where the one around it is or is not."""
-        if path in self._wanted:
-            return self._wanted[path]
-        return min((outer, not outer), key=lambda is_kept: (is_kept != outer) + self._count_rules(path, is_kept))
-
-    def _count_rules(self, path: str, is_kept: bool) -> int:
-        if (path, is_kept) not in self._costs:
-            chosen = [(child, self._choose(child, is_kept)) for child in self._children[path]]
-            self._costs[path, is_kept] = sum((c != is_kept) + self._count_rules(child, c) for child, c in chosen)
-        return self._costs[path, is_kept]
+    inner = {True: kept_policy.replace(output_dtype=None), False: policy.replace(output_dtype=None)}
+    rules = [rule for child in children.get("", ()) for rule in list_rules(child, is_kept)]
+    return PolicyMap([(re.escape(path), inner[keep]) for path, keep in rules], inner[True] if is_kept else policy)
 
 
 def write_code(policy_map: PolicyMap) -> str:
-    """Python that makes a map, one rule on a line.
+    """Returns Python code that makes a map, one rule per line.
 
     >>> import jmp_policy as jmp
     >>> print(write_code(jmp.PolicyMap({"head": "float32"}, "params=float32,compute=float16,output=none")))
@@ -95,20 +68,12 @@ def write_code(policy_map: PolicyMap) -> str:
 
 
 Observed = dict[str, PyTree]
-"""What a run returned, by name: the outputs, and the gradients where there are any."""
+"""Compared results by name: the outputs, and the gradients if any."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A function or module of Flax, and what it is called with.
-
-    Attributes:
-      target: the function or module.
-      args: its arguments; for a linen module the variables come first.
-      differentiates: whether gradients with respect to the first argument, or the parameters, count too.
-      has_aux: whether the function returns a loss and auxiliary data, as in `jax.grad`.
-      seed: of the projection that makes a loss of a module's outputs.
-    """
+    """A function or Flax module with its arguments. `seed` draws the projection of a module's outputs to a loss."""
 
     target: Any
     args: Args
@@ -118,22 +83,19 @@ class Subject:
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a module of Flax's, not a function."""
         return find_adapter(self.target) is not None
 
     @property
     def holds_variables(self) -> bool:
-        """Whether it is a module of nnx, which has its own; those of linen are the first argument."""
+        """True for an nnx module. A linen module gets its variables as the first argument."""
         return find_lifting_adapter(self.target) is not None
 
     @property
     def name(self) -> str:
-        """What files and errors call it."""
         target = type(self.target) if self.is_module else self.target
         return getattr(target, "__qualname__", None) or type(target).__qualname__
 
     def attach(self, policy: Policy | PolicyMap | None) -> Any:
-        """The function or module under a policy; as it is if `None`."""
         if policy is None:
             return self.target
         return with_policy(self.target, policy) if self.is_module else autocast(self.target, policy)
@@ -141,24 +103,17 @@ class Subject:
     def make_run(
         self, policy: Policy | PolicyMap | None, scale: LossScale, look: Callable[..., Any] = lambda fun: fun
     ) -> tuple[Callable[..., Any], PyTree]:
-        """A function of one tree of arrays that runs under a policy, and that tree; what it writes is lost.
+        """Returns a function of one tree of arrays, and that tree. Writes to nnx objects are lost.
 
-        Args:
-          policy: the policy; `None` for none.
-          scale: the loss scale.
-          look: what is made of the function of the arguments, such as `collect`.
+        `look` transforms the function of the arguments, as `collect` does.
         """
         observe, args = self._make_observed(policy, scale)
-        has_objects = find_lifting_adapter(args) is not None
-        arrays, rebuild = (_take_nnx_apart if has_objects else _take_apart)(args)
+        arrays, rebuild = _take_apart(args)
         observed = look(observe)
         return lambda arrays: observed(*rebuild(arrays)), arrays
 
     def make_candidate(self, policy: Policy | PolicyMap | None) -> Args:
-        """What a metric is called with: the function or module under a policy, and the arguments.
-
-        Objects of nnx are copies that share their arrays, since a metric may train them.
-        """
+        """Returns the arguments of a metric. nnx objects are cloned because a metric may train them."""
         arguments = (self.attach(policy), *self.args)
         if find_lifting_adapter(arguments) is None:
             return arguments
@@ -170,51 +125,39 @@ class Subject:
     def _make_observed(
         self, policy: Policy | PolicyMap | None, scale: LossScale
     ) -> tuple[Callable[..., Observed], Args]:
-        """The function of the arguments that returns what is compared, and those arguments."""
         attached, args = self.attach(policy), self.args
         if not self.is_module:
             fun = attached
-        elif find_lifting_adapter(attached) is not None:
-            fun, args = _call_model, (attached, *self.args)
+        elif self.holds_variables:
+            fun, args = lambda model, *inputs: model(*inputs), (attached, *self.args)
         else:
             fun = attached.apply
-        differentiate = _choose_gradient(args[:1])
-        loss_fn = functools.partial(_call_loss, fun, self.has_aux, self.seed)
+        adapter = find_lifting_adapter(args[:1])
+        differentiate = (adapter and adapter.value_and_grad) or functools.partial(value_and_grad, allow_int=True)
+
+        def run(*args: Any) -> PyTree:
+            return fun(*args)[0] if self.has_aux else fun(*args)
+
+        def loss_fn(*args: Any) -> tuple[jax.Array, PyTree]:
+            out = run(*args)
+            return out if is_loss(out) else project(out, self.seed), out
 
         def observe(*args: Any) -> Observed:
             if not self.differentiates:
-                return {"outputs": fun(*args)[0] if self.has_aux else fun(*args)}
+                return {"outputs": run(*args)}
             (_, out), grads = differentiate(loss_fn, has_aux=True, loss_scale=scale)(*args)
             return {"outputs": out, "gradients": [leaf for leaf in jax.tree.leaves(grads) if _is_floating(leaf)]}
 
         return observe, args
 
 
-def _call_model(model: Any, *inputs: Any) -> Any:
-    return model(*inputs)
-
-
-def _choose_gradient(first: Args) -> Callable[..., Any]:
-    adapter = find_lifting_adapter(first)
-    own = None if adapter is None else adapter.value_and_grad
-    return own or functools.partial(value_and_grad, allow_int=True)
-
-
-def _call_loss(fun: Callable[..., Any], has_aux: bool, seed: int, *args: Any) -> tuple[jax.Array, PyTree]:
-    """The loss, which is differentiated, and what is compared: the outputs without auxiliary data."""
-    out = fun(*args)[0] if has_aux else fun(*args)
-    if is_loss(out):
-        return out, out
-    return project(out, seed), out
-
-
 def is_loss(out: PyTree) -> bool:
-    """Whether a result is one real number."""
+    """True for a scalar of a real floating dtype."""
     return _is_floating(out) and jnp.ndim(out) == 0
 
 
 def project(out: PyTree, seed: int) -> jax.Array:
-    """A loss of any outputs, float32: their sum with random weights, which are the same for the same seed."""
+    """Returns a float32 loss of any outputs: their sum with random weights drawn from `seed`."""
     total = jnp.zeros((), jnp.float32)
     for index, leaf in enumerate(leaf for leaf in jax.tree.leaves(out) if _is_floating(leaf)):
         weights = jax.random.normal(jax.random.fold_in(jax.random.key(seed), index), leaf.shape, jnp.float32)
@@ -226,22 +169,17 @@ def _is_floating(leaf: Any) -> bool:
     return is_array(leaf) and is_floating_dtype(leaf.dtype)
 
 
-def _take_apart(args: Args) -> tuple[list[Any], Callable[[list[Any]], Args]]:
-    """The arrays of some arguments, and what puts them back; all else is as it is, Python numbers too."""
-    leaves, structure = jax.tree.flatten(args)
-    where = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+def _take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
+    """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
+    if find_lifting_adapter(args) is None:
+        leaves, structure = jax.tree.flatten(args)
+        places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def rebuild(arrays: list[Any]) -> Args:
-        new = list(leaves)
-        for index, array in zip(where, arrays, strict=True):
-            new[index] = array
-        return jax.tree.unflatten(structure, new)
+        def rebuild(arrays: list[Any]) -> Args:
+            new = dict(zip(places, arrays, strict=True))
+            return jax.tree.unflatten(structure, [new.get(index, leaf) for index, leaf in enumerate(leaves)])
 
-    return [leaves[index] for index in where], rebuild
-
-
-def _take_nnx_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
-    """The same of arguments with objects of nnx: what a run writes to them is written to copies."""
+        return [leaves[index] for index in places], rebuild
     from flax import nnx
 
     graph, state = nnx.split(args)

@@ -1,4 +1,4 @@
-"""The trials of a search: a file to resume from, and a progress bar."""
+"""Trials of a search: a file to resume from, and a progress bar."""
 
 import dataclasses
 import json
@@ -18,32 +18,23 @@ from ..._base import PyTree, escape_controls, is_array
 
 
 class Show(Protocol):
-    """Shows a trial: how many scopes are kept and not yet known to be needed or free, and the last error."""
+    """Shows the number of trials, the number of scopes kept in the last trial, and its error."""
 
     def __call__(self, trials: int, kept: int, error: float) -> None: ...
 
 
 @contextmanager
 def show_progress(name: str, wanted: bool | None, budget: int | None) -> Iterator[Show]:
-    """Shows a bar on standard error while the block runs.
-
-    Args:
-      name: what is tuned.
-      wanted: whether to show it; `None` where standard error is a terminal and rich is installed.
-      budget: how many trials there may be; `None` if nobody knows.
-
-    Raises:
-      ImportError: it is wanted, and rich is not installed.
-    """
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield lambda trials, kept, error: None
-        return
+    """Shows a progress bar on standard error. `wanted=None` shows it on a terminal if rich is installed."""
+    is_shown = sys.stderr.isatty() if wanted is None else wanted
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         if wanted:
             raise ImportError("A progress bar needs rich: pip install rich, or tune(..., progress=False).") from None
+        is_shown = False
+    if not is_shown:
         yield lambda trials, kept, error: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
@@ -58,11 +49,11 @@ def show_progress(name: str, wanted: bool | None, budget: int | None) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run of the function or module under a map.
+    """Result of one run under a map.
 
     Attributes:
-      kept: the scopes that were kept out of the policy.
-      error: the largest relative error; infinite where something was not finite.
+      kept: the scopes kept out of the policy.
+      error: the largest relative error; infinite if any result was not finite.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
@@ -75,19 +66,10 @@ class Trial:
 
 
 class TrialLog:
-    """What is known of earlier trials, and the file in which they stand, if there is one.
+    """Known trials by their kept scopes, stored in a file if `path` is given. `header` identifies the tuned function.
 
-    The first line says what is tuned. The tolerance is no part of it: another one can use the same trials.
-
-    Args:
-      path: the file, which may not be there yet; `None` for none.
-      header: what is tuned, as JSON has it: strings, numbers, lists and dictionaries.
-
-    Attributes:
-      ranking: what an earlier run stored about the ranking; `None` where there was none.
-
-    Raises:
-      ValueError: the file has something else in it.
+    The tolerance is not in the header, so a search with another tolerance can use the same trials. `ranking` is the
+    one that an earlier run stored, if any.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]):
@@ -98,17 +80,15 @@ class TrialLog:
             self._read(path)
 
     def find(self, kept: Iterable[str]) -> Trial | None:
-        """The trial of a set of scopes, if there was one."""
         return self._known.get(frozenset(kept))
 
     def start(self, ranking: dict[str, Any]) -> None:
-        """Writes the head of a new file, or that of one that was read."""
+        """Writes the first line of a new file."""
         if self.ranking is None and self._path is not None:
             self._path.write_text(_write_line({**self._header, "ranking": ranking}), encoding="utf-8")
         self.ranking = ranking
 
     def add(self, trial: Trial) -> None:
-        """Keeps a trial, in the file too."""
         self._known[frozenset(trial.kept)] = trial
         if self._path is not None:
             error = trial.error if math.isfinite(trial.error) else None
@@ -116,19 +96,20 @@ class TrialLog:
                 file.write(_write_line({"kept": list(trial.kept), "error": error}))
 
     def _read(self, path: Path) -> None:
-        """Reads a file; a last line that was cut off in the middle is taken away."""
+        """Reads the file. Removes a last line that was cut off when a run was killed."""
         text = path.read_text(encoding="utf-8", errors="replace")
         whole = text[: text.rfind("\n") + 1]
         try:
             first, *others = map(json.loads, whole.splitlines())
             ranking = first.pop("ranking")
             self._check_header(first)
-            trials = [Trial(tuple(line["kept"]), _read_error(line["error"])) for line in others]
+            errors = [math.inf if line["error"] is None else float(line["error"]) for line in others]
+            trials = [Trial(tuple(line["kept"]), error) for line, error in zip(others, errors, strict=True)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, _OtherTrials):
                 raise ValueError(str(error)) from None
             raise ValueError(
-                f"{path} is not a file of trials, and is left as it is. Name another, or none that exists: "
+                f"{path} is not a file of trials, so it was not changed. Pass another name. For example: "
                 "tune(..., trials_file='tune.jsonl')."
             ) from None
         if whole != text:
@@ -143,25 +124,21 @@ class TrialLog:
         for key, value in wanted.items():
             if found[key] != value:
                 raise _OtherTrials(
-                    f"{self._path} has the trials of another run: its {key} is {found[key]!r}, and here it is "
-                    f"{value!r}. It is left as it is; name another file: tune(..., trials_file='other.jsonl')."
+                    f"{self._path} has the trials of another run: its {key} is {found[key]!r}, expected {value!r}. "
+                    "It was not changed. Pass another name. For example: tune(..., trials_file='other.jsonl')."
                 )
 
 
 class _OtherTrials(ValueError):
-    """A file has the trials of something else."""
+    """The file has the trials of another run."""
 
 
 def _write_line(entry: dict[str, Any]) -> str:
     return json.dumps(entry, allow_nan=False) + "\n"
 
 
-def _read_error(error: float | None) -> float:
-    return math.inf if error is None else float(error)
-
-
 def sum_arrays(tree: PyTree) -> str:
-    """A checksum of all arrays of a tree: of their shapes and dtypes, and of their numbers where this host has them."""
+    """Computes a checksum of shapes, dtypes and, if this host can address them, elements of all arrays of a tree."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if not is_array(leaf):

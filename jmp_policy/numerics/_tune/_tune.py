@@ -1,4 +1,4 @@
-"""`tune`: the smallest set of scopes that must stay out of a policy."""
+"""`tune`: finds the smallest set of scopes that must stay out of a policy."""
 
 import math
 import os
@@ -37,53 +37,48 @@ def tune(
     progress: bool | None = None,
     seed: int = 0,
 ) -> Tuning:
-    """Finds the smallest set of scopes whose float32 keeps results within a tolerance of float32.
+    """Finds the smallest set of scopes to keep in float32 so that results stay within a tolerance of float32.
 
-    A scope is a path: of modules, and in functions of `jax.named_scope`s too. What runs right at a path is a scope of
-    its own, so that the root's stands for what is in no other. Each trial runs the function under a `PolicyMap` for
-    real, `autocast(fun, policy_map)`, or the module, `with_policy(module, policy_map)`, and compares what it returns
-    with float32. Which sets are tried follows a ranking, from one run in float32 that is measured by
-    `numerics.collect`: where numbers would overflow or vanish, and what rounding does to values times their gradients.
-    A ranking that misleads costs trials and changes nothing else. No scope of the result can be left out, as long as
-    keeping more never makes the error larger.
+    A scope is the path of a module or a `jax.named_scope`. It covers the ops directly at that path; the root covers ops
+    outside all others. Each trial runs `autocast(fun, policy_map)` or `with_policy(module, policy_map)` and compares
+    with float32. One float32 run measured by `numerics.collect` ranks the scopes by predicted error; a misleading
+    ranking only costs trials. No scope of the result can be left out, provided that keeping more scopes never increases
+    the error.
 
-    The error is the largest relative error of a leaf of the outputs or of the gradients, in the norm; a leaf that is
-    small beside the others is held against a tenth of their size. A result that is not finite is out of
-    any tolerance. Only the results of float32 stay in memory, beside the arguments and one trial.
+    The error is the largest relative error (in the norm) of any output or gradient leaf. A leaf with a small norm is
+    compared with 0.1 of the root mean square of all leaves. Any non-finite value makes the error infinite.
 
-    With a quantized policy, such as `"int8_from_float32"`, it is the other way round: of a module's layers as few as
-    possible stay unquantized, compared with the module without quantization. Float8 is tried with the scales of the
-    moment, which need no state and no steps before: what delayed scales are where the last steps were like this one.
+    With a quantized policy such as `"int8_from_float32"`, as few layers as possible stay unquantized, and the reference
+    is the module without quantization. Float8 trials use current scaling, which needs no state.
 
     Args:
-      fun_or_module: a function that returns a scalar loss, or any tree of arrays; or a module of linen or nnx.
-      args: a tuple of its arguments. Of a linen module the variables come first. Of a loss, gradients are with respect
-        to the floating arrays of the first one, or to the `nnx.Param`s in it.
-      policy: a policy that computes in float16 or bfloat16, or a quantized one, which is for modules. The output dtype
-        of a half policy is not for a loss, which leaves in the dtype in which it was computed.
-      tolerance: the largest relative error that is accepted.
-      metric: what to compare in place of outputs and gradients: `metric(candidate, *args)` is called with the function
-        or module under a map, or as it is, and returns a number or a tree of arrays, such as the loss after twenty
-        steps of training. It is the caller's to compile what it runs.
-      budget: how many trials there may be; as many as it takes if `None`. Each one compiles.
-      gradients: whether gradients count. If `None`, those of a scalar loss do, and those of a module, of a fixed random
-        projection of its outputs, unless only its weights are rounded, or to integers, which is for inference.
-      has_aux: whether the function returns a loss and auxiliary data, which are not compared.
-      loss_scale: what the loss is multiplied by for gradients in float16; if `None`, a power of two, at most 2**15,
-        with which no gradient of the measured run overflows.
-      trials_file: a file that has each trial on a line. If it exists, its trials are not run again: a search that was
-        interrupted goes on, and one with another tolerance starts from what is known.
-      progress: whether to show a bar; `None` where standard error is a terminal and rich is installed.
-      seed: of the projection.
+      fun_or_module: a function that returns a scalar loss or any tree of arrays; or a linen or nnx module.
+      args: a tuple of its arguments; for a linen module the variables come first. Gradients of a loss are with respect
+        to the floating arrays, or the `nnx.Param`s, in the first argument.
+      policy: a policy that computes in float16 or bfloat16, or a quantized policy for a module. The output dtype does
+        not apply to a loss.
+      tolerance: the largest accepted relative error.
+      metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
+        under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
+      budget: the maximum number of trials (each compiles); unlimited if `None`.
+      gradients: whether to compare gradients. If `None`: for a scalar loss and for a module (of a fixed random
+        projection of its outputs), unless the policy quantizes only weights or to integers.
+      has_aux: whether the function returns a loss and auxiliary data, which is not compared.
+      loss_scale: the loss scale for float16 gradients. If `None`, the largest power of two, at most 2**15, with which
+        no gradient of the measured run overflows.
+      trials_file: a file with one trial per line. Trials in it are not run again, so a search can resume, also with
+        another tolerance.
+      progress: whether to show a progress bar. If `None`, only if standard error is a terminal and rich is installed.
+      seed: the seed of the random projection.
 
     Returns:
-      A `Tuning`: `.policy_map`, `.to_code()`, `.scopes`, `.trials`, `.plot()`, and a table when printed.
+      A `Tuning`, with `.policy_map`, `.to_code()`, `.scopes`, `.trials` and `.plot()`. Prints as a table.
 
     Raises:
-      TypeError: the first argument is neither a function nor a module, or `args` is no tuple or list.
-      ValueError: the policy is unknown, computes in float32, is a map, is quantized and given to a function, or
-        quantizes no layer; the tolerance or the budget is not positive; float32 returns what is not finite, or differs
-        from itself by more than the tolerance between two runs; or the file has other trials.
+      TypeError: the first argument is not a function or a module, or `args` is not a tuple or list.
+      ValueError: the policy is unknown, is a map, computes in float32, is quantized and given to a function, or
+        quantizes no layer; the tolerance or budget is not positive; the float32 results are not finite or not
+        reproducible within the tolerance; or the file has trials of something else.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -106,19 +101,18 @@ def tune(
     subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
     if not subject.is_module and subject.differentiates:
         given = given.replace(output_dtype=None)
+    scale = None if loss_scale is None else _read_scale(loss_scale)
     header = {
         "function": subject.name,
         "policy": str(given),
         "compared": _name_metric(metric) if metric else _COMPARED[subject.differentiates],
-        "loss scale": None if loss_scale is None else _read_scale(loss_scale),
+        "loss scale": scale,
         "seed": seed,
         "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
     log = TrialLog(None if trials_file is None else Path(trials_file), header)
-    ranking = _recall_ranking(log) or rank_scopes(
-        subject, given, None if loss_scale is None else _read_scale(loss_scale)
-    )
+    ranking = _recall_ranking(log) or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
     log.start(_store_ranking(ranking))
@@ -128,7 +122,7 @@ def tune(
 
 
 class _Tuner:
-    """One call of `tune`: runs trials, and knows those that were run."""
+    """One call of `tune`. Runs trials and remembers them."""
 
     def __init__(self, subject: Subject, policy: Policy, metric: Any, ranking: Ranking, log: TrialLog):
         self._subject, self._policy, self._metric, self._log = subject, policy, metric, log
@@ -143,50 +137,39 @@ class _Tuner:
         self._trials: list[Trial] = []
 
     def measure_noise(self, tolerance: float) -> float:
-        """Runs without the policy twice, and keeps the results of one; says how far they are apart.
-
-        Raises:
-          ValueError: they are not finite, or further apart than the tolerance.
-        """
+        """Runs twice without the policy. Keeps one result as the reference and returns the error between the two."""
         observe = self._make_observation(self._base, NoOpLossScale())
         self._reference = observe()
-        what = _name_metric(self._metric) if self._metric else self._subject.name
+        name = _name_metric(self._metric) if self._metric else self._subject.name
         before = "before quantization" if self._base else "in float32"
         if not list_numbers(self._reference):
-            raise ValueError(
-                f"{what} returns no floating numbers that could be compared, but {self._reference}. {_EXAMPLE}"
-            )
+            raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
             raise ValueError(
-                f"{what} returns nan or infinity {before}, and nothing can be as good as that. "
-                "numerics.first_nonfinite says where it comes from."
+                f"{name} returns nan or infinity {before}, so nothing can be compared with it. "
+                "Find its origin with numerics.first_nonfinite."
             )
         noise = float(self._compare(observe(), self._reference))
         if noise > tolerance:
             raise ValueError(
-                f"Two runs of {what} {before} differ by {noise:.3g}, more than the tolerance of {tolerance:g}: no map "
-                "can be told from another. Fix the random keys, or take a tolerance well above that."
+                f"Two runs of {name} {before} differ by {noise:.3g}, more than the tolerance of {tolerance:g}, so maps "
+                "cannot be compared. Fix the random keys, or set a tolerance well above the difference."
             )
         return noise
 
     def search(self, tolerance: float, budget: int | None, show: Show) -> Found:
-        """Finds the smallest set."""
-
         def measure(kept: frozenset[int]) -> float:
             error = self._try(kept)
             show(len(self._trials), len(kept), error)
             return error
 
-        return find_smallest(measure, len(self._scopes), tolerance, likely=self._ranking.likely or None, budget=budget)
+        return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
 
     def conclude(self, found: Found, tolerance: float, noise: float) -> Tuning:
-        """Makes the result."""
         kept = self._name(found.kept)
-        if found.is_minimal:  # all scopes together may not have been tried yet
-            error = next((trial.error for trial in self._trials if trial.kept == kept), None)
-            error = self._try(found.kept) if error is None else error
-        else:
-            error = next((trial.error for trial in self._trials if trial.kept == kept), noise)
+        error = next((trial.error for trial in self._trials if trial.kept == kept), None)
+        if error is None:  # the search never tries to keep all scopes
+            error = self._try(found.kept) if found.is_minimal else noise
         return Tuning(
             policy_map=self._make_map(kept, self._policy),
             scopes=kept,
@@ -204,15 +187,15 @@ class _Tuner:
         )
 
     def _try(self, indices: frozenset[int]) -> float:
-        """The error where some scopes are kept: from the file, or by a run."""
+        """Returns the error with some scopes kept, from the log or by running a trial."""
         kept = self._name(indices)
         trial = self._log.find(kept)
         if trial is None:
-            tried = self._make_map(kept, _use_scales_of_the_moment(self._policy))
+            tried = self._make_map(kept, _use_current_scaling(self._policy))
             try:
                 observed = self._make_observation(tried, self._scale)()
             except Exception as error:
-                error.add_note(f"This was while tune tried {tried}.")
+                error.add_note(f"Raised while tune tried {tried}.")
                 raise
             trial = Trial(kept, float(self._compare(observed, self._reference)))
             self._log.add(trial)
@@ -220,7 +203,7 @@ class _Tuner:
         return trial.error
 
     def _make_observation(self, policy: Policy | PolicyMap | None, scale: LossScale) -> Callable[[], Observed]:
-        """A function that runs under a policy, and returns what is compared."""
+        """Makes a function without arguments that runs under a policy and returns the compared results."""
         if self._metric is None:
             run, arrays = self._subject.make_run(policy, scale)
             compiled = jax.jit(run)
@@ -235,8 +218,8 @@ class _Tuner:
         return tuple(self._scopes[index] for index in sorted(indices))
 
 
-def _use_scales_of_the_moment(policy: Policy) -> Policy:
-    """The same policy; in float8 without a history, which would have to be filled first."""
+def _use_current_scaling(policy: Policy) -> Policy:
+    """Replaces delayed float8 scaling, since an amax history needs earlier steps."""
     format = policy.quantization
     if not isinstance(format, Float8):
         return policy
@@ -249,16 +232,15 @@ _COMPARED = {True: "outputs and gradients", False: "outputs"}
 
 
 def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None, has_aux: bool, seed: int) -> Subject:
-    """Checks what is tuned, and decides whether gradients count."""
     is_module = find_adapter(target) is not None
     if isinstance(target, type) or not (is_module or callable(target)):
-        raise TypeError(f"tune takes a function or a module of Flax, got {describe(target)}. {_EXAMPLE}")
+        raise TypeError(f"tune takes a function or a Flax module, got {describe(target)}. {_EXAMPLE}")
     if not isinstance(args, tuple | list):
         raise TypeError(f"tune takes a tuple of arguments, got {describe(args)}. {_EXAMPLE}")
     if policy.quantization is not None and not is_module:
         raise ValueError(
-            f"The policy {policy.name!r} quantizes the weights of modules, and {describe(target)} is a function. "
-            "Tune the module itself: tune(model, (variables, x), 'int8_from_float32', tolerance=0.01)."
+            f"The policy {policy.name!r} quantizes the weights of modules, but {describe(target)} is a function. "
+            "Tune the module itself. For example: tune(model, (variables, x), 'int8_from_float32', tolerance=0.01)."
         )
     subject = Subject(target, tuple(args), False, has_aux, seed)
     if gradients is None:
@@ -267,7 +249,7 @@ def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None
 
 
 def _has_gradients(subject: Subject, policy: Policy) -> bool:
-    """Whether gradients count where nobody said so."""
+    """Default of `gradients`."""
     if subject.is_module and policy.quantization is not None:
         format = policy.quantization
         return isinstance(format, Float8) or (isinstance(format, BlockFormat) and format.activations)
@@ -281,17 +263,12 @@ def _has_gradients(subject: Subject, policy: Policy) -> bool:
 
 
 def _check_policy(spec: PolicySpec) -> Policy:
-    """Reads the policy.
-
-    Raises:
-      ValueError: it is a map, or has nothing to tune.
-    """
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
-        raise ValueError(f"tune finds a map by itself, and takes one policy, not {policy!r}. {_EXAMPLE}")
+        raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
     if policy.quantization is None and policy.compute_dtype not in _LOW:
-        computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "names no compute dtype"
-        raise ValueError(f"There is nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
+        computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
+        raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy
 
 
@@ -301,9 +278,9 @@ _LOW = frozenset(map(np.dtype, ("float16", jax.numpy.bfloat16)))
 def _check_numbers(tolerance: Any, budget: Any) -> None:
     is_number = isinstance(tolerance, int | float | np.number) and not isinstance(tolerance, bool)
     if not is_number or not 0 < tolerance < math.inf:
-        raise ValueError(f"The tolerance is a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
+        raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        raise ValueError(f"The budget is a number of trials of at least 1, got {budget!r}. For example: budget=20.")
+        raise ValueError(f"The budget must be an integer of at least 1, got {budget!r}. For example: budget=20.")
 
 
 def _read_scale(scale: LossScale | float) -> float:

@@ -1,4 +1,4 @@
-"""The result of `tune`: a policy map, its trials, and the error of each against float32."""
+"""Result of `tune`: a policy map, its trials, and their errors against float32."""
 
 import dataclasses
 import math
@@ -21,36 +21,22 @@ if TYPE_CHECKING:
 
 
 FLOOR = 0.1
-"""A leaf is small if the root of its mean square is below so much of that of all leaves."""
+"""A leaf is small if its root mean square is below this fraction of the root mean square of all leaves."""
 
 
 def list_numbers(tree: PyTree) -> list[jax.Array]:
-    """The floating and complex leaves of a tree, in float32 or wider, complex ones as two leaves."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype") or is_number(leaf)]
-    found = []
-    for leaf in leaves:
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            found += [leaf.real, leaf.imag]
-        elif jnp.issubdtype(leaf.dtype, jnp.floating):
-            found.append(leaf)
-    return [leaf.astype(at_least_float32(leaf.dtype)) for leaf in found]
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python float or complex number."""
-    return isinstance(leaf, float | complex)
+    """Lists the floating leaves in float32 or wider, complex leaves as two."""
+    leaves = jax.tree.leaves(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves if hasattr(leaf, "dtype") or isinstance(leaf, float | complex)]
+    parts = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    return [part.astype(at_least_float32(part.dtype)) for part in parts if jnp.issubdtype(part.dtype, jnp.floating)]
 
 
 def measure_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
-    """The largest relative error of any leaf, in float32; infinite where something is not finite.
+    """Returns the largest relative error of any leaf in float32, or infinity if any value is not finite.
 
-    A leaf's error is the norm of its difference, relative to its own norm. A leaf that is small beside the others of
-    its tree is held against a tenth of their size instead: the gradient of a bias that cancels, as that of the keys of
-    an attention, is nothing but rounding, and would be far off by its own measure.
-
-    Args:
-      trees: what a trial returned, by name, such as the outputs and the gradients.
-      reference: what float32 returned.
+    A leaf that is small beside the others of its tree is compared with a tenth of their size: the gradient of a bias
+    that cancels, like the key bias of attention, is only rounding error.
 
     >>> reference = {"loss": jnp.float32(2.0), "grads": [jnp.ones(4), jnp.zeros(4)]}
     >>> trial = {"loss": jnp.float16(2.0), "grads": [jnp.ones(4), jnp.full(4, 1e-3)]}
@@ -59,14 +45,13 @@ def measure_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax
     """
     errors = [jnp.float32(0)]
     for name, tree in reference.items():
-        wanted, got = list_numbers(tree), list_numbers(trees[name])
-        errors += _compare_leaves(wanted, got)
+        errors += _compare_leaves(list_numbers(tree), list_numbers(trees[name]))
     is_finite = all_finite([list_numbers(tree) for tree in trees.values()])
     return jnp.where(is_finite, jnp.max(jnp.stack(errors)), jnp.inf)
 
 
 def _compare_leaves(wanted: list[jax.Array], got: list[jax.Array]) -> list[jax.Array]:
-    """The errors of all leaves; in units of the largest number, so that no square overflows."""
+    """Compares leaf by leaf, in units of the largest element so that squares do not overflow."""
     wanted = [leaf for leaf in wanted if leaf.size]
     got = [leaf for leaf in got if leaf.size]
     if not wanted:
@@ -79,7 +64,7 @@ def _compare_leaves(wanted: list[jax.Array], got: list[jax.Array]) -> list[jax.A
     for leaf, other, square in zip(wanted, got, squares, strict=True):
         least = FLOOR**2 * mean_square * leaf.size
         difference = _sum_squares(other - leaf, unit)
-        # Zeros are zeros: what differs from a tree of nothing but zeros is all error.
+        # If the whole reference tree is zero, any difference is an infinite relative error.
         denominator = jnp.maximum(square, least)
         ratio = jnp.sqrt(difference / jnp.where(denominator > 0, denominator, 1.0))
         errors.append(jnp.where(denominator > 0, ratio, jnp.where(difference > 0, jnp.inf, 0.0)))
@@ -92,23 +77,23 @@ def _sum_squares(leaf: jax.Array, unit: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuning(Report):
-    """Which scopes stay out of a policy so that results stay within a tolerance.
+    """Scopes that must stay out of a policy, found by `tune`.
 
     Attributes:
-      policy_map: the map, for `autocast` or `with_policy`, as `by` says.
-      scopes: the paths that stay as they were, in float32 or unquantized; the root's is the empty string.
-      candidates: all paths that could, the most suspicious first.
-      error: the largest relative error under the map, of the function as one compiled program with `loss_scale`.
-        Compiled otherwise, such as op by op, XLA may round elsewhere, on some processors more than on others.
-      tolerance: the largest that is accepted.
-      trials: what was tried, in the order of the search.
-      is_minimal: whether no scope of these can be left out; not so if the budget was spent before that was known.
-      loss_scale: what the loss was multiplied by in all trials.
-      noise: how far two runs without the policy are apart.
-      name: what was tuned.
-      low: what the policy makes of numbers, such as `"float16"` or `"int8"`.
-      kept: what the scopes stay in, `"float32"` or `"unquantized"`.
-      by: how policies were given, `"autocast"` to a function, `"with_policy"` to a module.
+      policy_map: the map, to be applied by the function named in `by`.
+      scopes: the paths that stay in float32 or unquantized. The root is the empty string.
+      candidates: all paths that were considered, the most suspicious first.
+      error: the largest relative error under the map, of the jitted function with `loss_scale`. XLA may round
+        differently in another compilation, such as op by op.
+      tolerance: the largest accepted error.
+      trials: all trials, in the order of the search.
+      is_minimal: True if no scope can be left out. False if the budget ran out first.
+      loss_scale: the loss scale of all trials.
+      noise: the error between two runs without the policy.
+      name: the name of the function or module.
+      low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
+      kept: `"float32"` or `"unquantized"`.
+      by: `"autocast"` for a function, `"with_policy"` for a module.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -138,16 +123,16 @@ class Tuning(Report):
 
     @property
     def is_met(self) -> bool:
-        """Whether the error is within the tolerance."""
+        """True if the error is within the tolerance."""
         return self.error <= self.tolerance
 
     @property
     def low_error(self) -> float:
-        """The error with nothing kept."""
+        """The error with no scope kept; nan if that was not tried."""
         return next((trial.error for trial in self.trials if not trial.kept), math.nan)
 
     def to_code(self) -> str:
-        """The map as Python to paste, one rule on a line; `jmp` is the package.
+        """Returns the map as Python code to paste, one rule per line. `jmp` is the package.
 
         >>> import jax.numpy as jnp, jmp_policy as jmp
         >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
@@ -160,16 +145,17 @@ class Tuning(Report):
         return write_code(self.policy_map)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain dictionaries, lists, strings, booleans and finite numbers; `None` is infinite."""
+        """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["policy_map"] = self.policy_map.get_config()
-        plain["trials"] = [{"kept": list(trial.kept), "error": _finite(trial.error)} for trial in self.trials]
+        finite = lambda number: number if math.isfinite(number) else None
+        plain["trials"] = [{"kept": list(trial.kept), "error": finite(trial.error)} for trial in self.trials]
         plain |= {name: list(plain[name]) for name in ("scopes", "candidates")}
-        plain |= {name: _finite(plain[name]) for name in ("error", "noise", "tolerance")}
+        plain |= {name: finite(plain[name]) for name in ("error", "noise", "tolerance")}
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
     def plot(self) -> "Figure":
-        """Draws the error of each trial against the number of scopes that were kept in it.
+        """Draws the error of each trial against the number of scopes kept.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -234,19 +220,15 @@ class Tuning(Report):
         if self.loss_scale != 1:
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
-            lines.append("The budget was spent before the search ended: this is the best map so far.")
+            lines.append("The budget ran out before the search ended: this is the best map so far.")
         return [*lines, f"As code, from to_code(), for {self.by}:"]
 
     def _find_error_without(self, scope: str) -> float:
-        """The error of the trial that lacks a scope and keeps most of the others."""
+        """Returns the error of the trial that leaves out a scope and keeps most of the others."""
         others = set(self.scopes) - {scope}
         without = [trial for trial in self.trials if scope not in trial.kept]
         nearest = max(without, key=lambda trial: (len(others.intersection(trial.kept)), len(trial.kept)), default=None)
         return math.nan if nearest is None else nearest.error
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _format_error(error: float) -> str:

@@ -72,7 +72,7 @@ def test_under_vmap_the_first_that_was_found_speaks():
 
 
 def test_inside_of_jit_it_says_that_it_is_read_on_the_host():
-    with pytest.raises(TypeError, match=r"What a Provenance says is read on the host, .* origin.describe"):
+    with pytest.raises(TypeError, match=r"A Provenance is read on the host, but this one is traced.* origin.describe"):
         jax.jit(lambda origin: origin.found)(FOUND)
     jax.jit(lambda origin: (repr(origin) == "<Provenance: inside of a program>") or 1 / 0)(FOUND)
 

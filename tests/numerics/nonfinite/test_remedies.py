@@ -74,10 +74,10 @@ SUGGESTIONS = {
         grad_of(lambda x: jnp.where(x != 0, jnp.sin(x) / x, 1.0)), ZERO, "This is the derivative of a division"
     ),
     "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds"),
-    "callback": (call_on_host, ZERO, "its function on the host makes it of operands that are finite"),
-    "pallas kernel": (run_kernel, ZERO, "its kernel makes it of operands that are finite"),
+    "callback": (call_on_host, ZERO, "its function on the host made it from finite operands"),
+    "pallas kernel": (run_kernel, ZERO, "its kernel made it from finite operands"),
     "erf_inv at its end in float16": (
-        jax.scipy.special.erfinv, np.ones(1, np.float16), "Keep what goes into it within -1 and 1"
+        jax.scipy.special.erfinv, np.ones(1, np.float16), "Keep its operand strictly between -1 and 1"
     ),
 }  # fmt: skip
 

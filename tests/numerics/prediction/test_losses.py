@@ -107,7 +107,7 @@ def test_without_histogram_extremes_tell_where_they_can():
     assert estimate_error(measure([1.0, 2.0], histogram=False), known, 0) < 1e-3
     assert estimate_error(measure([1e-9, 2e-9], histogram=False), known, 0) == 1.0
     with pytest.raises(
-        ValueError, match=r"do not tell what 'float16' .* formats=\['float16'\], histogram=True, where='all'"
+        ValueError, match=r"do not contain what 'float16' .* formats=\['float16'\], histogram=True, where='all'"
     ):
         estimate_error(measure([1e-9, 2.0], histogram=False), known, 0)
 
@@ -124,7 +124,7 @@ def test_a_quantized_format_loses_what_a_few_outliers_leave_no_room_for():
     spread = np.where(np.arange(512) % 64 == 0, 40.0, normal.reshape(-1)).reshape(4, 128).astype(np.float32)
     assert find_scaled_loss(measure(spread, ["int4"]), "int4").what in ("", "precision")
     for format in ("int8", "nvfp4"):
-        message = rf"do not tell what '{format}' would lose.*formats=\['{format}'\], where='all'"
+        message = rf"do not contain what '{format}' would lose.*formats=\['{format}'\], where='all'"
         with pytest.raises(ValueError, match=message):
             find_scaled_loss(measure(normal), format)
     assert find_scaled_loss(measure(normal), "float8_e4m3fn").share == pytest.approx(0.026, abs=0.01)

@@ -99,7 +99,7 @@ def test_trials_of_something_else_are_refused_and_left(change, message, tmp_path
 def test_a_file_of_something_else_is_refused_and_left(text, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"notes\.txt is not a file of trials, and is left as it is\. Name another"):
+    with pytest.raises(ValueError, match=r"notes\.txt is not a file of trials, so it was not changed\. Pass another"):
         tune(None, trials_file=file)
     assert file.read_text(encoding="utf-8") == text
 

@@ -327,7 +327,7 @@ def test_a_budget_too_small_says_the_best_so_far():
     assert len(tuning.trials) <= 2
     assert not tuning.is_minimal
     assert {"a", "d"} <= set(tuning.scopes)
-    assert "The budget was spent before the search ended: this is the best map so far." in str(tuning)
+    assert "The budget ran out before the search ended: this is the best map so far." in str(tuning)
 
 
 def test_a_map_has_no_more_rules_than_it_needs():
