@@ -298,8 +298,7 @@ def _make_row_table(rows: Iterable[AuditRow]) -> Table:
         )
         for row in rows
     ]
-    headings = [cell[0] or "(no module)" for cell in cells]
-    return Table([*map(Column, texts), *map(_number_column, numbers)], cells, headings=headings)
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
 
 
 def _number_column(header: str) -> Column:

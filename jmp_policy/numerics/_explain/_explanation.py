@@ -204,7 +204,7 @@ def _make_module_table(
     columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
     said = _CELLS | cells
     texts = [[said[header](row) for header in headers] for row in rows]
-    return Table(columns, texts, gap, headings=[_name_module(row) for row in rows])
+    return Table(columns, texts, gap)
 
 
 def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:

@@ -27,7 +27,7 @@ from ..._jaxpr import (
     name_stack,
     walk,
 )
-from ._measure import Meter
+from ._measure import StatsSpec
 from ._row import Direction, Layout
 from ._what_if import parse_format
 
@@ -169,14 +169,14 @@ class Request:
     """What to measure.
 
     Attributes:
-      meter: what of each tensor.
+      spec: what of each tensor.
       where: which operations and paths.
       of: which passes, and whether arguments and results.
       loops: one of `LOOPS`.
       every: how many steps lie between two that are measured.
     """
 
-    meter: Meter
+    spec: StatsSpec
     where: tuple[str, ...]
     of: tuple[str, ...]
     loops: str
@@ -193,8 +193,8 @@ def make_request(
       ValueError: a name or a number is none that `collect` knows.
     """
     names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
-    meter = Meter(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
-    return Request(meter, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
+    spec = StatsSpec(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
+    return Request(spec, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
 
 
 def take_step(every: int | None, args: Args) -> tuple[Any, Args]:

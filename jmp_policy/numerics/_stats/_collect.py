@@ -37,9 +37,9 @@ from ..._jaxpr import (
 )
 from .._ends import Results, check_function, find_signature, name_arguments, name_results
 from ._choice import Choice, Place, Request, make_choice, make_request, remember_program, take_step
-from ._measure import Look, Meter
+from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
-from ._row import Direction, Layout, Site
+from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -135,9 +135,9 @@ def collect(
 
 @dataclasses.dataclass(frozen=True)
 class _StatsRecorder(Recorder):
-    """Measures chosen values with a meter."""
+    """Measures chosen values with a spec."""
 
-    meter: Meter
+    spec: StatsSpec
     choice: Choice
     loops: str
 
@@ -150,11 +150,11 @@ class _StatsRecorder(Recorder):
     def splits(self, turns: int) -> bool:
         return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
 
-    def measure(self, value: Any) -> Look | Record:
-        return self.meter.look(value)
+    def measure(self, value: Any) -> PartialStats | Record:
+        return self.spec.look(value)
 
-    def gather(self, measured: Sequence[Look | Record]) -> Record:
-        return self.meter.gather(measured)
+    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
+        return self.spec.gather(measured)
 
     def join(self, records: Sequence[Record]) -> Record:
         return join(records)
@@ -166,7 +166,7 @@ class _StatsRecorder(Recorder):
         return fold(record)
 
     def empty(self, rows: int) -> Record:
-        return self.meter.empty(rows)
+        return self.spec.empty(rows)
 
 
 class _Run:
@@ -189,7 +189,7 @@ class _Run:
 
         # Which values are measured, and by what.
         choice = make_choice(request.where, request.of, program.jaxpr, modules)
-        recorder = _StatsRecorder(_widen(request.meter, program.jaxpr), choice, request.loops)
+        recorder = _StatsRecorder(_widen(request.spec, program.jaxpr), choice, request.loops)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
         results = name_results(ends.list_paths(), is_lifted=is_lifted)
         measured = [
@@ -214,7 +214,7 @@ class _Run:
         else:
             made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
-        layout = Layout(sites, recorder.meter)
+        layout = Layout(sites, recorder.spec)
         remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
         self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
@@ -235,24 +235,24 @@ def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence
     return [i for i, (name, atom) in pairs if is_chosen and name is not None and is_float(atom)]
 
 
-def _widen(meter: Meter, program: Jaxpr) -> Meter:
+def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
     """Extremes and sums are float64 where a value of the program is."""
     atoms = (*program.invars, *(var for step in walk(program) for var in step.results))
     is_wide = any(float_dtype(atom) == np.float64 for atom in atoms)
-    return dataclasses.replace(meter, dtype=np.dtype(np.float64)) if is_wide else meter
+    return dataclasses.replace(spec, dtype=np.dtype(np.float64)) if is_wide else spec
 
 
-def _describe_line(line: Line, paths: ModulePaths) -> Site:
+def _describe_line(line: Line, paths: ModulePaths) -> TensorInfo:
     """What a row of an operation is of."""
     step, turns = line.step, line.turns
     aval: Any = step.results[line.result].aval
     source, function = split_line(find_line(find_origin(step)))
     turn = None if not turns else turns[0] if len(turns) == 1 else turns
     where = paths.read_stack(step.scope), step.name, source, function, find_direction(step.scope), turn
-    return Site(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    return TensorInfo(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
 
 
-def _describe_end(name: str, atom: Atom, direction: Direction) -> Site:
+def _describe_end(name: str, atom: Atom, direction: Direction) -> TensorInfo:
     """What the row of an argument or a result is of."""
     aval: Any = atom.aval
-    return Site(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    return TensorInfo(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..._base import did_you_mean
 from ._counting import HISTOGRAM_BINS
-from ._measure import Meter
+from ._measure import StatsSpec
 from ._record import Record
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
@@ -33,7 +33,7 @@ def check_direction(direction: str | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class TensorInfo:
     """The tensor that a row is of, as far as tracing knows it.
 
     Attributes:
@@ -82,25 +82,25 @@ class Layout:
       sites: what each row is of.
       meter: what was measured of it.
 
-    >>> from jmp_policy.numerics._stats._row import Layout, Site
-    >>> from jmp_policy.numerics._stats._measure import Meter
-    >>> site = Site("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
-    >>> layout = Layout([site], Meter(("float16",)))
-    >>> layout is Layout([site], Meter(("float16",))), layout
+    >>> from jmp_policy.numerics._stats._row import Layout, TensorInfo
+    >>> from jmp_policy.numerics._stats._measure import StatsSpec
+    >>> site = TensorInfo("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
+    >>> layout = Layout([site], StatsSpec(("float16",)))
+    >>> layout is Layout([site], StatsSpec(("float16",))), layout
     (True, Layout(1 row, float16))
     """
 
     __slots__ = ("__weakref__", "meter", "sites")
 
-    sites: tuple[Site, ...]
-    meter: Meter
+    sites: tuple[TensorInfo, ...]
+    meter: StatsSpec
 
-    def __new__(cls, sites: "tuple[Site, ...] | list[Site]", meter: Meter) -> "Layout":
-        """The one layout of these sites and this meter."""
-        key = (tuple(sites), meter)
+    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "Layout":
+        """The one layout of these sites and this spec."""
+        key = (tuple(sites), spec)
         new = object.__new__(cls)
         object.__setattr__(new, "sites", key[0])
-        object.__setattr__(new, "meter", meter)
+        object.__setattr__(new, "meter", spec)
         return _INTERNED.setdefault(key, new)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -137,7 +137,7 @@ class Layout:
 
 
 # Weak: a layout lives as long as statistics, or a compiled function that returns them.
-_INTERNED: weakref.WeakValueDictionary[tuple[tuple[Site, ...], Meter], Layout] = weakref.WeakValueDictionary()
+_INTERNED: weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], Layout] = weakref.WeakValueDictionary()
 
 
 _OWN_COUNTS = ("times", "zeros", "nans", "infs")
@@ -294,7 +294,7 @@ def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
 
 
 def _make_row(
-    layout: Layout, site: Site, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
+    layout: Layout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
     times, zeros, nans, infs = counts[: len(_OWN_COUNTS)]

@@ -17,8 +17,8 @@ from ...report import Report, Table, draw_html_note
 from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
 from ._record import Record, fold, merge
-from ._row import Layout, Row, Site, read_rows
-from ._stats_report import draw_page, list_cells, list_lines, list_notes, make_table, plot_exponents
+from ._row import Layout, Row, TensorInfo, read_rows
+from ._stats_report import list_lines, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ class Stats(Report, Uncast):
             raise KeyError(f"No row at {path!r} or inside it. {hint}")
         return self._take(indices)
 
-    def select(self, keep: Callable[[Site], bool]) -> "Stats":
+    def select(self, keep: Callable[[TensorInfo], bool]) -> "Stats":
         """Some of the rows, as Stats: those whose site a function accepts.
 
         Args:
@@ -198,19 +198,11 @@ class Stats(Report, Uncast):
         return super().__str__() if self._has_numbers() else repr(self)
 
     def _repr_html_(self) -> str:
-        if not self._has_numbers():
-            return draw_html_note(repr(self))
-        rows = self.rows()
-        return draw_page(list_lines(rows), rows, self.layout.meter.formats)
+        return super()._repr_html_() if self._has_numbers() else draw_html_note(repr(self))
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        formats, lines = self.layout.meter.formats, list_lines(self.rows())
-        if not lines:
-            return []
-        if width is not None:
-            return [make_table(lines, formats, width)]
-        columns, rows = list_cells(lines, formats)
-        return [Table(columns, [[cell.text for cell in row] for row in rows])]
+        lines = list_lines(self.rows())
+        return [make_table(lines, self.layout.meter.formats, width)] if lines else []
 
     def _list_notes(self) -> list[str]:
         rows = self.rows()

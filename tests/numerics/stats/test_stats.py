@@ -14,7 +14,8 @@ from jax import lax
 from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
 
 from jmp_policy.numerics import Row, Stats
-from jmp_policy.numerics._stats._measure import HISTOGRAM_BINS, Record
+from jmp_policy.numerics._stats._counting import HISTOGRAM_BINS
+from jmp_policy.numerics._stats._record import Record
 from jmp_policy.numerics._stats._row import Layout
 
 PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
