@@ -1,4 +1,4 @@
-"""`numerics.collect`: a program that returns, beside its results, what its tensors look like."""
+"""`numerics.collect`: returns statistics of tensors beside the outputs of a function."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MOST_TURNS = 64
-"""Each turn of a loop of at most so many has rows of its own, unless the user says otherwise."""
+"""With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
 
 def collect(
@@ -56,19 +56,19 @@ def collect(
     loops: Literal["auto", "split", "merge"] = "auto",
     every: int | None = None,
 ) -> Callable[..., tuple[Any, Stats]]:
-    """Measures what the tensors of a function look like, and what number formats would do to them.
+    """Measures the tensors of a function, and their losses in number formats.
 
-    The function that it returns is a JAX function like any other: it can be jitted, differentiated, mapped and
-    sharded, and what it measures leaves as a pytree of arrays, without a callback. Compose it around the gradient,
-    `collect(jax.value_and_grad(loss_fn))`, to see the backward pass too.
+    The returned function can be jitted, differentiated, mapped and sharded. Its statistics are a pytree of arrays, made
+    without a callback. Compose it around the gradient, `collect(jax.value_and_grad(loss_fn))`, to measure the backward
+    pass too.
 
-    A row is one tensor. XLA fuses an operation that is looked at differently, so that results may differ in their last
-    bits. Pallas kernels and functions with derivatives of their own (`jax.custom_vjp`) are operations: what they return
-    has a row, if they do what is chosen, and what is inside has none. Devices of a `shard_map` are one row together, of
-    which each counts its own copy of a replicated value, and so are the turns of a `while`.
+    A row is one tensor. Outputs may differ in their last bits, since XLA fuses a measured operation differently. Pallas
+    kernels and functions with a `jax.custom_vjp` are operations: their outputs have a row if the operation is chosen,
+    and values inside have none. The devices of a `shard_map` share a row, and each counts its copy of a replicated
+    value. The iterations of a `while` share a row too.
 
-    Statistics of each step cost two passes over what is measured (`benchmarks/numerics.py`). `every=100` pays that in
-    one step of a hundred. Two compiled functions, of which the host chooses one, cost nothing on the other steps:
+    Each measured step makes two more passes over the tensors (`benchmarks/numerics.py`), and `every=100` measures one
+    step in a hundred. With two compiled functions, the other steps cost nothing:
 
         observed, plain = jax.jit(collect(train_step)), jax.jit(train_step)
         for step, batch in enumerate(batches):
@@ -80,27 +80,27 @@ def collect(
 
     Args:
       fun: any function of trees of arrays, with modules of linen or nnx, or without.
-      formats: what to measure the tensors for: names of dtypes; `"int8"` and `"int4"`; and `"mxfp8"`, `"mxfp8_e5m2"`,
-        `"mxfp4"` and `"nvfp4"`. The block size of the latter, along the last axis, may follow, as in `"int4/32"`.
+      formats: names of dtypes; `"int8"` and `"int4"`; and `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"` and `"nvfp4"`. The block
+        size along the last axis may follow the name of a block-scaled format, as in `"int4/32"`.
       where: `"matmuls"` (with convolutions), `"all"` operations, the names of primitives such as `"exp"`, and patterns
-        of paths, which cover what is inside of them as keys of a `PolicyMap` do. Of several, operations add up and
-        so do paths, and a value is measured where both are chosen: `("matmuls", "blocks/.*")`.
+        of paths, which cover modules inside as keys of a `PolicyMap` do. A value is measured if one of the operations
+        and one of the patterns match: `("matmuls", "blocks/.*")`.
       of: some of `"forward"`, `"recomputed"` (by a remat), `"backward"`, and the `"arguments"` and `"results"` of the
-        whole function, by their paths in its trees: gradients are told apart by those. `where` does not choose among
-        the last two.
-      histogram: whether to count the numbers of each exponent.
-      loops: of `scan`, `"split"` gives each turn its own rows, and `"merge"` gives all turns one. `"auto"` splits loops
-        of at most 64 turns.
-      every: measures each so many steps only; the returned function then takes the number of the step before its other
-        arguments, an integer that may be traced. Another step runs as without `collect`, and its rows are empty.
+        whole function, which have the paths of its trees. `where` does not apply to the last two.
+      histogram: whether to count the elements at each exponent.
+      loops: `"split"` gives each iteration of a `scan` its own rows, and `"merge"` one row to all. `"auto"` splits
+      loops
+        of at most 64 iterations.
+      every: measures every n-th step only. The returned function then takes the step number, an integer that may be
+        traced, before its other arguments. Other steps run as without `collect`, and their rows are empty.
 
     Returns:
-      A function of the same arguments that returns `(out, stats)`: what `fun` returns, and a `Stats`.
+      A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: a format, a pass or a way with loops is unknown; when called, `where` matches nothing, or `autocast`
-        is around it, which changes dtypes afterwards: put it inside, `collect(autocast(fun))`.
+      ValueError: a format, a pass or a value of `loops` is unknown. When called: `where` matches nothing, or `autocast`
+        is around it and would change dtypes afterwards; write `collect(autocast(fun))`.
 
     Source: the histograms are those of Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
@@ -135,7 +135,7 @@ def collect(
 
 @dataclasses.dataclass(frozen=True)
 class _StatsRecorder(Recorder):
-    """Measures chosen values with a spec."""
+    """Measures the chosen values."""
 
     spec: StatsSpec
     choice: Choice
@@ -170,24 +170,20 @@ class _StatsRecorder(Recorder):
 
 
 class _Run:
-    """One call of a function that is observed.
-
-    Attributes:
-      stats: what was measured, after `trace_and_run`.
-    """
+    """One call of an observed function; `stats` is set by `trace_and_run`."""
 
     def __init__(self, request: Request, register: Register, step: Any, signature: inspect.Signature | None):
         self.stats: Stats | None = None
         self._request, self._register, self._step, self._signature = request, register, step, signature
 
     def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
-        """Traces a function of trees of arrays, has its program return a record, and runs that."""
+        """Traces a function of trees of arrays, and runs a copy of its jaxpr that also returns a record."""
         request, ends = self._request, Results()
         with TRACING(self._register.token), explain_tracing("collect", ""):
             traced = trace(ends.take_arrays(fun), args, kwargs)
         program, modules = traced.program, self._register.list_modules()
 
-        # Which values are measured, and by what.
+        # Choose the values.
         choice = make_choice(request.where, request.of, program.jaxpr, modules)
         recorder = _StatsRecorder(_widen(request.spec, program.jaxpr), choice, request.loops)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
@@ -201,7 +197,7 @@ class _Run:
         ]
         new, lines = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
 
-        # What each row is of.
+        # Describe the rows.
         paths = ModulePaths(modules)
         sites = [_describe_end(names[i], program.jaxpr.invars[i], "argument") for i in measured[0]]
         sites += [_describe_line(line, paths) for line in lines]
@@ -220,7 +216,7 @@ class _Run:
         return ends.put_back(made[:count])
 
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the new program on some steps, and on the others the old one."""
+        """Runs the new jaxpr on every n-th step, and the old one on the others."""
         is_observed = jnp.asarray(self._step) % (self._request.every or 1) == 0
         return lax.cond(
             is_observed,
@@ -236,14 +232,13 @@ def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence
 
 
 def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
-    """Extremes and sums are float64 where a value of the program is."""
+    """Uses float64 for extremes and sums if a value of the jaxpr is float64."""
     atoms = (*program.invars, *(var for step in walk(program) for var in step.results))
     is_wide = any(float_dtype(atom) == np.float64 for atom in atoms)
     return dataclasses.replace(spec, dtype=np.dtype(np.float64)) if is_wide else spec
 
 
 def _describe_line(line: Line, paths: ModulePaths) -> TensorInfo:
-    """What a row of an operation is of."""
     step, turns = line.step, line.turns
     aval: Any = step.results[line.result].aval
     source, function = split_line(find_line(find_origin(step)))
@@ -253,6 +248,5 @@ def _describe_line(line: Line, paths: ModulePaths) -> TensorInfo:
 
 
 def _describe_end(name: str, atom: Atom, direction: Direction) -> TensorInfo:
-    """What the row of an argument or a result is of."""
     aval: Any = atom.aval
     return TensorInfo(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)

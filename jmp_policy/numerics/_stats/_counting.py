@@ -115,7 +115,7 @@ class _Words(NamedTuple):
     """The counters of each word.
 
     Attributes:
-      masks: the bits that a word compares: those of magnitudes, of exponents, or none.
+      masks: the bits that a word compares: of magnitudes, of exponents, or none.
       thresholds: the largest bits that each of its counters counts.
       offsets: the first bin that its counters count.
     """
@@ -127,7 +127,7 @@ class _Words(NamedTuple):
 
 @functools.cache
 def _list_words(formats: tuple[Format, ...], histogram: bool, dtype: np.dtype) -> _Words:
-    """Returns words for zero, the largest finite number, infinity and the thresholds of formats, then those of bins."""
+    """Returns words for zero, the largest finite number, infinity and thresholds of formats, then words for bins."""
     floats = [each for each in formats if isinstance(each, FloatFormat)]
     values = [0.0, np.finfo(dtype).max, np.inf, *(value for each in floats for value in each.find_thresholds(dtype))]
     if histogram:  # the last bin counts the finite elements above this threshold
@@ -136,7 +136,7 @@ def _list_words(formats: tuple[Format, ...], histogram: bool, dtype: np.dtype) -
     thresholds += [-1] * (-len(thresholds) % _PER_WORD)
     words = [tuple(thresholds[i : i + _PER_WORD]) for i in range(0, len(thresholds), _PER_WORD)]
     largest, exponent = np.iinfo(f"int{8 * dtype.itemsize}").max, int(bits_like((np.inf,), dtype)[0])
-    # Masks must differ between words (see `count`), so that a word without bins is added where there is no histogram.
+    # Masks must differ between words (see `count`), so without a histogram a word without bins is added.
     bins, mask = (range(0, HISTOGRAM_BINS, _PER_WORD), exponent) if histogram else ([_NO_BIN], 0)
     return _Words(
         (*[largest for _ in words], *[mask for _ in bins]),
@@ -215,7 +215,7 @@ def _list_differences(words: int, formats: tuple[Format, ...], histogram: bool) 
     """Returns, for each column, the two raw counts that it is the difference of.
 
     The raw counts are the first counters of all words, then the second and third ones, and then the number of elements
-    with padding, that of the padding, one and zero.
+    with padding, the number of padding elements, one and zero.
     """
     find = lambda i, first=0: i % _PER_WORD * words + first + i // _PER_WORD
     everything, filling, one, nothing = (_PER_WORD * words + i for i in range(4))

@@ -50,7 +50,7 @@ class PartialStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StatsSpec:
-    """What to measure of each tensor.
+    """Formats and counts to measure of each tensor.
 
     Attributes:
       formats: canonical names, as of `parse_format`.
@@ -117,7 +117,7 @@ class StatsSpec:
         return PartialStats(counters, add_squares(blocks, axes, most, floats), errors)
 
     def _finish(self, look: PartialStats, dtype: np.dtype) -> Record:
-        """Returns the row of a tensor, without its axis of rows; `dtype` is that of the passes."""
+        """Returns the row of a tensor, without the leading axis; the passes ran in `dtype`."""
         floats, _ = self._split_formats()
         words, extremes = read_counts(look.counters, self._formats, self.histogram)
         most = lax.index_in_dim(extremes, 0, keepdims=False)
