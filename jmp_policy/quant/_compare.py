@@ -14,7 +14,6 @@ from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ..report import (
     BEFORE,
     KEPT,
-    BarChart,
     Bars,
     Column,
     Panel,
@@ -24,6 +23,7 @@ from ..report import (
     find_row,
     find_style,
     format_bytes,
+    plot_bars,
 )
 from ._weights import QuantizedArray
 
@@ -134,7 +134,7 @@ class Comparison(Report):
         after = [row.bytes_after / divisor for row in rows]
         formats = {row.quantization.partition("(")[0]: _choose_color(row) for row in self.quantized}
         has_left = len(self.quantized) < len(rows)
-        chart = BarChart(
+        return plot_bars(
             kind="layer",
             names=[row.path or row.type for row in rows],
             panels=[
@@ -146,7 +146,6 @@ class Comparison(Report):
             legend={"before": BEFORE, **formats, **({"left as it was": KEPT} if has_left else {})},
             line_name="the model itself",
         )
-        return chart.draw()
 
     def __repr__(self) -> str:
         counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"

@@ -1,6 +1,5 @@
-"""How the library shows what it found: tables with notes, in a terminal and in a notebook, and bar charts."""
+"""Renders reports: tables with notes, as text and as HTML, and plots."""
 
-from ._heat_map import HeatMap as HeatMap, HeatPanel as HeatPanel
 from ._plots import (
     BEFORE as BEFORE,
     FORMAT_STYLES as FORMAT_STYLES,
@@ -8,9 +7,7 @@ from ._plots import (
     OTHER_STYLES as OTHER_STYLES,
     REFERENCE_LINE as REFERENCE_LINE,
     UNSCALED as UNSCALED,
-    BarChart as BarChart,
     Bars as Bars,
-    ExponentChart as ExponentChart,
     FormatRange as FormatRange,
     Histogram as Histogram,
     Panel as Panel,
@@ -19,11 +16,12 @@ from ._plots import (
     list_styles as list_styles,
     make_figure as make_figure,
     make_note as make_note,
+    plot_bars as plot_bars,
+    plot_heat_map as plot_heat_map,
+    plot_histograms as plot_histograms,
 )
 from ._report import Report as Report, draw_document as draw_document, find_row as find_row
-from ._sortable import Cell as Cell, draw_sortable_table as draw_sortable_table
-from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note
-from ._terminal import has_columns as has_columns, is_fitting as is_fitting
+from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note, is_fitting as is_fitting
 from ._wording import (
     choose_byte_unit as choose_byte_unit,
     format_bytes as format_bytes,

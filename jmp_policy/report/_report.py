@@ -1,4 +1,4 @@
-"""A report: tables with notes below them, as text in a terminal and as HTML in a notebook."""
+"""The base class of reports: tables with notes below them, printed as text and shown as HTML in a notebook."""
 
 import abc
 import dataclasses
@@ -7,22 +7,20 @@ from html import escape
 from typing import Any, TypeVar
 
 from .._base import escape_controls
-from ._table import Table, draw_html_note, draw_html_table
-from ._terminal import DEFAULT_WIDTH, draw_table, measure_width, wrap_note
+from ._table import DEFAULT_WIDTH, Table, draw_html_note, draw_html_table, draw_table, measure_width, wrap_note
 
 Row = TypeVar("Row")
-
 
 # The colors of the system, dark ones too.
 _PAGE_STYLE = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5em}p{max-width:50em}"
 
 
 class Report(abc.ABC):
-    """A result that people read: a text when printed, a page in a notebook.
+    """Base class of results that people read: a text when printed, a page in a notebook.
 
-    A subclass says in `_list_tables` and `_list_notes` what there is to read, and nothing of how it is drawn. The text
-    is as wide as the terminal; `COLUMNS` in the environment says otherwise. Where there is no terminal, tables are 80
-    characters wide, and a note has one line.
+    A subclass returns its tables from `_list_tables` and its notes from `_list_notes`. The text is as wide as the
+    terminal, or as `COLUMNS` in the environment. Where there is no terminal, tables are 80 characters wide, and each
+    note is one line.
 
     >>> from jmp_policy.report import Column, Report, Table
     >>> class Prices(Report):
@@ -44,11 +42,11 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def _list_tables(self, width: int | None) -> Sequence[Table]:
-        """The tables, for a terminal of so many columns or, where `width` is `None`, for a notebook."""
+        """Returns the tables for a terminal of this width, or for a notebook if `width` is None."""
 
     @abc.abstractmethod
     def _list_notes(self) -> Sequence[str]:
-        """The paragraphs below the tables."""
+        """Returns the paragraphs below the tables."""
 
     def __str__(self) -> str:
         measured = measure_width()
@@ -65,30 +63,13 @@ class Report(abc.ABC):
 
 
 def _escape_table(table: Table) -> Table:
-    """Escapes control characters in the names of modules, functions and files that cells show."""
+    """Escapes control characters in the names of modules, functions and files."""
     rows = [[escape_controls(cell, keep="") for cell in row] for row in table.rows]
-    headings = None if table.headings is None else [escape_controls(heading, keep="") for heading in table.headings]
-    return dataclasses.replace(table, rows=rows, headings=headings)
+    return dataclasses.replace(table, rows=rows)
 
 
 def draw_document(report: Report, title: str, note: str = "") -> str:
-    """A report as a whole HTML document, for a file.
-
-    Args:
-      report: what is in it.
-      title: the title of the window.
-      note: a paragraph before the report.
-
-    >>> from jmp_policy.report import Report, draw_document
-    >>> class Nothing(Report):
-    ...     def _list_tables(self, width):
-    ...         return []
-    ...
-    ...     def _list_notes(self):
-    ...         return ["nothing was found"]
-    >>> draw_document(Nothing(), "R & D").partition("<title>")[2].partition("<style>")[0]
-    'R &amp; D</title>'
-    """
+    """Draws a report as a complete HTML document, with `note` as a paragraph before it."""
     before = draw_html_note(note) if note else ""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -97,17 +78,7 @@ def draw_document(report: Report, title: str, note: str = "") -> str:
 
 
 def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
-    """Finds the row at a path.
-
-    Args:
-      rows: objects with a `path`.
-      path: module names joined by `/`.
-      kind: what the error calls a thing that has a row.
-      listed: what was done to all of them, for the error.
-
-    Raises:
-      KeyError: no row has this path.
-    """
+    """Returns the row at a path; its KeyError reads "No {kind} at ...; those {listed} are ..."."""
     by_path: dict[str, Any] = {row.path: row for row in rows}  # type: ignore[attr-defined]
     if path in by_path:
         return by_path[path]

@@ -1,4 +1,4 @@
-"""What tables and notes call a dtype, a policy, a size and a place."""
+"""Short names of dtypes, policies, sizes and modules for tables and notes."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,21 +7,21 @@ from ..policy import Policy
 
 _PREFIXES = ("k", "M", "G", "T")
 _MOST_PLACES = 3
-"""A sentence names so many places, and counts the others."""
 
 
 def shorten_dtypes(dtypes: Iterable[str]) -> str:
-    """The names of dtypes, short.
+    """Returns short names of dtypes.
 
     >>> from jmp_policy import report
     >>> report.shorten_dtypes(["bfloat16", "float8_e4m3fn", "int32", "bool"])
     'bf16 f8_e4m3fn i32 bool'
     """
-    return " ".join(re.sub(r"^(b?)float|^(u?)int", _shorten_kind, dtype) for dtype in dtypes)
+    short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+    return " ".join(re.sub(r"^(b?)float|^(u?)int", lambda found: short[found.group()], dtype) for dtype in dtypes)
 
 
 def shorten_policy(policy: Policy | None) -> str:
-    """The name of a policy, short; the format of a quantized one keeps its name.
+    """Returns a short name of a policy; the format of a quantized one keeps its name.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy import report
@@ -38,7 +38,7 @@ def shorten_policy(policy: Policy | None) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes to three digits.
+    """Formats a number of bytes to three digits.
 
     >>> from jmp_policy.report import format_bytes
     >>> format_bytes(0), format_bytes(999), format_bytes(1500), format_bytes(65_536), format_bytes(280_000_000_000)
@@ -51,18 +51,13 @@ def format_bytes(count: int) -> str:
 
 
 def choose_byte_unit(count: int) -> tuple[str, int]:
-    """The largest unit of which a number of bytes is at least one, and how many bytes that is.
-
-    >>> from jmp_policy import report
-    >>> report.choose_byte_unit(0), report.choose_byte_unit(65_536)
-    (('B', 1), ('kB', 1000))
-    """
+    """Returns the largest unit that is not above a number of bytes, and its size: `("kB", 1000)` for 65,536."""
     power = min((len(str(count)) - 1) // 3, len(_PREFIXES))
     return f"{('', *_PREFIXES)[power]}B", 1000**power
 
 
 def format_count(count: int) -> str:
-    """A count to three digits.
+    """Formats a count to three digits.
 
     >>> from jmp_policy.report import format_count
     >>> format_count(0), format_count(999), format_count(12_345), format_count(7_200_000_000_000)
@@ -72,17 +67,12 @@ def format_count(count: int) -> str:
 
 
 def name_place(path: str) -> str:
-    """What a sentence calls the module at a path.
-
-    >>> from jmp_policy import report
-    >>> report.name_place("blocks/0"), report.name_place("")
-    ('blocks/0', 'the model itself')
-    """
+    """Returns the name of a module in a sentence: its path, or "the model itself" for the root."""
     return path or "the model itself"
 
 
 def list_places(paths: Sequence[str]) -> str:
-    """What a sentence calls several modules.
+    """Names several modules in a sentence.
 
     >>> from jmp_policy import report
     >>> report.list_places(["", "a"]), report.list_places(["a", "b", "c", "d", "e"])
@@ -90,8 +80,3 @@ def list_places(paths: Sequence[str]) -> str:
     """
     others = len(paths) - _MOST_PLACES
     return ", ".join(map(name_place, paths[:_MOST_PLACES])) + (f" and {others} more" if others > 0 else "")
-
-
-def _shorten_kind(found: re.Match[str]) -> str:
-    name = found.group()
-    return {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}[name]

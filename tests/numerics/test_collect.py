@@ -376,7 +376,7 @@ def test_what_is_no_function_is_refused():
     [
         ("frist", r"where has 'frist', but the function has no such operation.*Did you mean 'first'\?"),
         ("dot_generall", r"Did you mean 'dot_general'\?"),
-        ("(", r"where has '\(', which is no pattern"),
+        ("(", r"where has '\(', which is not a pattern"),
     ],
 )
 def test_where_must_match_something(where, text):

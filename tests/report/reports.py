@@ -17,8 +17,9 @@ from jmp_policy.numerics import (
     Stats,
 )
 from jmp_policy.numerics._explain import Explanation, Row
-from jmp_policy.numerics._stats._measure import Meter, Record
-from jmp_policy.numerics._stats._row import Layout, Site
+from jmp_policy.numerics._stats._measure import StatsSpec
+from jmp_policy.numerics._stats._record import Record
+from jmp_policy.numerics._stats._row import Layout, TensorInfo
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
 
@@ -94,7 +95,7 @@ def _measure() -> Stats:
     formats = ("float16", "float8_e4m3fn", "float8_e5m2", "int8/64")
     turns = {PATHS[1]: (0, 1, 2), PATHS[2]: ((0, 1), (1, 3))}
     sites = [
-        Site(path, "conv_general_dilated", f"/home/someone/projects/transformer_layers.py:{line}", "attend",
+        TensorInfo(path, "conv_general_dilated", f"/home/someone/projects/transformer_layers.py:{line}", "attend",
              "backward" if line % 2 else "forward", turn, "float32", 4096, (64, 64))
         for line, path in enumerate(["", *PATHS])
         for turn in turns.get(path, (None,))
@@ -107,7 +108,7 @@ def _measure() -> Stats:
     sums = np.full((len(sites), 1 + 2 * len(formats), 2), 0.003, np.float32)
     extremes = np.tile(np.float32([0.0123, 1.1e-9]), (len(sites), 1))
     record = Record(counts, extremes, np.full(len(sites), -7, np.int32), sums)  # pyright: ignore[reportArgumentType]
-    return Stats(record, Layout(sites, Meter(formats)))
+    return Stats(record, Layout(sites, StatsSpec(formats)))
 
 
 def _store() -> StateReport:

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from reports import PATHS, REPORTS
 
 from jmp_policy.quant import Comparison, LayerComparison
-from jmp_policy.report import BEFORE, KEPT, BarChart, Bars, Panel, find_style
+from jmp_policy.report import BEFORE, KEPT, Bars, Panel, find_style, plot_bars
 
 FORMATS = ("int8(activations=false,min_size=0)", "int4/128", "left: no quantization in its policy")
 
@@ -26,7 +26,7 @@ def compare(count, path="blocks_{}/mlp", size=4_194_304, errors=(0.01,)):
 def chart(panels, count=3, colors=2):
     names = [f"layer {index}" for index in range(count)]
     measures = [Panel(f"Measure {index}", "kB", [Bars([1e6] * count, "C0")], line=3e5) for index in range(panels)]
-    return BarChart("layer", names, measures, {f"the color {index}": f"C{index}" for index in range(colors)}, "line")
+    return plot_bars("layer", names, measures, {f"the color {index}": f"C{index}" for index in range(colors)}, "line")
 
 
 FIGURES = {
@@ -41,9 +41,9 @@ FIGURES = {
     "large errors": lambda: compare(3, errors=(123.0, 45678.0)).plot(),
     "nothing": lambda: compare(2, size=0, errors=(0.0,)).plot(),
     "comparison": lambda: REPORTS["comparison"].plot(),
-    "one panel": lambda: chart(1).draw(),
-    "three panels": lambda: chart(3).draw(),
-    "many colors": lambda: chart(1, colors=7).draw(),
+    "one panel": lambda: chart(1),
+    "three panels": lambda: chart(3),
+    "many colors": lambda: chart(1, colors=7),
 }
 
 

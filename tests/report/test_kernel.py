@@ -33,7 +33,7 @@ def outputs(tmp_path_factory):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells.values()])
     resources = {"metadata": {"path": str(FOLDER)}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_COLUMNS", str(WIDTH))
+        patch.setenv("COLUMNS", str(WIDTH))
         patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         patch.setenv("PYTHONWARNINGS", "ignore")
         NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources, allow_errors=True).execute()

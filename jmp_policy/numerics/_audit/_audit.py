@@ -1,4 +1,4 @@
-"""`numerics.audit`: a program is traced, its operations are counted, and its steps are checked one after the other."""
+"""`numerics.audit`: traces a function, counts its operations, and checks each step."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -34,26 +34,25 @@ from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
 
 def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
-    """Tells which operations of a function run in which dtype, and where that is likely to lose numbers or time.
+    """Reports the dtype of each operation of a function, and where it is likely to lose precision or time.
 
     The function is traced and not run: `jax.ShapeDtypeStruct`s suffice as arguments, and nothing is allocated. The
-    report is of the program as JAX traces it, before XLA fuses and rewrites it, with the bodies of jit, scan, cond,
-    remat, shard_map and custom rules; of a whole train step it has the forward and the backward pass apart. It does
-    not see what runs in kernels of the user's (Pallas, FFI, callbacks). The body of a `while` loop counts once, and so
-    does each branch of a `cond`; of a `lax.platform_dependent` the branch for the platform of this process, and of a
-    loop of no turns nothing. `numerics.FINDINGS` has the names of all findings, and what they are. A backward pass
-    sums where the forward pass broadcast, as for the gradient of a bias: the table has these sums, and they are not
-    among the findings.
+    report is of the jaxpr, before XLA fuses and rewrites it, with the sub-jaxprs of jit, scan, cond, remat, shard_map
+    and custom rules. The forward and the backward pass of a train step are separate rows. The audit does not see inside
+    the user's kernels (Pallas, FFI, callbacks). A `while` loop counts as one iteration, each branch of a `cond` counts
+    once, and a `lax.platform_dependent` counts the branch of this process's platform. `numerics.FINDINGS` describes all
+    findings. The sums that a backward pass makes where the forward pass broadcast are in the table, and not among the
+    findings.
 
     Args:
-      fun: any function of trees of arrays. The audit ignores what it returns besides arrays.
+      fun: any function of trees of arrays. The audit ignores outputs other than arrays.
 
     Returns:
       A function of the same arguments that returns an `AuditReport`: a table when printed or shown in a notebook,
       `.rows`, `.findings` and `.to_dict()` for programs, `.assert_matmuls_in` and `.assert_no` for tests.
 
     Raises:
-      TypeError: `fun` is not a function. What the function itself raises comes through.
+      TypeError: `fun` is not a function. Errors of the function itself propagate.
 
     Source: NVIDIA published a speed-up over a baseline that ran in float32 unnoticed (TransformerEngine issue 2976).
 
@@ -82,7 +81,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
 
 
 def _make_traceable(fun: Callable[..., Any], overflows: "list[_Overflow]") -> Callable[..., Any]:
-    """Makes a function that returns only the arrays, and notes each constant that overflows meanwhile."""
+    """Returns a function that returns only the arrays, and records each constant that overflows meanwhile."""
 
     def notice(kind: str, flag: int) -> None:
         overflows.append(_Overflow(find_running_line(), str(source_info_util.current_name_stack())))
@@ -95,25 +94,14 @@ def _make_traceable(fun: Callable[..., Any], overflows: "list[_Overflow]") -> Ca
 
 
 class _Overflow(NamedTuple):
-    """A constant that became infinite while the program was traced.
-
-    Attributes:
-      source: the user's line.
-      scope: the name stack.
-    """
+    """A constant that became infinite during tracing: the user's line, and the name stack."""
 
     source: str
     scope: str
 
 
 def _inspect_program(program: ClosedJaxpr, overflows: Iterable[_Overflow], paths: ModulePaths) -> AuditReport:
-    """The report of a program.
-
-    Args:
-      program: the program; it is not run.
-      overflows: what happened while it was traced.
-      paths: where its equations stand.
-    """
+    """Returns the report of a jaxpr."""
     inspector = _Inspector(paths)
     body = program.jaxpr
     inspector.facts.update((var, describe_argument(var)) for var in body.invars)
@@ -128,11 +116,11 @@ def _inspect_program(program: ClosedJaxpr, overflows: Iterable[_Overflow], paths
 
 
 class _Inspector:
-    """Sees one step after the other.
+    """Visits the steps of a jaxpr in order.
 
     Attributes:
-      facts: what is known of each value.
-      has_half: whether anything in the program is half precision.
+      facts: the known facts of each value.
+      has_half: whether any value so far is in half precision.
     """
 
     def __init__(self, paths: ModulePaths):
@@ -149,13 +137,13 @@ class _Inspector:
         if step.name == "constant":
             self.facts[step.results[0]] = describe_constant(step.operands[0])
             return
-        # What is known of the operands decides what is wrong here, and what is known of the results.
+        # Facts of the operands decide the findings here, and the facts of the results.
         backward = self._find_place(step.scope)[1]
         facts = [find_fact(atom, self.facts) for atom in step.operands]
         for suspicion in check(step, facts, backward):
             self._suspect(suspicion, backward)
         self.facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
-        # A link is nothing that runs: it has no costs. That of a `while` shows that its turns are not known.
+        # A link has no costs: it is not an operation. A link of a `while` means an unknown trip count.
         if step.name in ("link", "carry"):
             if step.eqn.primitive.name == "while":
                 self._loops.setdefault(find_line(find_origin(step)))
@@ -164,7 +152,7 @@ class _Inspector:
         self._count(step)
 
     def finish(self, outvars: Sequence[Any]) -> None:
-        """Sees what the program returns, which may be gradients."""
+        """Checks the outputs of the jaxpr, which may be gradients."""
         for atom in outvars:
             fact = find_fact(atom, self.facts)
             if fact.summed is not None:
@@ -219,7 +207,7 @@ def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> No
 
 
 def _name_dtype(step: Step) -> str:
-    """The dtype that a step runs in: the widest floating one that it reads, or else makes."""
+    """Returns the widest floating dtype that a step reads, or else makes."""
     if step.name == "convert_element_type":
         return f"{step.operands[0].aval.dtype}->{step.results[0].aval.dtype}"
     for atoms in (step.operands, step.results):

@@ -1,4 +1,4 @@
-"""The rules of an audit: what is wrong with a step, if anything."""
+"""The rules of an audit: each finds one problem of a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,14 +30,7 @@ from ._facts import FLOAT32, Fact
 
 
 class Suspicion(NamedTuple):
-    """A finding that has yet to be described.
-
-    Attributes:
-      id: its name.
-      step: where it was met.
-      detail: what was met there.
-      dtypes: the dtypes that take part.
-    """
+    """A finding before it is described: its name, the step, a detail, and the dtypes that take part."""
 
     id: str
     step: Step
@@ -52,10 +45,10 @@ _SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is bett
 
 
 def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """Finds what is wrong with a step, given what is known of its operands.
+    """Yields the suspicions of a step, given the facts of its operands.
 
-    JAX writes the backward pass: it transposes the forward operations. There a check looks only for what the user can
-    change: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
+    JAX writes the backward pass by transposing forward operations. There, only findings that a user can change are
+    checked: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
     """
     if not backward:
         yield from _check_gradient_sum(step, facts)
@@ -67,14 +60,14 @@ def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspici
 
 
 def _check_gradient_sum(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
-    """The gradient of a weight that was summed in half: the first step outside of the backward pass uses it."""
+    """Finds gradients that were summed in half precision, at the first use outside the backward pass."""
     for atom, fact in zip(step.operands, facts, strict=True):
         if fact.summed is not None:
             yield suspect_half_gradient(fact, atom)
 
 
 def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
-    """Suspects a gradient that was summed in half precision, at the cast of its weight if there was one."""
+    """Suspects a gradient summed in half precision, at the cast of its weight if there is one."""
     summed: Any = fact.summed
     dtype = float_dtype(summed.results[0])
     uses = "the rows that were looked up" if summed.name.startswith("scatter") else "several uses"
@@ -82,7 +75,7 @@ def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
 
 
 def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
-    """A half operand that the very call that computes has widened, which strict dtype promotion would refuse."""
+    """Finds a half operand that the same call upcast: strict dtype promotion would refuse it."""
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
     # Which float32 operand of the call could as well be half?
@@ -93,7 +86,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
     for atom, fact in zip(step.operands, facts, strict=True):
         half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
         if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
-            if is_called_by_library(find_origin(step)):  # a layer that mixes dtypes knows what it does
+            if is_called_by_library(find_origin(step)):  # a library layer mixes dtypes on purpose
                 return
             through = f"{half} becomes float32 through {given[0].given}"
             yield Suspicion("accidental-promotion", step, through, (half, FLOAT32))
@@ -101,7 +94,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
 
 
 def _is_needlessly_wide(atom: Atom, fact: Fact) -> bool:
-    """Whether an operand is float32 because it was given or made so, and half precision could hold it."""
+    """True if an operand was given or made as float32, and half precision could hold it."""
     if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
         return False
     return not isinstance(atom, Literal) or atom.val == 0 or _SMALLEST <= abs(atom.val) <= _LARGEST
@@ -227,7 +220,7 @@ def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterat
 
 
 def _is_only_added(carry: Atom, total: Atom, body: Jaxpr) -> bool:
-    """Whether a loop uses a carry for nothing but a sum that it returns."""
+    """True if a loop uses a carry only for a sum that it returns."""
     uses = sum(carry is atom for eqn in body.eqns for atom in eqn.invars)
     return uses == 1 and any(atom is total for atom in body.outvars)
 

@@ -1,4 +1,4 @@
-"""The facts that an audit keeps of each value: where it comes from, and what it is."""
+"""The facts that an audit keeps of each value: its origin and its kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """Facts of a value.
 
     Attributes:
       given: where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument
@@ -47,26 +47,26 @@ UNKNOWN = Fact()
 
 
 def find_fact(atom: Atom, environment: dict[Var, Fact]) -> Fact:
-    """What is known of a variable or literal."""
+    """Returns the facts of a variable or literal."""
     if isinstance(atom, Literal):
         return Fact(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
 
 
 def describe_argument(var: Var) -> Fact:
-    """What is known of an argument of the program."""
+    """Returns the facts of an argument of the jaxpr."""
     return Fact(given=ARGUMENT if is_float(var) else OWN)
 
 
 def describe_constant(value: Any) -> Fact:
-    """What is known of an array that a program closes over."""
+    """Returns the facts of a constant of the jaxpr."""
     if isinstance(value, Tracer) or not hasattr(value, "dtype"):
         return Fact(given=ARGUMENT)
     return Fact(given=CONSTANT, constants=(value,))
 
 
 def derive_facts(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
-    """What is known of each result of a step."""
+    """Returns the facts of each output of a step."""
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
@@ -101,7 +101,7 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 
 
 def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
-    """The step that summed a gradient in half, now or before: what was lost stays lost.
+    """Returns the step that summed a gradient in half precision, now or earlier; the loss remains.
 
     A scatter sums rows of an activation's gradient, which is a sum itself wherever a residual stream forks: what it
     reads does not count. A scatter in order sums nothing, for each row was looked up once.
@@ -119,7 +119,7 @@ def _follow_conversion(step: Step, fact: Fact) -> Fact:
     if source is None:
         return Fact(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = find_narrowest([fact.narrowest, target]) if fact.made else None
-    # Widening loses nothing. It is remembered, for what is narrowed again, or was widened to compute with.
+    # An upcast loses nothing. It is remembered, to find values that are cast down again or were upcast to compute with.
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)
     return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
@@ -130,20 +130,20 @@ def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
     floats = [fact for atom, fact in pairs if is_float(atom)]
     if not floats:
         made = "iota" if any(fact.made == "iota" for fact in facts) else ""
-        # What a loop carries may be made of more in its later turns.
+        # A carry may depend on more values in later iterations.
         return Fact(given="" if step.name == "carry" else _join_origins(facts), made=made)
     if step.name == "carry":
         return Fact(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:
         return floats[0]
-    # Of several values that become one, what the program computed says more than what it was given.
+    # Of several values that become one, a computed value says more than an argument.
     first = next((fact for fact in floats if not fact.given), floats[0])
     constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
     return first._replace(given=_join_origins(floats), constants=constants)
 
 
 def _join_origins(facts: Sequence[Fact]) -> str:
-    """Where a value comes from that is made of several."""
+    """Returns the origin of a value that is made of several."""
     kinds = {fact.given for fact in facts}
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
@@ -194,7 +194,7 @@ def _recognize_sum(step: Step, facts: Sequence[Fact]) -> str:
 
 
 def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
-    """Keeps the name of what is summed, negated, or added to or scaled by a constant or mask.
+    """Keeps the name of an operand that is summed, negated, or added to or scaled by a constant or mask.
 
     A variance keeps its name, too: it is a difference of squares.
     """

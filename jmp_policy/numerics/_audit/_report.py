@@ -1,4 +1,4 @@
-"""What an audit can find, and the report of what it found: a table of operations, and findings."""
+"""The findings of an audit, and its report: a table of operations, and findings."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from ..._jaxpr import REMEDY
 from ...report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
 
 MOST_ROWS = 60
-"""A table shows so many rows: `AuditReport.rows` has the others."""
+"""Maximum number of rows to print; `AuditReport.rows` has all of them."""
 
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
@@ -29,7 +29,7 @@ FINDINGS = {
     "infinite-constant": "a finite constant that is infinite in half precision",
     "half-all-reduce": "a sum over devices in half precision",
 }
-"""The names of findings, and what each is."""
+"""The names of findings, and their descriptions."""
 
 REMEDIES = {
     "float32-matmul": "cast what it reads, or give the layer a dtype",
@@ -59,9 +59,9 @@ class AuditRow:
       operation: the name of the primitive.
       dtype: the widest floating dtype that they read; of a conversion, `"float32->bfloat16"`.
       backward: whether they belong to a backward pass.
-      count: how many there are; in a loop, for all its turns.
-      flops: additions and multiplications, of all turns and devices.
-      bytes: what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
+      count: the number of operations, in all iterations of a loop.
+      flops: additions and multiplications, of all iterations and devices.
+      bytes: the sum of their inputs and outputs: an upper bound, since XLA fuses operations.
 
     >>> from jmp_policy.numerics import AuditReport, AuditRow
     >>> product = AuditRow("head", "dot_general", "bfloat16", backward=False, count=2, flops=768, bytes=272)
@@ -84,16 +84,16 @@ class AuditRow:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The matrix products or convolutions of one line of the source, in one dtype and place; without outer products.
+    """The matmuls or convolutions of one source line, in one dtype and place; outer products do not count.
 
     Attributes:
       operation: the name of the primitive.
-      dtypes: the dtypes that it reads.
-      dtype: the widest of them, which is what it runs in.
+      dtypes: the dtypes of its operands.
+      dtype: the widest of them, in which it runs.
       source: the user's line that it comes from.
       path: the module names and `jax.named_scope`s around it, joined by `/`.
       backward: whether it belongs to a backward pass.
-      count: how many there are; a line in a loop, or in a function that is called again, has many.
+      count: the number of matmuls; a line in a loop, or in a function that is called again, has many.
       flops: additions and multiplications of all of them.
 
     >>> from jmp_policy.numerics import AuditReport, Matmul
@@ -116,16 +116,16 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is likely to lose numbers, or time.
+    """A likely loss of precision or time.
 
     Attributes:
       id: its name, a key of `numerics.FINDINGS`.
-      message: what was met, and what would mend it.
+      message: a description, and a fix.
       source: the user's line that it comes from, `"file.py:12 (function)"`.
       path: the module names and `jax.named_scope`s around it, joined by `/`.
       dtypes: the dtypes that take part.
-      backward: whether it was met in a backward pass.
-      count: how many equations of that line have it.
+      backward: whether it is in a backward pass.
+      count: the number of equations of that line that have it.
 
     >>> from jmp_policy.numerics import Finding
     >>> message = "an exponential in float16, which overflows at 11.1 (exp); cast to float32 first"
@@ -149,13 +149,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AuditReport(Report):
-    """What `numerics.audit` found: a table in a terminal, and in a notebook.
+    """Result of `numerics.audit`: a table in a terminal, and in a notebook.
 
     Attributes:
       rows: one for each place, operation and dtype, in the order of the program.
-      findings: what is likely to lose numbers or time, in the order of the program.
-      matmuls: the matrix products and convolutions.
-      uncounted_loops: the lines of `while` loops, whose operations are counted for one turn.
+      findings: likely losses of precision or time, in the order of the program.
+      matmuls: the matmuls and convolutions.
+      uncounted_loops: the lines of `while` loops, whose operations are counted for one iteration.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
@@ -175,36 +175,36 @@ class AuditReport(Report):
 
     @property
     def flops(self) -> int:
-        """The additions and multiplications of all rows."""
+        """Additions and multiplications of all rows."""
         return sum(row.flops for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """The bytes of all rows."""
+        """Bytes of all rows."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def matmul_shares(self) -> dict[str, float]:
-        """By dtype, the share of the flops of `matmuls` that run in it."""
+        """Share of the flops of `matmuls`, by dtype."""
         work = dict.fromkeys((matmul.dtype for matmul in self.matmuls), 0)
         for matmul in self.matmuls:
             work[matmul.dtype] += matmul.flops
-        total = max(1, sum(work.values()))  # an empty matrix is no work
+        total = max(1, sum(work.values()))  # an empty matrix has no flops
         return {dtype: flops / total for dtype, flops in work.items()}
 
     def assert_matmuls_in(self, dtype: DTypeLike) -> None:
-        """Checks that every matrix product and convolution runs in a dtype, forward and backward.
+        """Checks that every matmul and convolution runs in a dtype, forward and backward.
 
         Args:
-          dtype: anything that `get_policy` reads as a dtype.
+          dtype: any spelling of a dtype that `get_policy` reads.
 
         Raises:
-          AssertionError: one runs in another dtype, and the message has its line; or the program has none.
+          AssertionError: one runs in another dtype, and the message has its line; or there is none.
           ValueError: `dtype` is not a floating dtype.
         """
         wanted = str(parse_dtype(dtype))
         if not self.matmuls:
-            raise AssertionError(f"There is no matrix product or convolution, in {wanted} or any other dtype.")
+            raise AssertionError(f"The program has neither a matmul nor a convolution, in {wanted} or another dtype.")
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
             lines = "".join(f"\n  {escape_controls(_describe_matmul(matmul), keep='')}" for matmul in others)
@@ -212,11 +212,11 @@ class AuditReport(Report):
             raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
-        """Checks that the audit found nothing of the given names; without a name, that it found nothing at all.
+        """Checks that the audit has no finding of these names, or no finding at all if called without names.
 
         Raises:
-          AssertionError: it did; the message has the lines.
-          ValueError: `numerics.FINDINGS` lacks a name.
+          AssertionError: there is a finding; the message has the lines.
+          ValueError: a name is not in `numerics.FINDINGS`.
         """
         for name in ids:
             if name not in FINDINGS:
@@ -227,7 +227,7 @@ class AuditReport(Report):
             raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{lines}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        """Returns the report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "findings": [_make_plain(finding) for finding in self.findings],
@@ -237,7 +237,7 @@ class AuditReport(Report):
             "bytes": self.bytes,
         }
 
-    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+    def __repr__(self) -> str:  # one line, since a console prints it
         counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
@@ -272,7 +272,7 @@ def _make_plain(entry: Finding | Matmul) -> dict[str, Any]:
 
 
 def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
-    """A row for each dtype that matmuls run in: how many of them there are, and their work."""
+    """Returns a table with the number and work of matmuls in each dtype."""
     total = sum(matmul.flops for matmul in matmuls)
     rows = []
     for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
@@ -298,8 +298,7 @@ def _make_row_table(rows: Iterable[AuditRow]) -> Table:
         )
         for row in rows
     ]
-    headings = [cell[0] or "(no module)" for cell in cells]
-    return Table([*map(Column, texts), *map(_number_column, numbers)], cells, headings=headings)
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
 
 
 def _number_column(header: str) -> Column:
@@ -307,6 +306,6 @@ def _number_column(header: str) -> Column:
 
 
 def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:
-    """The rows that cost most, in the order of the program."""
+    """Returns the rows with the most flops, in the order of the program."""
     dearest = set(sorted(rows, key=lambda row: (-row.flops, -row.bytes))[:MOST_ROWS])
     return [row for row in rows if row in dearest]

@@ -1,4 +1,4 @@
-"""What holds where in a model, and what happened there when it was traced: the result of `jmp_policy.explain`."""
+"""`jmp_policy.explain`: the policy of each module of a model, and the dtypes of a traced call."""
 
 from ._explanation import Explanation as Explanation, Row as Row
 from ._operations import explain as explain

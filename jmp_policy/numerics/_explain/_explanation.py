@@ -1,4 +1,4 @@
-"""The explanation: a row per module, what was amiss with the rules, and totals."""
+"""The explanation: a row per module, notes on the rules, and totals."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ from ...report import (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What holds at one module, and which dtypes were seen there.
+    """The policy of one module, and the dtypes that were seen there.
 
     Attributes:
       path: the module names joined by `/`; the root's is the empty string.
@@ -77,7 +77,7 @@ class Row:
     output_cast: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain strings, numbers and lists."""
+        """Returns the fields as plain strings, numbers and lists."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         return plain | {"policy": None if self.policy is None else self.policy.name}
@@ -85,7 +85,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Report):
-    """What `jmp_policy.explain` found: a table in a terminal, and in a notebook.
+    """Result of `jmp_policy.explain`: a table in a terminal, and in a notebook.
 
     Attributes:
       rows: one for each module, the root first.
@@ -115,16 +115,16 @@ class Explanation(Report):
 
     @property
     def total_bytes(self) -> int:
-        """The size of all parameters."""
+        """Size of all parameters."""
         return sum(row.param_bytes for row in self.rows)
 
     @property
     def float32_bytes(self) -> int:
-        """Their size if they were float32."""
+        """Size of all parameters if they were float32."""
         return sum(row.float32_bytes for row in self.rows)
 
     def __getitem__(self, path: str) -> Row:
-        """The row of the module at a path.
+        """Returns the row of the module at a path.
 
         Raises:
           KeyError: no row has this path.
@@ -132,7 +132,7 @@ class Explanation(Report):
         return find_row(self.rows, path, "module", "explained")
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        """Returns the explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
         return {
             "rows": [row.to_dict() for row in self.rows],
             "unused": list(self.unused),
@@ -141,7 +141,7 @@ class Explanation(Report):
             "float32_bytes": self.float32_bytes,
         }
 
-    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+    def __repr__(self) -> str:  # one line, since a console prints it
         return f"<Explanation: {len(self.rows)} modules; print it for the table>"
 
     def _list_tables(self, width: int | None) -> list[Table]:
@@ -157,7 +157,7 @@ class Explanation(Report):
         whole = _make_module_table(rows, ["module", "type", "policy", *_HEADERS, *quantization], module=indent)
         if is_fitting(whole, width):
             return [whole]
-        # A narrow terminal has a table of the policies, and one of what was quantized. Where there is no room even for
+        # A narrow terminal has a table of the policies, and one of quantized weights. Where there is not room even for
         # the rules, that table has their names, and the one of the modules has numbers.
         numbers = {} if is_fitting(modules, width) else _number_rules(rows)
         modules = _make_module_table(rows, headers, gap=1, module=indent, rule=lambda row: _name_rule(row, numbers))
@@ -169,7 +169,7 @@ class Explanation(Report):
 
 
 Rule = tuple[str, Policy | None]
-"""Where a policy came from, and the policy."""
+"""The source of a policy, and the policy."""
 
 _HEADERS = ("rule", "param", "in", "compute", "out", "bytes")
 """The columns of every table of modules."""
@@ -189,7 +189,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "quantization": lambda row: row.quantization,
     "leaks into": lambda row: ", ".join(map(name_place, row.leaks_into)),
 }
-"""By column: what it says of a module."""
+"""By column: the text for a module."""
 
 
 def _describe_computation(row: Row) -> str:
@@ -200,15 +200,15 @@ def _describe_computation(row: Row) -> str:
 def _make_module_table(
     rows: Sequence[Row], headers: Sequence[str], gap: int = 2, **cells: Callable[[Row], str]
 ) -> Table:
-    """A row for each module, in whose columns stands what `_CELLS` or the arguments of their names say."""
+    """Returns a table of modules; `cells` replaces functions of `_CELLS`."""
     columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
     said = _CELLS | cells
     texts = [[said[header](row) for header in headers] for row in rows]
-    return Table(columns, texts, gap, headings=[_name_module(row) for row in rows])
+    return Table(columns, texts, gap)
 
 
 def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
-    """A row for each rule and its policy."""
+    """Returns a table of rules and their policies."""
     counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
     cells = [
         (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
@@ -227,7 +227,7 @@ def _name_rule(row: Row, numbers: Mapping[Rule, int]) -> str:
 
 
 def _make_quantization_table(rows: Sequence[Row]) -> Table:
-    """A row for each thing that became of a weight."""
+    """Returns a table of formats, and of reasons why a weight is not quantized."""
     places: dict[str, list[str]] = {}
     for row in rows:
         if row.quantization:
@@ -237,7 +237,7 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
 
 
 def _indent(row: Row, paths: set[str]) -> str:
-    """The path of a module, without what the row of the module around it says already; marked if it has a note."""
+    """Returns the path of a module, indented below its parent; marked if it has a note."""
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
     name = _name_module(row)
     return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
@@ -255,7 +255,7 @@ def _describe_bytes(explanation: Explanation) -> str:
 
 
 def _describe_leaks(explanation: Explanation) -> list[str]:
-    """A sentence for each rule whose modules leak."""
+    """Returns a sentence for each rule whose modules leak."""
     by_rule: dict[tuple[str, Policy | None], list[Row]] = {}
     for row in explanation.rows:
         if row.leaks_into:
@@ -276,7 +276,7 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
 
 
 def _describe_output_casts(explanation: Explanation) -> list[str]:
-    """A sentence for each module whose wide result the root casts."""
+    """Returns a sentence for each module whose float32 output the root casts down."""
     return [
         f"{row.path} returns {shorten_dtypes(row.output_dtypes)}, and the output dtype of the whole model casts it to "
         f"{shorten_dtypes((row.output_cast,))}; give the model an output dtype of {row.output_dtypes[0]} to keep it"
@@ -286,7 +286,7 @@ def _describe_output_casts(explanation: Explanation) -> list[str]:
 
 
 def _describe_half_sums(explanation: Explanation) -> list[str]:
-    """A sentence for each sum."""
+    """Returns a sentence for each sum."""
     by_sum: dict[str, list[str]] = {}
     for row in explanation.rows:
         for half_sum in row.half_sums:

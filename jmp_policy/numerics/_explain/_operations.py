@@ -27,12 +27,7 @@ A `link` joins a value in a body to one around it, a `carry` a value around a lo
 
 
 class OperandInfo(NamedTuple):
-    """What an operation reads or makes.
-
-    Attributes:
-      key: tells it from other values; `None` for a literal.
-      dtype: its dtype if it is floating, else `None`.
-    """
+    """An operand or result: a key that identifies the value (None for a literal), and its dtype if floating."""
 
     key: int | None
     dtype: np.dtype | None
@@ -45,9 +40,9 @@ class Operation:
     Attributes:
       name: the name of the primitive.
       scope: the `jax.named_scope`s around it, outermost first, joined by `/`.
-      operands: what it reads.
-      results: what it makes.
-      half_sum: the sum or product of many numbers that it takes in half precision, if it is one.
+      operands: its inputs.
+      results: its outputs.
+      half_sum: the sum or product of many elements that it takes in half precision, if it is one.
     """
 
     name: str
@@ -58,19 +53,15 @@ class Operation:
 
     @property
     def computes(self) -> bool:
-        """Whether it does arithmetic, other than that of rounding into a quantized format."""
+        """True if it does arithmetic other than rounding into a quantized format."""
         return self.name not in STRUCTURAL and ROUNDING_SCOPE not in self.scope
 
 
 def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
-    """The operations of a program in order, also in the bodies of jit, scan, cond, remat and custom rules.
+    """Yields the operations of a jaxpr in order, also in sub-jaxprs of jit, scan, cond, remat and custom rules.
 
-    A body stands for itself once, where it is called, and `link`s join its values to the ones around it. A value that
-    goes around a loop is not followed to the next turn.
-
-    Args:
-      jaxpr: the program; its values are told apart by identity, so keep it alive.
-      scope: the scopes around the program.
+    `link`s join the values of a sub-jaxpr to those around it. Values that a loop carries are not followed to the next
+    iteration. Values are identified by id, so the jaxpr must stay alive.
 
     >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
@@ -97,7 +88,7 @@ def _floating_dtype(aval: Any) -> np.dtype | None:
 
 
 def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
-    """The dtypes that the operations in each module's own code read, by path; conversions do not count."""
+    """Returns, by path, the dtypes that the operations in a module's own code read; conversions do not count."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
         path = read_path(operation.scope)
@@ -109,7 +100,7 @@ def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str,
 
 
 def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
-    """The dtypes that the operations in each module's own code make, by path; conversions count."""
+    """Returns, by path, the dtypes that the operations in a module's own code make; conversions count."""
     found: dict[str, set[str]] = defaultdict(set)
     for operation in program:
         path = read_path(operation.scope)
@@ -119,7 +110,7 @@ def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
 
 
 def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
-    """The sums and products of many numbers that each module's own code takes in half precision, by path."""
+    """Returns, by path, the long sums and products that a module's own code takes in half precision."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
         path = read_path(operation.scope)
@@ -129,15 +120,10 @@ def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
-    """What became of the weight of a module, as `Row.quantization` says it.
+    """Returns `Row.quantization` of a module, from the dtypes that its operations read and made.
 
-    A layer whose weight fits 8 bits need not have multiplied in them: that depends on its inputs, and on the code of
-    an author's subclass. Only its operations show it.
-
-    Args:
-      module: what holds at it.
-      computed: the dtypes that its operations read; conversions do not count.
-      made: the dtypes that its operations made; conversions count.
+    A layer with an 8-bit weight need not multiply in 8 bits: that depends on its inputs, and on the code of a subclass.
+    Only its operations show it.
     """
     format = None if module.policy is None else module.policy.quantization
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
@@ -153,21 +139,16 @@ def _has_float8(dtypes: Collection[str]) -> bool:
 
 
 Marks = dict[int | None, frozenset[str]]
-"""By value: the named modules whose wide results it is made of."""
+"""By value: the named modules whose wide outputs it is made of."""
 
 
 def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
-    """Finds, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
+    """Returns, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
 
-    A rule such as `"norm": "float32"` makes a module return float32. A layer of Flax's that takes it narrows it, but
-    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So what a named
-    module returns gets its mark. The mark passes through every operation that keeps the dtype; a conversion that the
-    author wrote takes it away. Arithmetic with a marked operand is a leak, where it stands in the code of a module
-    that is meant to compute in a narrower dtype.
-
-    Args:
-      program: the operations in order.
-      modules: what holds at each path.
+    A rule such as `"norm": "float32"` makes a module return float32. A Flax layer casts it down, but in the user's
+    code, such as a residual sum, promotion makes all later values float32. So the output of a named module gets a mark.
+    The mark passes through operations that keep the dtype; an explicit conversion removes it. Arithmetic with a marked
+    operand is a leak if it is in the code of a module with a narrower compute dtype.
     """
     marks: Marks = {}
     found: dict[str, dict[str, None]] = defaultdict(dict)
@@ -178,7 +159,7 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
             for value in operation.operands:
                 for source in _find_leaking_modules(marks.get(value.key, frozenset()), path, value, modules[path]):
                     found[source][path] = None
-        # Its results keep the marks of its operands, and get those of the named modules that it stands in.
+        # Its results keep the marks of its operands, and get the marks of the named modules around it.
         sources = _find_named_around(path, modules)
         for value in operation.results:
             marks[value.key] = _pass_on(operation, value, marks) | sources
@@ -186,13 +167,7 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
 
 
 def find_output_casts(jaxpr: Jaxpr, program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, str]:
-    """Finds the named modules whose wide result the root casts to its own output dtype, by path, and that dtype.
-
-    Args:
-      jaxpr: the program.
-      program: its operations in order.
-      modules: what holds at each path.
-    """
+    """Returns the output dtype of the root, by path of the named modules whose wide output it casts down."""
     outputs = {id(variable) for variable in jaxpr.outvars}
     marks: Marks = {}
     found: dict[str, str] = {}
@@ -209,7 +184,7 @@ def find_output_casts(jaxpr: Jaxpr, program: Iterable[Operation], modules: Mappi
 
 
 def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
-    """The modules whose wide result the code at a path computes with, other than those that it is part of."""
+    """Returns the marks of an operand that are wider than the compute dtype at a path, except those around it."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:
         return ()
     if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
@@ -225,18 +200,13 @@ def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozens
 
 
 def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
-    """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
+    """Returns the modules around an operation that a rule, a policy or an author's dtype names, but not the root."""
     around = list_paths_to(path or "")[1:]
     return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
 
 
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
-    """Makes the explanation of a model.
-
-    Args:
-      model: what its adapter knows of it.
-      observation: what was seen while it was traced.
-    """
+    """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
     program = list(walk_operations(observation.program))
     computed, made, summed = collect_compute_dtypes(program), collect_made_dtypes(program), collect_half_sums(program)
@@ -269,7 +239,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
 
 
 def _widen(module: ModuleInfo) -> ModuleInfo:
-    """What holds at a module that runs inside of `force_full_precision`, whatever its policy says."""
+    """Applies `force_full_precision` to a module."""
     if module.policy is None or module.rule == WRITTEN:
         return module
     with IN_FULL_PRECISION(True):
@@ -278,7 +248,7 @@ def _widen(module: ModuleInfo) -> ModuleInfo:
 
 
 def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:
-    """The paths in the order of their first calls, and what is inside a module right after it."""
+    """Returns the paths in the order of their first calls, each followed by the modules inside."""
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
 
     def key(path: str) -> list[int]:
@@ -292,7 +262,7 @@ def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> in
 
 
 def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
-    """Says what holds at each module of a Flax model: policy, rule, and the dtypes that are seen when it is called.
+    """Returns the policy, the rule, and the dtypes of a traced call, for each module of a Flax model.
 
     The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
     without allocating it. A linen module is initialised abstractly; an nnx module is copied, and `nnx.eval_shape`
@@ -303,7 +273,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     Args:
       model: a linen or nnx module, with a policy or without.
       *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
-        such as a Python bool, is passed on as it is.
+        such as a Python bool, is passed on unchanged.
       method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
       rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
         nnx, the argument `rngs` of the method.
@@ -313,7 +283,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
       An `Explanation`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
 
     Raises:
-      TypeError: `model` is not a Flax module. What the model itself raises comes through.
+      TypeError: `model` is not a Flax module. Errors of the model itself propagate.
 
     >>> import jax, jmp_policy as jmp
     >>> from flax import linen as nn

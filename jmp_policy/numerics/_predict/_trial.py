@@ -54,7 +54,7 @@ class LayerPlace(NamedTuple):
     backward: bool = False
 
 
-class _Mark(NamedTuple):
+class _LayerState(NamedTuple):
     """The module that made a value, if any, and whether the value stays float32 until it is used."""
 
     module: str | None = None
@@ -129,8 +129,8 @@ class LayerRule(Rule):
 
     def _leave(self, kind: AbstractValue) -> np.dtype | None:
         """Dtype of a value outside the outermost module."""
-        mark = kind.mark
-        if mark is None or mark.module is None:
+        state = kind.state
+        if state is None or state.module is None:
             return kind.dtype
         outermost = next(outer for outer in list_paths_to(state.module) if outer in self._types)
         return self._policy_at(outermost).output_dtype or kind.dtype

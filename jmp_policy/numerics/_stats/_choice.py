@@ -1,4 +1,4 @@
-"""The request of a user of `collect`, and the values of the program that it measures."""
+"""Reads the arguments of `collect`, and chooses the values of a jaxpr to measure."""
 
 import dataclasses
 import functools
@@ -27,24 +27,18 @@ from ..._jaxpr import (
     sub_jaxprs,
     walk,
 )
-from ._measure import Meter
+from ._measure import StatsSpec
 from ._row import Direction, Layout
 from ._what_if import parse_format
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
-"""What `of` may name."""
+"""The values of `of`."""
 
 MATMUL, ALL = "matmuls", "all"
 
 
 class Place(NamedTuple):
-    """Where an equation stands, as far as a choice depends on it.
-
-    Attributes:
-      direction: the pass that it belongs to.
-      path: its module path; left empty where no pattern is chosen, so that a body that is called at two paths is
-        copied once.
-    """
+    """Pass and module path of an equation. Without patterns the path is empty: a sub-jaxpr is then copied once."""
 
     direction: Direction = "forward"
     path: str = ""
@@ -52,13 +46,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which values are measured. A value is, if its operation, its path and its pass are all chosen.
+    """The values to measure: those whose operation, path and pass are all chosen.
 
     Attributes:
-      operations: `"matmuls"` and names of primitives; none stands for all.
-      patterns: patterns of paths; none stands for all.
+      operations: `"matmuls"` and names of primitives; empty for all.
+      patterns: patterns of paths; empty for all.
       passes: some of `PASSES`.
-      modules: what tells the paths of modules from other names, where there are patterns.
+      modules: distinguishes the paths of modules from other names, where there are patterns.
     """
 
     operations: frozenset[str]
@@ -67,13 +61,13 @@ class Choice:
     modules: Modules
 
     def find_place(self, outer: Place, eqn: JaxprEqn) -> Place:
-        """The place of an equation in a body that stands at `outer`."""
+        """Returns the place of an equation in a sub-jaxpr at `outer`."""
         direction = find_direction(name_stack(eqn), outer.direction)
         path = _read_paths(self.modules).find(outer.path, eqn) if self.patterns else ""
         return Place(direction, path)
 
     def list_measured(self, eqn: JaxprEqn, place: Place) -> Sequence[int]:
-        """Which results of an equation are measured."""
+        """Returns the indices of the outputs of an equation to measure."""
         if place.direction not in self.passes or is_recorded(eqn) or not self._is_operation_chosen(eqn):
             return ()
         if self.patterns and not any(_covers(pattern, place.path) for pattern in self.patterns):
@@ -81,7 +75,7 @@ class Choice:
         return [i for i, var in enumerate(eqn.outvars) if float_dtype(var) is not None and not _is_dropped(var)]
 
     def _is_operation_chosen(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation, or one inside of what is not entered, is of a chosen operation."""
+        """True if the operation of an equation, or of one in its sub-jaxprs, is chosen."""
         return not self.operations or any(self._is_chosen(inner) for inner in _list_inner(eqn))
 
     def _is_chosen(self, eqn: JaxprEqn) -> bool:
@@ -92,17 +86,7 @@ class Choice:
 
 
 def make_choice(where: Sequence[str], of: Iterable[str], program: Jaxpr, modules: Modules) -> Choice:
-    """Reads what a user chose of a program.
-
-    Args:
-      where: `"matmuls"`, `"all"`, names of primitives, and patterns of paths.
-      of: some of `PASSES`.
-      program: the program: it tells a primitive from a pattern.
-      modules: the modules that it calls. Their classes are left out: what chooses outlives them.
-
-    Raises:
-      ValueError: the program has nothing of a name; the message has the nearest that it has.
-    """
+    """Reads `where` and `of` for a jaxpr; a name that it lacks is a ValueError with the nearest one that it has."""
     named = modules._replace(types=())
     operations, patterns = set[str](), []
     others = [entry for entry in where if entry not in (MATMUL, ALL)]
@@ -118,7 +102,7 @@ def make_choice(where: Sequence[str], of: Iterable[str], program: Jaxpr, modules
 
 
 def _list_names(program: Jaxpr, modules: Modules) -> tuple[set[str], list[str]]:
-    """The primitives of a program, and the paths of its equations with those around them."""
+    """Returns the primitives of a jaxpr, and the paths of its equations and of the modules around them."""
     read = _read_paths(modules).read_stack
     steps = [step for step in walk(program, live_only=True) if step.name not in ("link", "carry", "constant")]
     primitives = {eqn.primitive.name for step in steps for eqn in (step.eqn, *(around for around, _ in step.around))}
@@ -132,7 +116,7 @@ def _check_pattern(entry: str, primitives: Iterable[str], paths: Sequence[str]) 
             return
     except re.error as error:
         raise ValueError(
-            f"where has {entry!r}, which is no pattern: {error}. For example: where=('matmuls', 'encoder/.*')."
+            f"where has {entry!r}, which is not a pattern: {error}. For example: where=('matmuls', 'encoder/.*')."
         ) from None
     near = did_you_mean(entry, [*paths, *sorted(primitives), MATMUL, ALL])
     raise ValueError(
@@ -151,13 +135,13 @@ def _read_paths(modules: Modules) -> ModulePaths:
 
 
 def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation, and all that it runs where it is not entered."""
+    """Returns an equation and those in its sub-jaxprs."""
     steps: Iterable[Step] = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
     return [eqn, *(step.eqn for step in steps if step.name == step.eqn.primitive.name)]
 
 
 def _is_dropped(var: object) -> bool:
-    """Whether a result has no name, because nothing uses it."""
+    """True if an output is unused."""
     return str(var) == "_"
 
 
@@ -166,17 +150,17 @@ LOOPS = ("auto", "split", "merge")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """The arguments of `collect`.
 
     Attributes:
-      meter: what of each tensor.
-      where: which operations and paths.
-      of: which passes, and whether arguments and results.
+      spec: what to measure of each tensor.
+      where: operations and paths.
+      of: passes, and whether arguments and results.
       loops: one of `LOOPS`.
-      every: how many steps lie between two that are measured.
+      every: the number of steps between two measurements.
     """
 
-    meter: Meter
+    spec: StatsSpec
     where: tuple[str, ...]
     of: tuple[str, ...]
     loops: str
@@ -186,19 +170,14 @@ class Request:
 def make_request(
     formats: Any, where: str | Sequence[str], of: str | Sequence[str], histogram: bool, loops: str, every: Any
 ) -> Request:
-    """Reads the arguments of `collect`.
-
-    Raises:
-      TypeError: something that is a string is none.
-      ValueError: a name or a number is none that `collect` knows.
-    """
+    """Reads and checks the arguments of `collect`."""
     names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
-    meter = Meter(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
-    return Request(meter, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
+    spec = StatsSpec(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
+    return Request(spec, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
 
 
 def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
-    """Takes the number of the step off the arguments."""
+    """Removes the step number from the arguments."""
     if every is None:
         return None, args
     step = args[0] if args else None
@@ -245,18 +224,18 @@ _EXAMPLES = {"where": "('matmuls', 'blocks/.*')", "of": "('forward', 'backward')
 
 
 Value = tuple[tuple[int, ...], int]
-"""A value of a program: the identities of the equations around the one that makes it and of that one, outermost first,
-and which of its results it is. An argument of the whole program has no equations."""
+"""A value of a jaxpr: the ids of the equations around the one that makes it and of itself, and the index of its output.
+An argument of the whole jaxpr has no equations."""
 
 
 class ObservedProgram(NamedTuple):
-    """A program, and which of its values the rows of statistics are of.
+    """A traced jaxpr, and the values that the rows of statistics are of.
 
     Attributes:
-      program: its equations, without the arrays that it closes over.
+      program: the jaxpr without its constants.
       modules: the modules that it calls, without their types.
-      types: the types by path, weakly: statistics do not keep a user's classes alive.
-      values: the value of each row; `None` for the result of the whole.
+      types: the types by path, held weakly, so that statistics do not keep a user's classes alive.
+      values: the value of each row; `None` for a result of the whole function.
     """
 
     program: Jaxpr
@@ -265,7 +244,7 @@ class ObservedProgram(NamedTuple):
     values: tuple[Value | None, ...]
 
     def list_types(self) -> dict[str, type]:
-        """The types of modules by path, of those that still exist."""
+        """Returns the types of modules by path, if they still exist."""
         return {path: kind for path, reference in self.types if (kind := reference()) is not None}
 
 
@@ -277,16 +256,7 @@ def remember_program(
     lines: Sequence[RecordedOp],
     results: int,
 ) -> None:
-    """Remembers the program that the rows of a layout are of.
-
-    Args:
-      layout: its rows are of arguments, of operations and of results, in this order.
-      program: the program as it was traced.
-      modules: those that it calls.
-      arguments: which arguments have rows.
-      lines: what the rows of operations are of.
-      results: how many results have rows.
-    """
+    """Remembers the program of a layout, whose rows are of arguments, then of operations, then of results."""
     values: list[Value | None] = [((), i) for i in arguments]
     values += [(identify(line.step.around, line.step.eqn), line.result) for line in lines]
     values += [None] * results
@@ -296,24 +266,24 @@ def remember_program(
 
 
 def remember_part(layout: Layout, whole: Layout, indices: Sequence[int]) -> None:
-    """Remembers the program of a layout that has some of the rows of another."""
+    """Remembers the program of a layout that has the rows of another at these indices."""
     found = _PROGRAMS.get(whole)
     if found is not None:
         _PROGRAMS[layout] = found._replace(values=tuple(found.values[i] for i in indices))
 
 
 def find_program(layout: Layout) -> ObservedProgram | None:
-    """The program of a layout; `None` if this process has not traced it."""
+    """Returns the program of a layout; None if this process has not traced it."""
     return _PROGRAMS.get(layout)
 
 
 def identify(around: Sequence[tuple[Any, Any]], eqn: Any) -> tuple[int, ...]:
-    """The identities of the equations around an equation, and of that one."""
+    """Returns the ids of the equations around an equation, and of itself."""
     return (*(id(outer) for outer, _ in around), id(eqn))
 
 
 def _drop_constants(program: Jaxpr) -> Jaxpr:
-    """A body without the arrays that it closes over: from JAX 0.11 on they are a part of it, and something must be."""
+    """Replaces the constants of a jaxpr by None; from JAX 0.11 on they are a part of it."""
     consts = getattr(program, "consts", ())
     return program.replace(consts=[None] * len(consts)) if consts else program
 

@@ -1,4 +1,4 @@
-"""`numerics.collect`: a program that returns, beside its results, what its tensors look like."""
+"""`numerics.collect`: returns statistics of tensors beside the outputs of a function."""
 
 import dataclasses
 import functools
@@ -37,14 +37,14 @@ from ..._jaxpr import (
 )
 from .._ends import Results, check_function, find_signature, name_arguments, name_results
 from ._choice import Choice, Place, Request, make_choice, make_request, remember_program, take_step
-from ._measure import Look, Meter
+from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
-from ._row import Direction, Layout, Site
+from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MOST_TURNS = 64
-"""Each turn of a loop of at most so many has rows of its own, unless the user says otherwise."""
+"""With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
 
 def collect(
@@ -56,19 +56,19 @@ def collect(
     loops: Literal["auto", "split", "merge"] = "auto",
     every: int | None = None,
 ) -> Callable[..., tuple[Any, Stats]]:
-    """Measures what the tensors of a function look like, and what number formats would do to them.
+    """Measures the tensors of a function, and their losses in number formats.
 
-    The function that it returns is a JAX function like any other: it can be jitted, differentiated, mapped and
-    sharded, and what it measures leaves as a pytree of arrays, without a callback. Compose it around the gradient,
-    `collect(jax.value_and_grad(loss_fn))`, to see the backward pass too.
+    The returned function can be jitted, differentiated, mapped and sharded. Its statistics are a pytree of arrays, made
+    without a callback. Compose it around the gradient, `collect(jax.value_and_grad(loss_fn))`, to measure the backward
+    pass too.
 
-    A row is one tensor. XLA fuses an operation that is looked at differently, so that results may differ in their last
-    bits. Pallas kernels and functions with derivatives of their own (`jax.custom_vjp`) are operations: what they return
-    has a row, if they do what is chosen, and what is inside has none. Devices of a `shard_map` are one row together, of
-    which each counts its own copy of a replicated value, and so are the turns of a `while`.
+    A row is one tensor. Outputs may differ in their last bits, since XLA fuses a measured operation differently. Pallas
+    kernels and functions with a `jax.custom_vjp` are operations: their outputs have a row if the operation is chosen,
+    and values inside have none. The devices of a `shard_map` share a row, and each counts its copy of a replicated
+    value. The iterations of a `while` share a row too.
 
-    Statistics of each step cost two passes over what is measured (`benchmarks/numerics.py`). `every=100` pays that in
-    one step of a hundred. Two compiled functions, of which the host chooses one, cost nothing on the other steps:
+    Each measured step makes two more passes over the tensors (`benchmarks/numerics.py`), and `every=100` measures one
+    step in a hundred. With two compiled functions, the other steps cost nothing:
 
         observed, plain = jax.jit(collect(train_step)), jax.jit(train_step)
         for step, batch in enumerate(batches):
@@ -80,27 +80,27 @@ def collect(
 
     Args:
       fun: any function of trees of arrays, with modules of linen or nnx, or without.
-      formats: what to measure the tensors for: names of dtypes; `"int8"` and `"int4"`; and `"mxfp8"`, `"mxfp8_e5m2"`,
-        `"mxfp4"` and `"nvfp4"`. The block size of the latter, along the last axis, may follow, as in `"int4/32"`.
+      formats: names of dtypes; `"int8"` and `"int4"`; and `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"` and `"nvfp4"`. The block
+        size along the last axis may follow the name of a block-scaled format, as in `"int4/32"`.
       where: `"matmuls"` (with convolutions), `"all"` operations, the names of primitives such as `"exp"`, and patterns
-        of paths, which cover what is inside of them as keys of a `PolicyMap` do. Of several, operations add up and
-        so do paths, and a value is measured where both are chosen: `("matmuls", "blocks/.*")`.
+        of paths, which cover modules inside as keys of a `PolicyMap` do. A value is measured if one of the operations
+        and one of the patterns match: `("matmuls", "blocks/.*")`.
       of: some of `"forward"`, `"recomputed"` (by a remat), `"backward"`, and the `"arguments"` and `"results"` of the
-        whole function, by their paths in its trees: gradients are told apart by those. `where` does not choose among
-        the last two.
-      histogram: whether to count the numbers of each exponent.
-      loops: of `scan`, `"split"` gives each turn its own rows, and `"merge"` gives all turns one. `"auto"` splits loops
-        of at most 64 turns.
-      every: measures each so many steps only; the returned function then takes the number of the step before its other
-        arguments, an integer that may be traced. Another step runs as without `collect`, and its rows are empty.
+        whole function, which have the paths of its trees. `where` does not apply to the last two.
+      histogram: whether to count the elements at each exponent.
+      loops: `"split"` gives each iteration of a `scan` its own rows, and `"merge"` one row to all. `"auto"` splits
+      loops
+        of at most 64 iterations.
+      every: measures every n-th step only. The returned function then takes the step number, an integer that may be
+        traced, before its other arguments. Other steps run as without `collect`, and their rows are empty.
 
     Returns:
-      A function of the same arguments that returns `(out, stats)`: what `fun` returns, and a `Stats`.
+      A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: a format, a pass or a way with loops is unknown; when called, `where` matches nothing, or `autocast`
-        is around it, which changes dtypes afterwards: put it inside, `collect(autocast(fun))`.
+      ValueError: a format, a pass or a value of `loops` is unknown. When called: `where` matches nothing, or `autocast`
+        is around it and would change dtypes afterwards; write `collect(autocast(fun))`.
 
     Source: the histograms are those of Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
@@ -135,9 +135,9 @@ def collect(
 
 @dataclasses.dataclass(frozen=True)
 class _StatsRecorder(Recorder):
-    """Measures chosen values with a meter."""
+    """Measures the chosen values."""
 
-    meter: Meter
+    spec: StatsSpec
     choice: Choice
     loops: str
 
@@ -150,11 +150,11 @@ class _StatsRecorder(Recorder):
     def splits(self, turns: int) -> bool:
         return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
 
-    def measure(self, value: Any) -> Look | Record:
-        return self.meter.look(value)
+    def measure(self, value: Any) -> PartialStats | Record:
+        return self.spec.look(value)
 
-    def gather(self, measured: Sequence[Look | Record]) -> Record:
-        return self.meter.gather(measured)
+    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
+        return self.spec.gather(measured)
 
     def join(self, records: Sequence[Record]) -> Record:
         return join(records)
@@ -166,30 +166,26 @@ class _StatsRecorder(Recorder):
         return fold(record)
 
     def empty(self, rows: int) -> Record:
-        return self.meter.empty(rows)
+        return self.spec.empty(rows)
 
 
 class _Run:
-    """One call of a function that is observed.
-
-    Attributes:
-      stats: what was measured, after `trace_and_run`.
-    """
+    """One call of an observed function; `stats` is set by `trace_and_run`."""
 
     def __init__(self, request: Request, register: Register, step: Any, signature: inspect.Signature | None):
         self.stats: Stats | None = None
         self._request, self._register, self._step, self._signature = request, register, step, signature
 
     def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
-        """Traces a function of trees of arrays, has its program return a record, and runs that."""
+        """Traces a function of trees of arrays, and runs a copy of its jaxpr that also returns a record."""
         request, ends = self._request, Results()
         with TRACING(self._register.token), explain_tracing("collect", ""):
             traced = trace(ends.take_arrays(fun), args, kwargs)
         program, modules = traced.program, self._register.list_modules()
 
-        # Which values are measured, and by what.
+        # Choose the values.
         choice = make_choice(request.where, request.of, program.jaxpr, modules)
-        recorder = _StatsRecorder(_widen(request.meter, program.jaxpr), choice, request.loops)
+        recorder = _StatsRecorder(_widen(request.spec, program.jaxpr), choice, request.loops)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
         results = name_results(ends.list_paths(), is_lifted=is_lifted)
         measured = [
@@ -201,7 +197,7 @@ class _Run:
         ]
         new, lines = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
 
-        # What each row is of.
+        # Describe the rows.
         paths = ModulePaths(modules)
         sites = [_describe_end(names[i], program.jaxpr.invars[i], "argument") for i in measured[0]]
         sites += [_describe_line(line, paths) for line in lines]
@@ -214,13 +210,13 @@ class _Run:
         else:
             made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
-        layout = Layout(sites, recorder.meter)
+        layout = Layout(sites, recorder.spec)
         remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
         self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
 
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the new program on some steps, and on the others the old one."""
+        """Runs the new jaxpr on every n-th step, and the old one on the others."""
         is_observed = jnp.asarray(self._step) % (self._request.every or 1) == 0
         return lax.cond(
             is_observed,
@@ -235,24 +231,22 @@ def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence
     return [i for i, (name, atom) in pairs if is_chosen and name is not None and is_float(atom)]
 
 
-def _widen(meter: Meter, program: Jaxpr) -> Meter:
-    """Extremes and sums are float64 where a value of the program is."""
+def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
+    """Uses float64 for extremes and sums if a value of the jaxpr is float64."""
     atoms = (*program.invars, *(var for step in walk(program) for var in step.results))
     is_wide = any(float_dtype(atom) == np.float64 for atom in atoms)
-    return dataclasses.replace(meter, dtype=np.dtype(np.float64)) if is_wide else meter
+    return dataclasses.replace(spec, dtype=np.dtype(np.float64)) if is_wide else spec
 
 
-def _describe_line(line: RecordedOp, paths: ModulePaths) -> Site:
-    """What a row of an operation is of."""
+def _describe_line(line: RecordedOp, paths: ModulePaths) -> TensorInfo:
     step, turns = line.step, line.turns
     aval: Any = step.results[line.result].aval
     source, function = split_line(find_line(find_origin(step)))
     turn = None if not turns else turns[0] if len(turns) == 1 else turns
     where = paths.read_stack(step.scope), step.name, source, function, find_direction(step.scope), turn
-    return Site(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    return TensorInfo(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
 
 
-def _describe_end(name: str, atom: Atom, direction: Direction) -> Site:
-    """What the row of an argument or a result is of."""
+def _describe_end(name: str, atom: Atom, direction: Direction) -> TensorInfo:
     aval: Any = atom.aval
-    return Site(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    return TensorInfo(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)

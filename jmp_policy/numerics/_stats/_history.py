@@ -1,4 +1,4 @@
-"""Statistics of many steps on the host: a log, and its plot of layers over steps."""
+"""Statistics of many steps on the host: a log, and plots of layers over steps."""
 
 import json
 import math
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 
 from ..._base import did_you_mean, quote
-from ...report import KEPT, OTHER_STYLES, FormatRange, HeatMap, HeatPanel, make_figure, make_note
+from ...report import KEPT, OTHER_STYLES, FormatRange, make_figure, make_note, plot_heat_map
 from ._counting import HISTOGRAM_BINS
-from ._measure import Meter
+from ._measure import StatsSpec
 from ._record import Record
-from ._row import DIRECTIONS, Layout, Row, Site, check_direction
+from ._row import DIRECTIONS, Layout, Row, TensorInfo, check_direction
 from ._stats import Stats
 from ._stats_report import list_ranges
 from ._what_if import parse_format
@@ -22,50 +22,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 MOST_ROWS = 150
-"""A heat map shows so many rows."""
+"""Maximum number of rows in a heat map."""
 
+# A format's largest number has a line if it is at most this many binades above the highest curve, or below 2**20.
 _FAR = 4
-"""So many binades above the highest curve a format's largest number still has a line; 2**20 always has."""
 
 # In inches.
 _WIDTH, _HEIGHT, _CHARACTER_WIDTH = 6.2, 3.2, 0.075
 _LEGEND_CHARACTERS = 22
 
 Steps = Sequence[tuple[int, Sequence[Row]]]
-Place = tuple[str, str]
-"""A direction, and a name in it."""
-
-Table = dict[Place, list[float]]
-"""By place, a number for each step; nan where there is none."""
+Panels = dict[str, dict[str, list[float]]]
+"""By direction and layer, a number for each step; nan where nothing was measured."""
 
 
 def plot_underflow(steps: Steps, format: str, direction: str | None) -> "Figure":
-    """Draws the share of numbers that a format makes zero, layer by step."""
+    """Draws the share of elements that a format rounds to zero, layer by step."""
     check_direction(direction)
     name = parse_format(format).name
     measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
     if measured and name not in measured:
         raise ValueError(f"The format {name!r} was not measured. {did_you_mean(name, measured)}")
-    table = _tabulate(steps, direction, lambda rows: _pool_underflow(rows, name))
-    worst = sorted(
-        (place for place in table if _find_peak(table[place]) > 0), key=lambda place: -_find_peak(table[place])
-    )
-    chosen = set(worst[:MOST_ROWS])
-    if table and not chosen:
-        return make_note(f"{name} makes none of the {len(table)} rows lose a number to zero.")
-    panels, idle = [], []
-    for title, group in _split(table).items():
-        shown = {row: shares for row, shares in group.items() if (title, row) in chosen}
+    found = _tabulate(steps, direction, lambda rows: _pool_underflow(rows, name))
+    peaks = {(way, row): _find_peak(shares) for way, part in found.items() for row, shares in part.items()}
+    chosen = sorted((place for place in peaks if peaks[place] > 0), key=lambda place: -peaks[place])[:MOST_ROWS]
+    if peaks and not chosen:
+        return make_note(f"{name} makes none of the {len(peaks)} rows lose a number to zero.")
+    panels, idle = {}, []
+    for title, part in found.items():
+        shown = {row: shares for row, shares in part.items() if (title, row) in chosen}
         if shown:
-            panels.append(HeatPanel(_count_left_out(title, group, len(shown)), list(shown), list(shown.values())))
+            panels[_count_left_out(title, part, len(shown))] = shown
         else:
             idle.append(f"; {title}: nothing")
-    columns = [str(step) for step, _ in steps]
-    return HeatMap(
-        "".join([f"{name}: what becomes zero", *idle]), "share of all numbers", "step", columns, panels
-    ).draw()
+    title = "".join([f"{name}: what becomes zero", *idle])
+    return plot_heat_map(title, "share of all numbers", "step", [str(step) for step, _ in steps], panels)
 
 
 def plot_amax(steps: Steps, formats: Sequence[str] | None, direction: str | None) -> "Figure":
@@ -73,7 +65,7 @@ def plot_amax(steps: Steps, formats: Sequence[str] | None, direction: str | None
     check_direction(direction)
     measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
     ranges = list(list_ranges(measured if formats is None else formats).values())
-    panels = _split(_tabulate(steps, direction, _find_exponent))
+    panels = _tabulate(steps, direction, _find_exponent)
     if not panels:
         return make_note("Nothing was measured.")
     longest = max(len(name) for curves in panels.values() for name in curves)
@@ -89,7 +81,7 @@ def plot_amax(steps: Steps, formats: Sequence[str] | None, direction: str | None
 
 
 def _count_left_out(title: str, rows: dict[str, list[float]], shown: int) -> str:
-    """The title of a panel, which says how many rows lose nothing, or less than what is drawn."""
+    """Returns the title of a panel, with the number of rows that lose nothing, or less than those drawn."""
     idle = sum(_find_peak(shares) == 0 for shares in rows.values())
     counts = {"lose nothing": idle, "lose less": len(rows) - idle - shown}
     return "; ".join([title, *(f"{count} of {len(rows)} rows {what}" for what, count in counts.items() if count)])
@@ -123,17 +115,17 @@ def _draw_limits(axes: "Axes", peak: float, ranges: Iterable[FormatRange]) -> No
             axes.axhline(of_format.most, **line, label=f"largest {of_format.name}")
 
 
-def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], float]) -> Table:
-    """What a function reads of the rows at each place and step, in the order of the program."""
-    table: Table = {}
+def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], float]) -> Panels:
+    """Applies `read` to the rows of each layer at each step, in the order of the program."""
+    panels: Panels = {name: {} for name in DIRECTIONS}
     for column, (_, rows) in enumerate(steps):
-        groups: dict[Place, list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             if row.times and direction in (None, row.direction):
                 groups.setdefault((row.direction, _name_layer(row)), []).append(row)
-        for place, group in groups.items():
-            table.setdefault(place, [math.nan] * len(steps))[column] = read(group)
-    return table
+        for (way, name), group in groups.items():
+            panels[way].setdefault(name, [math.nan] * len(steps))[column] = read(group)
+    return {way: part for way, part in panels.items() if part}
 
 
 def _name_layer(row: Row) -> str:
@@ -147,7 +139,7 @@ def _pool_underflow(rows: list[Row], format: str) -> float:
 
 
 def _find_exponent(rows: list[Row]) -> float:
-    """The logarithm of the largest amax; nan where all numbers are zero."""
+    """Returns the logarithm of the largest amax; nan if all elements are zero."""
     amax = max(row.amax for row in rows)
     return math.log2(amax) if amax > 0 else math.nan
 
@@ -156,65 +148,59 @@ def _find_peak(values: Iterable[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=-math.inf)
 
 
-def _split(table: Table) -> dict[str, dict[str, list[float]]]:
-    """By direction, what belongs to each name."""
-    parts = {wanted: {n: values for (found, n), values in table.items() if found == wanted} for wanted in DIRECTIONS}
-    return {direction: part for direction, part in parts.items() if part}
-
-
 _FLOAT64 = np.dtype(np.float64)
 
 
 def merge_rows(steps: Sequence[Sequence[Row]]) -> Stats:
-    """Puts the rows of steps back into arrays, one step above the other.
+    """Puts the rows of steps back into arrays with a leading axis of steps.
 
-    Counts come back exactly, and sums up to the rounding of float64. A row that a step lacks was not measured on it.
-    Formats and histograms are those that all rows have.
+    Counts come back exactly, and sums up to the rounding of float64. A row that a step lacks counts as not measured.
+    Formats and histograms that some row lacks are left out.
     """
     keyed = [dict(_tell_apart(rows)) for rows in steps]
     keys = list(dict.fromkeys(key for rows in keyed for key in rows))
     every = [row for rows in steps for row in rows]
     formats = tuple(name for name in (every[0].formats if every else ()) if all(name in row.formats for row in every))
-    meter = Meter(formats, all(row.histogram is not None for row in every), _FLOAT64)
+    spec = StatsSpec(formats, all(row.histogram is not None for row in every), _FLOAT64)
     shape = len(steps), len(keys)
-    counts = np.zeros((*shape, 2, meter.columns), np.uint32)
+    counts = np.zeros((*shape, 2, spec.columns), np.uint32)
     extremes = np.broadcast_to([0.0, math.inf], (*shape, 2)).copy()
     exponents = np.full(shape, -1074, np.int32)  # below all of float64
     sums = np.zeros((*shape, 1 + 2 * len(formats), 2))
     for i, rows in enumerate(keyed):
         for j, key in enumerate(keys):
             if (row := rows.get(key)) is not None:
-                words = np.array(_list_counts(row, meter), np.uint64)
+                words = np.array(_list_counts(row, spec), np.uint64)
                 counts[i, j] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
                 extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
                 exponents[i, j] = math.frexp(row.amax)[1]
                 sums[i, j, :, 0] = _list_sums(row, formats)
-    return Stats(Record(counts, extremes, exponents, sums), Layout([site for site, _ in keys], meter))  # pyright: ignore[reportArgumentType]
+    return Stats(Record(counts, extremes, exponents, sums), Layout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
 
 
-def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[Site, int], Row]]:
-    """The rows by their site, and by how many have had the same one before."""
-    seen: dict[Site, int] = {}
+def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[TensorInfo, int], Row]]:
+    """Yields the rows with their tensors, numbered where several rows are of one."""
+    seen: dict[TensorInfo, int] = {}
     for row in rows:
-        site = Site(
+        info = TensorInfo(
             row.path, row.primitive, row.source, row.function, row.direction, row.turn, row.dtype,
             math.prod(row.shape), row.shape,
         )  # fmt: skip
-        yield (site, seen.setdefault(site, 0)), row
-        seen[site] += 1
+        yield (info, seen.setdefault(info, 0)), row
+        seen[info] += 1
 
 
-def _list_counts(row: Row, meter: Meter) -> list[int]:
-    shares = [row.formats[name] for name in meter.formats]
+def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
+    shares = [row.formats[name] for name in spec.formats]
     parts = [part for share in shares for part in (share.underflow, share.subnormal, share.overflow)]
-    bins = [] if not meter.histogram or row.histogram is None else row.histogram.tolist()
+    bins = [] if not spec.histogram or row.histogram is None else row.histogram.tolist()
     assert len(bins) in (0, HISTOGRAM_BINS)
     lost = [round(part * row.count) for part in parts]
     return [row.times, round(row.zeros * row.count), row.nans, row.infs, *lost, *bins]
 
 
 def _list_sums(row: Row, formats: Iterable[str]) -> list[float]:
-    """The sum of squares and those of squared errors, in units of the square of the largest binade."""
+    """Returns the sum of squares and the sums of squared errors, in units of the square of the largest binade."""
     unit = math.frexp(row.amax)[1]
     square = math.ldexp(row.rms, -unit) ** 2 * (row.count - row.nans - row.infs)
     errors = [error for name in formats for error in (row.formats[name].error, row.formats[name].scaled_error)]
@@ -222,7 +208,7 @@ def _list_sums(row: Row, formats: Iterable[str]) -> list[float]:
 
 
 class StatsHistory:
-    """The rows of `Stats` by step.
+    """Rows of `Stats` by step.
 
     >>> import jmp_policy as jmp
     >>> line = '{"step": 100, "rows": []}'
@@ -235,13 +221,13 @@ class StatsHistory:
         self._rows: dict[int, tuple[Row, ...]] = {}
 
     def append(self, step: SupportsIndex, stats: Stats) -> None:
-        """Adds the statistics of a step, which are copied to the host.
+        """Adds the statistics of a step and copies them to the host.
 
-        A step on which nothing was measured, as between two that `every=N` observes, adds nothing. A step that is
-        there already is replaced, as where a run goes on from a checkpoint.
+        A step on which nothing was measured, such as those that `every=N` skips, adds nothing. A step that the history
+        has already is replaced, as after a restart from a checkpoint.
 
         Raises:
-          TypeError: the step is not an integer, or what belongs to it is not a `Stats`.
+          TypeError: the step is not an integer, or `stats` is not a `Stats`.
         """
         if not isinstance(stats, Stats):
             raise TypeError(f"A history is of Stats, not of a {type(stats).__name__}: history.append(step, stats).")
@@ -251,11 +237,11 @@ class StatsHistory:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps, in order."""
+        """Steps in ascending order."""
         return tuple(sorted(self._rows))
 
     def __getitem__(self, step: int) -> tuple[Row, ...]:
-        """The rows of a step.
+        """Returns the rows of a step.
 
         Raises:
           KeyError: nothing was measured on it.
@@ -267,7 +253,7 @@ class StatsHistory:
         raise KeyError(f"Nothing was measured on step {step!r}. {hint}")
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Row, ...]]]:
-        """The steps and their rows, in order."""
+        """Iterates over the steps and their rows, in order."""
         return ((step, self._rows[step]) for step in self.steps)
 
     def __len__(self) -> int:
@@ -279,20 +265,19 @@ class StatsHistory:
         return f"<StatsHistory: {f'step {steps[0]}' if len(steps) == 1 else what}>"
 
     def to_json_lines(self) -> str:
-        """Each step as a line of strict JSON, `{"step": 100, "rows": [...]}`, with rows as in `Stats.to_dict`.
+        """Returns each step as a line of strict JSON, `{"step": 100, "rows": [...]}`, with rows as in `Stats.to_dict`.
 
-        While training runs, a log may add lines one by one: `json.dumps({"step": step} | stats.to_dict())`.
+        A log may also append lines during training: `json.dumps({"step": step} | stats.to_dict())`.
         """
         lines = ({"step": step, "rows": [row.to_dict() for row in rows]} for step, rows in self)
         return "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
 
     @classmethod
     def from_json_lines(cls, lines: Iterable[str]) -> "StatsHistory":
-        """Reads what `to_json_lines` wrote.
+        """Reads the lines that `to_json_lines` wrote.
 
         Args:
-          lines: an open file, or `text.splitlines()`. Empty lines are left out; of two lines of one step the later one
-            counts.
+          lines: an open file, or `text.splitlines()`. Empty lines are ignored; the later of two lines of one step wins.
 
         Raises:
           ValueError: a line holds no statistics of a step.
@@ -311,20 +296,20 @@ class StatsHistory:
         return history
 
     def merge(self) -> Stats:
-        """All steps together, as `Stats`: to be printed, drawn or looked into.
+        """Merges all steps into one `Stats`.
 
-        A row that some steps lack, as after a change of the program, is of the others.
+        A row that some steps lack, as after a change of the program, is merged over the other steps.
         """
         return merge_rows([rows for _, rows in self])
 
     def plot_underflow(self, format: str = "float16", *, direction: str | None = None) -> "Figure":
-        """Draws which layers lose numbers to zero in a format, over the steps: a heat map.
+        """Draws the share of elements that a format rounds to zero as a heat map of layers over steps.
 
-        A row of the map is a path and turn in one pass, with all operations there. Rows that lose nothing are counted,
-        and of more than 150 others those that lose most are drawn.
+        A row of the map is a path and iteration in one pass, with all operations there. Rows without loss are counted
+        in the title. At most 150 rows are drawn, those with the largest loss.
 
         Args:
-          format: one of those that were measured.
+          format: one of the formats that were measured.
           direction: the pass to draw, `"backward"` for gradients; `None` for each.
 
         Returns:
@@ -339,11 +324,12 @@ class StatsHistory:
     def plot_amax(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
         """Draws the largest magnitudes over the steps, and the largest numbers of formats as lines.
 
-        Each path and turn of a pass is a curve. Those that come highest have colors and names. A format whose largest
+        Each path and iteration of a pass is a curve. The highest curves have colors and names. A format whose largest
         number is far above all curves has no line.
 
         Args:
-          formats: whose largest numbers to draw; `None` for those that were measured. Blocks have none of their own.
+          formats: formats whose largest number to draw; `None` for those that were measured. Block-scaled formats have
+            no line.
           direction: the pass to draw; `None` for each.
 
         Returns:

@@ -1,7 +1,7 @@
-"""What was measured of tensors, as arrays that add up: over turns of a loop, devices, a batch and steps.
+"""Measurements as arrays that add up over iterations of a loop, devices, a batch and steps.
 
-Counts have 64 bits in two words, sums have the digits of two numbers, and extremes are compared by their bits: a float
-`max` would lose a nan on some platforms, and a subnormal number on others.
+Counts have 64 bits in two words, and sums the precision of two floats. Extremes are compared by their bits: a float
+`max` loses nan on some platforms, and subnormal numbers on others.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from jax import lax
 
 
 class Record(NamedTuple):
-    """The measurements of `R` tensors, each a row; any number of leading axes, those of a batch, may stand before.
+    """Measurements of `R` tensors, a row each; leading axes, as of a batch, may come first.
 
     Attributes:
       counts: uint32 `(..., R, 2, C)`, the low and the high words of each count.
-      extremes: float `(..., R, 2)`: the largest magnitude of the finite numbers (0 where there is none), and the
-        smallest of those that are not zero (infinite where there is none).
+      extremes: float `(..., R, 2)`: the largest finite magnitude (0 if there is none), and the smallest nonzero one
+        (infinite if there is none).
       exponents: int32 `(..., R)`: the sums are in units of `4**exponent`.
       sums: float `(..., R, S, 2)`, the high and the low part of each sum.
     """
@@ -30,11 +30,7 @@ class Record(NamedTuple):
 
 
 def join(records: Sequence[Record]) -> Record:
-    """Puts the rows of records below each other.
-
-    Args:
-      records: at least one; of one meter, and with the same leading axes.
-    """
+    """Concatenates the rows of records of one `StatsSpec`, with the same leading axes."""
     if len(records) == 1:
         return records[0]
     columns = zip(zip(*records, strict=True), _AXES_FROM_ROWS, strict=True)
@@ -42,10 +38,9 @@ def join(records: Sequence[Record]) -> Record:
 
 
 def merge(a: Record, b: Record) -> Record:
-    """Adds up two records of the same rows, row by row.
+    """Adds up two records of the same rows.
 
-    It is associative and commutative, up to the rounding of the sums: that is some 2**-48 of them, so that a billion
-    merges leave their first six digits.
+    It is associative and commutative, up to a rounding error of about 2**-48 in the sums.
     """
     low, high = add_words(*_split(a.counts, -2), *_split(b.counts, -2))
     most, least = zip(_split(bits_of(a.extremes), -1), _split(bits_of(b.extremes), -1), strict=True)
@@ -60,7 +55,7 @@ def merge(a: Record, b: Record) -> Record:
 
 
 def fold(record: Record, axis: int = 0) -> Record:
-    """Merges a record over one of its leading axes, of any length: turns of a loop, devices, or a batch."""
+    """Merges a record over one of its leading axes: iterations of a loop, devices, or a batch."""
     words = add_up_words(*_split(record.counts, -2), (axis,))
     bits = bits_of(record.extremes)
     most, least = _split(bits, -1)
@@ -78,7 +73,7 @@ def fold(record: Record, axis: int = 0) -> Record:
 
 
 def make_empty(rows: int, counts: int, sums: int, dtype: np.dtype) -> Record:
-    """The neutral element of `merge`: rows of tensors that were never measured."""
+    """Returns rows of tensors that were never measured: the neutral element of `merge`."""
     extremes = np.broadcast_to(np.array([0, np.inf], dtype), (rows, 2))
     return Record(
         jax.numpy.zeros((rows, 2, counts), np.uint32),
@@ -91,14 +86,14 @@ def make_empty(rows: int, counts: int, sums: int, dtype: np.dtype) -> Record:
 def add_words(
     low: jax.Array, high: jax.Array, other_low: jax.Array, other_high: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds numbers of 64 bits, each in two words of 32."""
+    """Adds integers of 64 bits, each in two words of 32."""
     total = low + other_low
     carry = lax.convert_element_type(lax.lt(total, low), np.uint32)
     return total, high + other_high + carry
 
 
 def add_up_words(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Sums numbers in two words over axes."""
+    """Sums integers in two words over axes."""
     zero = np.uint32(0)
     low, high = lax.reduce((low, high), (zero, zero), lambda a, b: add_words(*a, *b), axes)
     return low, high
@@ -107,9 +102,9 @@ def add_up_words(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> tupl
 def add_parts(
     high: jax.Array, low: jax.Array, other_high: jax.Array, other_low: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds numbers that have the digits of two floats, a high and a low part.
+    """Adds numbers that are the sum of two floats, a high and a low part.
 
-    Source: Dekker, A floating-point technique for extending the available precision, 1971; Knuth's sum of two.
+    Source: Dekker, A floating-point technique for extending the available precision, 1971; Knuth's two-sum.
     """
     total = high + other_high
     added = total - high
@@ -127,49 +122,47 @@ def add_up(high: jax.Array, low: jax.Array, axes: tuple[int, ...]) -> tuple[jax.
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """The bits of floats as integers, which have the same order where no float is negative."""
+    """Returns the bits of floats as integers, which have the same order for nonnegative floats."""
     return lax.bitcast_convert_type(x, np.int64 if x.dtype.itemsize == 8 else np.int32)
 
 
 def float_dtype(bits: jax.Array) -> np.dtype:
-    """The floats that integers are the bits of."""
+    """Returns the dtype of the floats that these integers encode."""
     return np.dtype(np.float64 if bits.dtype.itemsize == 8 else np.float32)
 
 
 def bits_like(values: Sequence[float], dtype: np.dtype) -> np.ndarray:
-    """The bits of numbers in float32 or float64, as integers."""
+    """Returns the bits of numbers in float32 or float64, as integers."""
     return np.array(values, dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)
 
 
 def exponent_bias(dtype: np.dtype) -> int:
-    """What is added to an exponent in the bits of float32 or float64."""
     return 1023 if dtype.itemsize == 8 else 127
 
 
 def mantissa_bits(dtype: np.dtype) -> int:
-    """How many bits below its first one a number of float32 or float64 has."""
     return 52 if dtype.itemsize == 8 else 23
 
 
 def power_of_two(exponents: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`2**exponents` by its bits: zero below the normal numbers, and the largest power where it would be infinite."""
+    """Returns `2**exponents`: zero below the normal numbers, and the largest power of two instead of infinity."""
     bias = exponent_bias(dtype)
     fields = lax.clamp(np.int32(0), exponents + np.int32(bias), np.int32(2 * bias))
     whole = lax.convert_element_type(fields, np.int64 if dtype.itemsize == 8 else np.int32)
     return _floats_of(whole << whole.dtype.type(mantissa_bits(dtype)), dtype)
 
 
-_AXES_FROM_ROWS = (3, 2, 1, 3)  # how many axes of each array of a record are those of rows and after
+_AXES_FROM_ROWS = (3, 2, 1, 3)  # for each array of a record, the number of its last axes that are not a batch
 
 
 def _align(record: Record, exponents: jax.Array) -> jax.Array:
-    """The sums of a record, in units of other exponents, which are nowhere smaller."""
+    """Converts the sums of a record to the units of these larger exponents."""
     factors = power_of_two((record.exponents - exponents) * np.int32(2), record.sums.dtype)
     return record.sums * lax.broadcast_in_dim(factors, record.sums.shape, tuple(range(factors.ndim)))
 
 
 def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The two parts of an axis of length two."""
+    """Returns the two parts of an axis of length two."""
     first, second = (lax.index_in_dim(x, i, axis, keepdims=False) for i in (0, 1))
     return first, second
 

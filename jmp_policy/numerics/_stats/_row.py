@@ -1,4 +1,4 @@
-"""The rows of statistics: what each is of, and its numbers on the host."""
+"""Rows of statistics: the tensor of each, and its numbers on the host."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..._base import did_you_mean
 from ._counting import HISTOGRAM_BINS
-from ._measure import Meter
+from ._measure import StatsSpec
 from ._record import Record
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
@@ -22,19 +22,15 @@ DIRECTIONS: tuple[Direction, ...] = typing.get_args(Direction)
 
 
 def check_direction(direction: str | None) -> None:
-    """Accepts what a row may have as its direction, and `None`.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """Raises a ValueError unless `direction` is one of `DIRECTIONS` or None."""
     if direction is not None and direction not in DIRECTIONS:
         remedy = did_you_mean(direction, DIRECTIONS)
         raise ValueError(f"Unknown direction {direction!r}. {remedy} For example: direction='backward'.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """The tensor that a row is of, as far as tracing knows it.
+class TensorInfo:
+    """Static part of a row: the tensor, as known from tracing.
 
     Attributes:
       path: the module names and `jax.named_scope`s around it, or the path of an argument or a result in its tree,
@@ -42,10 +38,10 @@ class Site:
       primitive: the name of the operation that made it; the empty string for an argument.
       source: the user's line that it comes from, `"/home/me/train.py:12"`.
       function: the function around that line.
-      direction: which pass made it, or that it is an argument or a result of the whole.
-      turn: the turn of a loop, several for loops in loops; `None` outside of loops, and where turns are merged.
+      direction: the pass that made it, or `"argument"` or `"result"`.
+      turn: the iteration of a loop, several for nested loops; `None` outside of loops, and where iterations are merged.
       dtype: the name of its dtype.
-      size: how many numbers it has.
+      size: its number of elements.
       shape: its shape.
     """
 
@@ -66,45 +62,40 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Its place, operation, pass and turn as a path, for loggers; several sites may share it."""
+        """Path, operation, pass and iteration, joined by `/`, for loggers; several tensors may share it."""
         turns = (self.turn,) if isinstance(self.turn, int) else self.turn or ()
         turn = "_".join(["turn", *map(str, turns)]) if turns else ""
         return "/".join(piece for piece in (self.path, self.primitive, self.direction, turn) if piece)
 
 
 class Layout:
-    """The sites of all rows, and how they are measured.
+    """The tensors of all rows, `sites`, and their `StatsSpec`, `meter`.
 
-    Equal layouts are one object, so that `jit` compares them by identity and hashes an address: the rows of a large
-    model are looked at once, where the layout is made. Copies and pickles come back as that object.
+    Equal layouts are one object, also after copying and unpickling, so that `jit` compares and hashes them by identity.
 
-    Attributes:
-      sites: what each row is of.
-      meter: what was measured of it.
-
-    >>> from jmp_policy.numerics._stats._row import Layout, Site
-    >>> from jmp_policy.numerics._stats._measure import Meter
-    >>> site = Site("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
-    >>> layout = Layout([site], Meter(("float16",)))
-    >>> layout is Layout([site], Meter(("float16",))), layout
+    >>> from jmp_policy.numerics._stats._row import Layout, TensorInfo
+    >>> from jmp_policy.numerics._stats._measure import StatsSpec
+    >>> info = TensorInfo("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
+    >>> layout = Layout([info], StatsSpec(("float16",)))
+    >>> layout is Layout([info], StatsSpec(("float16",))), layout
     (True, Layout(1 row, float16))
     """
 
     __slots__ = ("__weakref__", "meter", "sites")
 
-    sites: tuple[Site, ...]
-    meter: Meter
+    sites: tuple[TensorInfo, ...]
+    meter: StatsSpec
 
-    def __new__(cls, sites: "tuple[Site, ...] | list[Site]", meter: Meter) -> "Layout":
-        """The one layout of these sites and this meter."""
-        key = (tuple(sites), meter)
+    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "Layout":
+        """Returns the interned layout."""
+        key = (tuple(sites), spec)
         new = object.__new__(cls)
         object.__setattr__(new, "sites", key[0])
-        object.__setattr__(new, "meter", meter)
+        object.__setattr__(new, "meter", spec)
         return _INTERNED.setdefault(key, new)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"A Layout cannot be changed, and its {name!r} is no exception. Make another one.")
+        raise AttributeError(f"A Layout cannot be changed: cannot set {name!r}. Make another one.")
 
     def __reduce__(self) -> tuple:
         return Layout, (self.sites, self.meter)
@@ -117,7 +108,7 @@ class Layout:
         return f"Layout({', '.join([rows, *self.meter.formats])})"
 
     def list_names(self) -> list[str]:
-        """A name for each row, and no name twice: the second `"head/dot_general/forward"` ends in `_1`."""
+        """Returns a unique name for each row: the second `"head/dot_general/forward"` ends in `_1`."""
         taken: dict[str, None] = {}
         for name in (site.name for site in self.sites):
             spellings = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
@@ -125,7 +116,7 @@ class Layout:
         return list(taken)
 
     def describe_difference(self, other: "Layout") -> str:
-        """Where two layouts first differ, as an error says it."""
+        """Returns the first difference of two layouts, for an error."""
         for name in ("formats", "histogram", "dtype"):
             mine, theirs = getattr(self.meter, name), getattr(other.meter, name)
             if mine != theirs:
@@ -136,27 +127,27 @@ class Layout:
         return f"one has {len(self)} rows, and the other has {len(other)}"
 
 
-# Weak: a layout lives as long as statistics, or a compiled function that returns them.
-_INTERNED: weakref.WeakValueDictionary[tuple[tuple[Site, ...], Meter], Layout] = weakref.WeakValueDictionary()
+# Weak: a layout lives as long as Stats or a compiled function that returns them.
+_INTERNED: weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], Layout] = weakref.WeakValueDictionary()
 
 
 _OWN_COUNTS = ("times", "zeros", "nans", "infs")
 _SHARES = ("underflow", "subnormal", "overflow")
 _LEAST_SHIFT = -1000
-"""What is so many binades below the largest part of a sum is nothing to it, and would not fit an exponent."""
+"""Terms that are more binades below the largest part of a sum do not change it, and would not fit an exponent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FormatShares:
-    """What a format would do to a tensor. Shares are of all of its numbers, zeros among them.
+    """Losses of a tensor in a format. Shares are of all of its elements, zeros among them.
 
     Attributes:
-      underflow: finite numbers that are not zero, and would be.
-      subnormal: numbers that would be subnormal, and so have fewer bits.
-      overflow: finite numbers beyond the largest of the format: they would be infinite, nan, or that largest number.
-      error: the root of the sum of squared errors of casting, relative to that of the numbers; what is too large
+      underflow: finite nonzero elements that would become zero.
+      subnormal: elements that would be subnormal, and so have fewer bits.
+      overflow: finite elements beyond the largest number of the format: they would be infinite, nan, or that number.
+      error: the root of the sum of squared cast errors, relative to the elements; an element that is too large
         counts as the largest number.
-      scaled_error: the same after scaling by the best power of two, which puts the largest number as high as it fits;
+      scaled_error: the same after scaling by the best power of two, which puts the largest element as high as it fits;
         of floats in blocks, such as `"mxfp8"`, the same as `error`.
 
     >>> from jmp_policy.numerics import FormatShares
@@ -172,15 +163,15 @@ class FormatShares:
 
     @property
     def lost(self) -> float:
-        """The share of numbers that become zero or overflow."""
+        """Share of elements that become zero or overflow."""
         return self.underflow + self.overflow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """What a tensor looked like, and what each format would do to it: numbers of the host.
+    """Statistics of a tensor, and its losses in each format, as numbers on the host.
 
-    A row that was never measured, as in a branch that was not taken, has a count of 0, and zeros for the other numbers.
+    A row that was never measured, such as one in a branch that was not taken, has a count of 0 and zeros otherwise.
 
     Attributes:
       path: the module names and `jax.named_scope`s around it, or the path of an argument or a result in its tree,
@@ -189,21 +180,21 @@ class Row:
       source: the user's line that it comes from, `"/home/me/train.py:12"`.
       function: the function around that line.
       direction: `"forward"`, `"recomputed"`, `"backward"`, `"argument"` or `"result"`.
-      turn: the turn of a loop, several for loops in loops; `None` outside of loops, and where turns are merged.
+      turn: the iteration of a loop, several for nested loops; `None` outside of loops, and if iterations are merged.
       dtype: the name of its dtype.
       shape: its shape.
-      count: how many numbers were looked at, in all measurements.
-      times: how often it was measured.
+      count: the number of elements, in all measurements.
+      times: the number of measurements.
       amax: the largest finite magnitude.
-      min_nonzero: the smallest magnitude that is not zero, of finite numbers; `None` where there is none.
-      rms: the root of the mean square of the finite numbers. In it and in errors, subnormal numbers of `dtype` are 0.
+      min_nonzero: the smallest nonzero finite magnitude; `None` if there is none.
+      rms: the root mean square of the finite elements. In it and in errors, subnormal elements count as 0.
       zeros: the share of zeros.
-      nans: how many numbers are nan.
-      infs: how many are infinite.
-      histogram: int64 of shape `(64,)`: how many numbers have each exponent. Bin `i` counts `2**(i-47) <= |x| <
-        2**(i-46)`; the first one all smaller numbers but zeros, the last one all larger finite ones. `None` where
-        no histogram was asked for.
-      formats: by format, what it would do.
+      nans: the number of nan elements.
+      infs: the number of infinite elements.
+      histogram: int64 of shape `(64,)`: the number of elements at each exponent. Bin `i` counts `2**(i-47) <= |x| <
+        2**(i-46)`; the first bin also counts all smaller elements but zeros, the last one all larger finite ones.
+        `None` without `histogram=True`.
+      formats: the losses in each format, by its name.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> x = jnp.array([0.0, 0.25, 3.0, 300.0])
@@ -236,7 +227,7 @@ class Row:
 
     @property
     def nonfinite(self) -> float:
-        """The share of numbers that are nan or infinite."""
+        """Share of elements that are nan or infinite."""
         return (self.nans + self.infs) / max(1, self.count)
 
     def __eq__(self, other: object) -> bool:
@@ -245,7 +236,7 @@ class Row:
     __hash__ = None  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as dictionaries, lists, strings, finite numbers and `None`."""
+        """Returns the fields as dictionaries, lists, strings, finite numbers and `None`."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["turn"] = list(self.turn) if isinstance(self.turn, tuple) else self.turn
         plain["shape"] = list(self.shape)
@@ -254,7 +245,7 @@ class Row:
         return plain
 
     def list_scalars(self) -> list[tuple[str, float]]:
-        """Its finite numbers by name; those of formats have the name of the format before them."""
+        """Returns its finite numbers by name; losses have the name of their format as a prefix."""
         own = ("amax", "min_nonzero", "rms", "zeros", "nans", "infs")
         scalars = [(name, float(value)) for name in own if (value := getattr(self, name)) is not None]
         for name, shares in self.formats.items():
@@ -263,7 +254,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Row":
-        """The row of which `to_dict` made this dictionary."""
+        """Returns the row that `to_dict` was called on."""
         fields = dict(plain)
         fields["turn"] = tuple(fields["turn"]) if isinstance(fields["turn"], list) else fields["turn"]
         fields["shape"] = tuple(fields["shape"])
@@ -273,7 +264,7 @@ class Row:
 
 
 def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
-    """The rows of a record, whose leading axes are merged.
+    """Returns the rows of a record, with its leading axes merged.
 
     Counts are exact. Sums are added in float64, in units of the largest binade, so that none overflows or vanishes.
     """
@@ -294,7 +285,7 @@ def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
 
 
 def _make_row(
-    layout: Layout, site: Site, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
+    layout: Layout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
     times, zeros, nans, infs = counts[: len(_OWN_COUNTS)]
@@ -321,7 +312,7 @@ def _make_row(
 
 
 def _take_root(square: float, count: int, unit: int, amax: float) -> float:
-    """The root of the mean of squares that are in units of `4**unit`; at most the amax, however they were rounded."""
+    """Returns the root mean square of squares in units of `4**unit`; rounding never makes it exceed the amax."""
     if square <= 0 or count <= 0:
         return 0.0
     return math.ldexp(min(math.sqrt(square / count), math.ldexp(amax, -unit)), unit)

@@ -1,4 +1,4 @@
-"""Statistics of many tensors: a pytree of arrays that goes through `jit`, and on the host the rows that it holds."""
+"""Statistics of many tensors: a pytree of arrays inside `jit`, and rows on the host."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ from ...report import Report, Table, draw_html_note
 from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
 from ._record import Record, fold, merge
-from ._row import Layout, Row, Site, read_rows
-from ._stats_report import draw_page, list_cells, list_lines, list_notes, make_table, plot_exponents
+from ._row import Layout, Row, TensorInfo, read_rows
+from ._stats_report import list_lines, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Stats(Report, Uncast):
-    """What tensors looked like, and what formats would do to them.
+    """Statistics of tensors, and their losses in number formats.
 
-    A pytree of four arrays, whatever the number of rows; what the rows are of is static. It passes through `jit`,
-    `scan`, `lax.cond`, `vmap`, donation, pickles and checkpoints. `rows()`, iteration and all that shows numbers read
-    the arrays, and so work outside of `jit` only.
+    A pytree of four arrays, with the tensors of its rows as static data. It passes through `jit`, `scan`, `lax.cond`,
+    `vmap`, donation, pickles and checkpoints. `rows()`, iteration and printing read the arrays, and so work outside of
+    `jit` only.
 
     Attributes:
       record: the arrays; leading axes, as of `vmap` or `scan`, are merged where rows are read.
-      layout: what the rows are of.
+      layout: the tensors of the rows.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> observe = jmp.numerics.collect(lambda x: x @ x, formats=["float16"], of="forward")
@@ -54,16 +54,16 @@ class Stats(Report, Uncast):
         register_with_flax()
 
     def merge(self, other: "Stats") -> "Stats":
-        """Both together: counts and sums add up, and extremes are of both. Works inside `jit`, too.
+        """Merges two `Stats` of the same rows: counts and sums add up. Works inside `jit`, too.
 
-        Leading axes are merged one by one where both have the same, and are folded before where they differ.
+        Leading axes stay if both have the same, and are folded before if they differ.
 
         Args:
-          other: statistics of the same rows, as of another step.
+          other: statistics of the same rows, such as another step.
 
         Raises:
           TypeError: `other` is not a `Stats`.
-          ValueError: they are of other rows; the message has the first that differs.
+          ValueError: the rows differ; the message has the first difference.
         """
         if not isinstance(other, Stats):
             raise TypeError(f"Only Stats merge with Stats, not a {type(other).__name__}: stats.merge(other_stats).")
@@ -79,9 +79,9 @@ class Stats(Report, Uncast):
         return Stats(_merge(mine, theirs), self.layout)
 
     def empty(self) -> "Stats":
-        """The same rows, never measured: what a `scan` that merges starts from, and a branch that skips returns.
+        """Returns the same rows as if never measured: the initial value of a `scan` that merges.
 
-        It needs no more than shapes: `jax.eval_shape(collected, *args)[1].empty()`.
+        It needs shapes alone: `jax.eval_shape(collected, *args)[1].empty()`.
         """
         neutral = self.layout.meter.empty(len(self.layout))
         batch = self.record.exponents.shape[:-1]
@@ -89,10 +89,10 @@ class Stats(Report, Uncast):
         return Stats(Record(*broadcast), self.layout)
 
     def rows(self) -> tuple[Row, ...]:
-        """The rows as numbers of the host, in the order of the program.
+        """Returns the rows as numbers on the host, in the order of the program.
 
         Raises:
-          TypeError: there are no numbers yet, as inside `jit`.
+          TypeError: the arrays are tracers, as inside `jit`.
         """
         if not self._has_numbers():
             raise TypeError(
@@ -103,7 +103,7 @@ class Stats(Report, Uncast):
         return read_rows(self.record, self.layout)
 
     def __getitem__(self, path: str) -> "Stats":
-        """The rows of the module at a path and of those inside it, as Stats.
+        """Returns the rows of the module at a path and of those inside it, as Stats.
 
         Raises:
           KeyError: no row is there.
@@ -118,12 +118,13 @@ class Stats(Report, Uncast):
             raise KeyError(f"No row at {path!r} or inside it. {hint}")
         return self._take(indices)
 
-    def select(self, keep: Callable[[Site], bool]) -> "Stats":
-        """Some of the rows, as Stats: those whose site a function accepts.
+    def select(self, keep: Callable[[TensorInfo], bool]) -> "Stats":
+        """Returns the rows that a function accepts, as Stats.
 
         Args:
-          keep: of the static part of a row, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`,
-            `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+          keep: a predicate of the static part of a row, with its `path`, `primitive`, `source`, `function`,
+          `direction`,
+            `turn`, `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
         """
         return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
 
@@ -134,7 +135,7 @@ class Stats(Report, Uncast):
         return len(self.layout)
 
     def to_dict(self) -> dict[str, Any]:
-        """The formats and rows as plain dictionaries, lists, strings, finite numbers and `None`.
+        """Returns the formats and rows as plain dictionaries, lists, strings, finite numbers and `None`.
 
         `first_exponent` is the exponent at which the second bin of each histogram begins.
         """
@@ -145,16 +146,16 @@ class Stats(Report, Uncast):
         }
 
     def to_json(self) -> str:
-        """`to_dict` as strict JSON, without nan and infinity: `json.loads` returns that dictionary."""
+        """Returns `to_dict` as strict JSON, without nan and infinity."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def scalars(self, prefix: str = "numerics") -> dict[str, float]:
-        """The rows as a flat dictionary of finite floats, as TensorBoard and W&B take them; histograms stay out.
+        """Returns the rows as a flat dictionary of finite floats for TensorBoard and W&B, without histograms.
 
-        No two rows share a name. A row that was not measured has none, so that a logger draws no zero for it.
+        Names are unique. A row that was not measured is left out, so that a logger draws no zero for it.
 
         Args:
-          prefix: what each name begins with.
+          prefix: the first component of each name.
 
         Returns:
           Floats by names like `"numerics/blocks/3/attention/dot_general/backward/float16/underflow"` and
@@ -169,21 +170,22 @@ class Stats(Report, Uncast):
         }
 
     def plot(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
-        """Draws how the numbers of all rows spread over exponents, and below the ranges of formats.
+        """Draws histograms of the exponents of all elements, and below them the ranges of formats.
 
-        Each pass has a histogram of its own, arguments and results too. The dark part of a range are normal numbers,
-        the light part subnormal ones; beside it stands what the format would lose. `stats["blocks/0"].plot()` draws
-        the rows of a module, and `stats.select(...).plot()` any.
+        Each pass, and arguments and results, have a histogram. The dark part of a range is its normal numbers, the
+        light part its subnormal ones; the loss in the format stands beside it. `stats["blocks/0"].plot()` draws the
+        rows of a module.
 
         Args:
-          formats: whose ranges to draw; `None` for those that were measured. Blocks have no range of their own.
+          formats: formats whose ranges to draw; `None` for those that were measured. Block-scaled formats have no
+          range.
           direction: the pass to draw, `"backward"` for gradients; `None` for each.
 
         Returns:
           A `matplotlib.figure.Figure`, which notebooks show and `figure.savefig("exponents.png")` writes.
 
         Raises:
-          ValueError: a format or direction is unknown, or there are no histograms.
+          ValueError: a format or direction is unknown, or histograms were not collected.
           ImportError: matplotlib is not installed.
 
         Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
@@ -198,19 +200,11 @@ class Stats(Report, Uncast):
         return super().__str__() if self._has_numbers() else repr(self)
 
     def _repr_html_(self) -> str:
-        if not self._has_numbers():
-            return draw_html_note(repr(self))
-        rows = self.rows()
-        return draw_page(list_lines(rows), rows, self.layout.meter.formats)
+        return super()._repr_html_() if self._has_numbers() else draw_html_note(repr(self))
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        formats, lines = self.layout.meter.formats, list_lines(self.rows())
-        if not lines:
-            return []
-        if width is not None:
-            return [make_table(lines, formats, width)]
-        columns, rows = list_cells(lines, formats)
-        return [Table(columns, [[cell.text for cell in row] for row in rows])]
+        lines = list_lines(self.rows())
+        return [make_table(lines, self.layout.meter.formats, width)] if lines else []
 
     def _list_notes(self) -> list[str]:
         rows = self.rows()
@@ -221,7 +215,7 @@ class Stats(Report, Uncast):
         return all(isinstance(leaf, arrays) and not isinstance(leaf, Tracer) for leaf in self.record)
 
     def _take(self, indices: list[int]) -> "Stats":
-        """Some of the rows; outside of jit they come to the host, where choosing compiles nothing."""
+        """Returns some rows; outside of `jit` the arrays move to the host first, where indexing compiles nothing."""
         start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
         where = slice(start, stop) if indices == list(range(start, stop)) else np.array(indices, np.int32)
         counts, extremes, exponents, sums = jax.device_get(tuple(self.record)) if self._has_numbers() else self.record
@@ -233,26 +227,26 @@ class Stats(Report, Uncast):
         return Stats(record, layout)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
-        """The arrays of the record by name, and the layout."""
+        """Returns the arrays of the record by name, and the layout."""
         keys = map(jax.tree_util.GetAttrKey, Record._fields)
         return tuple(zip(keys, self.record, strict=True)), self.layout
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
-        """The arrays of the record, and the layout."""
+        """Returns the arrays of the record, and the layout."""
         return tuple(self.record), self.layout
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
-        """Stats of any four leaves."""
+        """Returns Stats of any four leaves."""
         return cls(Record(*leaves), layout)
 
 
-# Outside of jit this is one program in place of fifty; inside it leaves no trace.
+# Outside of `jit` one compiled program instead of fifty; `inline` leaves no call inside.
 _merge, _fold = (jax.jit(function, inline=True) for function in (merge, fold))
 
 
 def register_with_flax() -> None:
-    """Teaches `flax.serialization` Stats, once, if it is loaded: their arrays are a dictionary there."""
+    """Registers Stats with `flax.serialization`, once, if Flax is loaded."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(Stats):
         serialization.register_serialization_state(Stats, _save_arrays, _restore_arrays)
@@ -269,14 +263,13 @@ def _restore_arrays(target: Stats, state: dict[str, Any]) -> Stats:
     )
     if found != wanted:
         raise ValueError(
-            f"The target is {target!r}, whose arrays have the shapes {wanted}; what was saved has {found}. Restore "
+            f"The target is {target!r}, whose arrays have the shapes {wanted}; the saved arrays have {found}. Restore "
             "into Stats of the same collected function."
         )
     return Stats(Record(**state), target.layout)
 
 
 def _fold_batch(record: Record) -> Record:
-    """Merges all leading axes."""
     axes = record.exponents.ndim - 1
     batch = math.prod(record.exponents.shape[:-1])
     flat = Record(*(leaf.reshape(batch, *leaf.shape[axes:]) for leaf in record))

@@ -1,4 +1,4 @@
-"""What-if formats: thresholds of each format, blocks, and the squared errors of a cast."""
+"""Number formats: thresholds of each format, blocks, and the squared errors of a cast."""
 
 import dataclasses
 import functools
@@ -17,33 +17,20 @@ from ._record import add_up, bits_like, bits_of, exponent_bias, mantissa_bits
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """A tensor in float32, or in float64 if it is that, with every subnormal number.
-
-    >>> widen(jax.numpy.bfloat16([1.0, 1e-40])).dtype
-    dtype('float32')
-    """
+    """Converts a tensor to float32, or leaves it in float64, with its subnormal numbers."""
     if x.dtype != jax.numpy.bfloat16:
         return lax.convert_element_type(x, at_least_float32(x.dtype))
-    # Its subnormal numbers are those of float32, which a conversion may flush.
+    # A conversion may flush subnormal numbers.
     bits = lax.convert_element_type(lax.bitcast_convert_type(x, np.uint16), np.uint32)
     return lax.bitcast_convert_type(bits << np.uint32(16), np.float32)
 
 
 def split_blocks(x: jax.Array, length: int, *, keeps_last: bool = False) -> tuple[jax.Array, tuple[int, ...]]:
-    """Splits the last axes so that all after the first split make blocks of at most so many numbers.
+    """Splits the last axes into blocks of at most `length` elements, padded with zeros where needed.
 
-    No axes are ever joined, and those before stay: a tensor that is sharded along them is looked at where it is.
-
-    Args:
-      x: at least one axis, and no axis of length zero.
-      length: of the longest block.
-      keeps_last: whether blocks are made of the axes before the last one, which stays. A TPU, whose vectors lie along
-        the last axis, then adds up vectors, where it would have to turn them; the compiler needs a second for that,
-        and for the other up to forty.
-
-    Returns:
-      The tensor, with a first axis of length 1, filled with zeros where an axis has no good divisor; and the axes of
-      a block.
+    Axes are never joined, and those before the split stay, so that a sharded tensor is not moved. With `keeps_last`,
+    the last axis stays too: a TPU then adds up whole vectors, and compiles in one second instead of forty.
+    Returns the tensor with a leading axis of length 1, and the axes of a block.
 
     >>> blocks, axes = split_blocks(jax.numpy.ones((8, 512, 4, 16)), 255)
     >>> blocks.shape, axes
@@ -69,7 +56,7 @@ def split_blocks(x: jax.Array, length: int, *, keeps_last: bool = False) -> tupl
 
 
 def _split_axis(axis: int, length: int) -> tuple[int, int]:
-    """How many blocks of which length an axis becomes, or what is a little longer."""
+    """Returns the number and length of the blocks of an axis; their product may exceed its length."""
     divisor = max(size for size in range(1, length + 1) if axis % size == 0)
     if 2 * divisor >= length:
         return axis // divisor, divisor
@@ -78,7 +65,7 @@ def _split_axis(axis: int, length: int) -> tuple[int, int]:
 
 
 DEFAULT_BLOCK = 128
-"""How many integers along the last axis share a scale."""
+"""Number of integers along the last axis that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +74,8 @@ class FloatFormat:
 
     Attributes:
       name: canonical.
-      mantissa_bits: how many bits a number has below its first one.
-      min_exponent: of the smallest normal number, a power of two.
+      mantissa_bits: the number of bits below the leading one.
+      min_exponent: the exponent of the smallest normal number.
       max: the largest finite number.
     """
 
@@ -99,19 +86,14 @@ class FloatFormat:
 
     @property
     def max_exponent(self) -> int:
-        """The binade of the largest finite number."""
         return math.frexp(self.max)[1] - 1
 
     def find_thresholds(self, dtype: np.dtype) -> tuple[float, float, float]:
-        """The largest magnitudes of a wider dtype that become zero, at most subnormal, and finite.
-
-        >>> parse_format("float16").find_thresholds(np.dtype("float32"))[::2]
-        (2.9802322387695312e-08, 65519.99609375)
-        """
+        """Returns the largest magnitudes that become zero, at most subnormal, and finite."""
         smallest_normal = math.ldexp(1.0, self.min_exponent)
         half_a_step = math.ldexp(1.0, self.min_exponent - self.mantissa_bits - 1)
         step = math.ldexp(1.0, self.max_exponent - self.mantissa_bits)
-        # A tie goes to the even neighbour: zero, the smallest normal number, and beyond the largest one if that is odd.
+        # A tie goes to the even neighbor: zero, the smallest normal number, or above the largest number if that is odd.
         is_odd = (self.max / step) % 2 == 1
         return (
             _round_down(half_a_step, dtype, inclusive=True),
@@ -122,13 +104,7 @@ class FloatFormat:
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat:
-    """Symmetric integers, of which a block along the last axis shares a scale: its amax over the largest integer.
-
-    Attributes:
-      name: canonical.
-      max: the largest integer, 127 or 7.
-      block: how many numbers share a scale, or all of the axis if it is shorter.
-    """
+    """Symmetric integers up to `max`; `block` elements of the last axis share a scale, their amax over `max`."""
 
     name: str
     max: int
@@ -137,13 +113,9 @@ class IntegerFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledFormat:
-    """Floating numbers, of which a block along the last axis shares a scale, as `quant.MXFP8` and its like have them.
+    """Floats in blocks: `block` elements of the last axis share a scale, as in `quant.MXFP8`.
 
-    Attributes:
-      name: canonical.
-      dtype: the name of the floating dtype of the numbers.
-      block: how many numbers share a scale.
-      has_tensor_scale: whether scales are e4m3, beside one for the tensor, as in NVFP4; else they are powers of two.
+    With `has_tensor_scale`, scales are e4m3 and the tensor has one more, as in NVFP4; else they are powers of two.
     """
 
     name: str
@@ -153,7 +125,7 @@ class ScaledFormat:
 
     @property
     def numbers(self) -> FloatFormat:
-        """The format of the numbers, before they are scaled."""
+        """The format of the elements before scaling."""
         return _describe(np.dtype(self.dtype))
 
 
@@ -171,16 +143,10 @@ _NO_FORMAT = ("float8_e8m0fnu",)  # powers of two for scales: no sign, no zero
 
 
 def parse_format(name: object) -> Format:
-    """Reads a format that numbers may be cast to.
+    """Reads the name of a floating dtype, in any spelling that policies take, or of a block-scaled format.
 
-    Args:
-      name: a floating dtype in any spelling that policies take (`"float16"`, `"bf16"`, `"float8_e4m3fn"`,
-        `jnp.float8_e5m2`); or what has a scale per block of the last axis: integers, `"int8"`, `"int4"` (blocks of
-        128), `"int4/32"`; and floats, `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"` (blocks of 32), `"nvfp4"` (of 16),
-        `"mxfp8/64"`.
-
-    Raises:
-      ValueError: it is none.
+    Block-scaled formats are `"int8"` and `"int4"` (blocks of 128), `"mxfp8"`, `"mxfp8_e5m2"` and `"mxfp4"` (of 32), and
+    `"nvfp4"` (of 16). A block size may follow.
 
     >>> parse_format("bf16").name, parse_format("int4").name, parse_format("INT8 / 64").name, parse_format("nvfp4").name
     ('bfloat16', 'int4', 'int8/64', 'nvfp4')
@@ -200,7 +166,6 @@ def parse_format(name: object) -> Format:
 
 
 def _make_format(kind: str, block: int | None) -> IntegerFormat | ScaledFormat:
-    """A format of blocks of so many numbers; `None` stands for the default."""
     dtype, default = _SCALED.get(kind, ("", DEFAULT_BLOCK))
     block = default if block is None else block
     name = kind if block == default else f"{kind}/{block}"
@@ -216,7 +181,7 @@ def _describe(dtype: np.dtype) -> FloatFormat:
 
 
 def _round_down(bound: float, dtype: np.dtype, inclusive: bool) -> float:
-    """The largest number of a dtype below a bound, or the bound itself."""
+    """Returns the largest number of a dtype below a bound, or the bound itself if `inclusive`."""
     with np.errstate(over="ignore"):
         found = dtype.type(bound)
     if float(found) > bound or (float(found) == bound and not inclusive):
@@ -225,7 +190,7 @@ def _round_down(bound: float, dtype: np.dtype, inclusive: bool) -> float:
 
 
 class Sums(NamedTuple):
-    """The high and low parts of sums, `(S,)`."""
+    """High and low parts of sums, `(S,)` each."""
 
     high: jax.Array
     low: jax.Array
@@ -235,46 +200,44 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
     """Adds up squares, and the squared errors of casts to each format, without and with the best power of two as scale.
 
     Args:
-      blocks: a float32 or float64 tensor, as `split_blocks` splits it, with a first axis of length 1.
-      axes: those of a block.
-      most: the bits of the largest finite magnitude, an integer.
+      blocks: a float32 or float64 tensor, as `split_blocks` returns it with the `axes` of a block.
+      most: the bits of its largest finite magnitude.
       formats: floating formats alone.
 
-    Returns:
-      The sums, first that of squares, then two for each format, each in units of its own: `convert_units` knows them.
+    Returns the sum of squares, then two sums for each format. Their units differ: see `convert_units`.
     """
     exponent = find_exponent(most, blocks.dtype)
     grid = _make_grid(most, exponent, formats, blocks.dtype)
-    # A row per sum, next to the numbers of a block, which a core therefore reads once for all of them.
+    # The axis of sums stands before the axes of a block, so that a core reads a block once for all sums.
     row = axes[0]
     shape = (*blocks.shape[:row], 1 + 2 * len(formats), *blocks.shape[row:])
     spread = lambda x: lax.broadcast_in_dim(x, shape, (row,))
     x = lax.broadcast_in_dim(blocks, shape, [axis for axis in range(len(shape)) if axis != row])
-    # The first operation differs by row: XLA would write down what the rows have in common.
+    # Units differ by row, since XLA would materialize the operands that all rows share.
     x = read_units(x, spread(grid.units))
     errors = _round(x, grid.steps, grid.floors, grid.ceilings, row) - x
     squares = errors * errors
-    # In two parts from the start: alone, a sum of squares is a product to XLA:CPU, which writes its operands down.
+    # In two parts from the start: XLA:CPU makes a matmul of a sum of squares alone, and materializes its operands.
     parts = add_up(squares, lax.full_like(squares, 0), tuple(axis + 1 for axis in axes))
     high, low = add_up(*parts, tuple(axis for axis in range(parts[0].ndim) if axis != row))
     return Sums(high, low)
 
 
 def convert_units(sums: Sums, most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
-    """The same sums in units of `4**find_exponent(most)`."""
+    """Converts the sums to units of `4**find_exponent(most)`."""
     dtype = sums.high.dtype
     units = _make_grid(most, find_exponent(most, dtype), formats, dtype).squared_units
     return Sums(sums.high * units, sums.low * units)
 
 
 def find_exponent(most: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The binade below that of magnitudes, given their bits, as int32: its power of two and the inverse are normal."""
+    """Returns the exponent of magnitudes, given their bits, less one: its power of two and the inverse are normal."""
     fields = lax.convert_element_type(most >> most.dtype.type(mantissa_bits(dtype)), np.int32)
     return fields - np.int32(exponent_bias(dtype) + 1)
 
 
 def read_units(x: jax.Array, units: jax.Array) -> jax.Array:
-    """Magnitudes as multiples of an inverse of `units`, and zero where they are not finite."""
+    """Returns magnitudes times `units`, and zero where they are not finite."""
     x = lax.abs(x * units)
     return lax.select(lax.lt(x, lax.full_like(x, np.inf)), x, lax.full_like(x, 0))
 
@@ -283,11 +246,11 @@ class _Grid(NamedTuple):
     """The numbers of a format, a row per sum.
 
     Attributes:
-      units: what magnitudes are multiplied by.
-      steps: what is added to the bits of a number's binade, for the number whose last digit is the format's.
-      floors: the bits of that number for subnormal numbers.
+      units: factors of magnitudes.
+      steps: added to the bits of an element's power of two; the last bit of that number is the last bit of the format.
+      floors: the bits of that number for subnormal elements.
       ceilings: the largest number.
-      squared_units: what makes a sum of squares one in units of all rows.
+      squared_units: factors of the sums of squares, for units that all rows share.
     """
 
     units: jax.Array
@@ -298,16 +261,16 @@ class _Grid(NamedTuple):
 
 
 def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatFormat], dtype: np.dtype) -> _Grid:
-    """Places the numbers of formats on the scale of a tensor.
+    """Scales the numbers of formats to a tensor.
 
-    With the best scale the largest magnitude is in the format's last binade, or in the one below if it is too large for
-    it. The first row is for the squares: with no number but zero, each is an error of its own size.
+    The best scale moves the largest magnitude into the last binade of the format, or one below if it exceeds the
+    largest number there. The first row adds up squares: its format has no number but zero.
     """
     width, bias = mantissa_bits(dtype), exponent_bias(dtype)
     never = -4 * bias
     largest, digits, smallest, mantissas = [never], [never], [never], [1.0]
     for each in formats:
-        # Nothing is lost to a format of as many digits.
+        # A format with as many bits loses nothing.
         largest += [each.max_exponent] * 2
         digits += [never if each.mantissa_bits >= width else width - each.mantissa_bits] * 2
         smallest += [each.min_exponent] * 2
@@ -317,7 +280,7 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     is_larger = lax.gt(lax.broadcast(_read_mantissa(most, dtype), bounds.shape), bounds)
     room = lax.broadcast(np.int32(bias - 1) - exponent, bounds.shape)  # at the end of a dtype the largest may saturate
     lowered = lax.min(lax.convert_element_type(is_larger, np.int32), room)
-    # Units, floors, ceilings and squared units at once, as powers of two that the tensor moves, or its scale.
+    # Exponents of units, floors, ceilings and squared units, shifted by the exponent of the tensor or by its scale.
     none = np.zeros_like(is_scaled)
     powers = np.array([none, np.add(digits, smallest), largest, none], np.int32)
     own = np.array([none, *[np.array(largest) - 1] * 2, none], np.int32)
@@ -329,7 +292,7 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     fractions = bits_like(mantissas, dtype) - bits_like((1.0,), dtype)
     below = np.stack([fractions * 0, fractions * 0, fractions, fractions * 0])
     bits = (lax.convert_element_type(fields, most.dtype) << most.dtype.type(width)) | below
-    # Otherwise XLA computes each row of it anew, and compiles for longer.
+    # Without the barrier XLA recomputes `bits` for each row, and compiles for longer.
     bits = lax.optimization_barrier(bits)
     units, floors, ceilings, squared_units = (lax.index_in_dim(bits, i, keepdims=False) for i in range(4))
     as_floats = lambda bits: lax.bitcast_convert_type(bits, dtype)
@@ -338,15 +301,15 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
 
 
 def _read_mantissa(most: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The digits of a number, given its bits, from 1 to 2."""
+    """Returns the mantissa of a number, between 1 and 2, given its bits."""
     one = bits_like((1.0,), dtype)[0]
     return lax.bitcast_convert_type((most & (most.dtype.type(1 << mantissa_bits(dtype)) - 1)) | one, dtype)
 
 
 def _round(x: jax.Array, steps: np.ndarray, floors: jax.Array, ceilings: jax.Array, row: int) -> jax.Array:
-    """Rounds to the nearest number of a grid, ties to even, and to the largest where it is above.
+    """Rounds to the nearest number of a grid, ties to even, and clips to the largest.
 
-    A sum of `x` and a number so large that its last digit is the format's has no room for more digits.
+    Adding a number whose last bit is the last bit of the format rounds away all smaller bits.
     """
     spread = lambda y: lax.broadcast_in_dim(y, x.shape, (row,))
     binades = bits_of(x) & bits_like((np.inf,), x.dtype)[0]

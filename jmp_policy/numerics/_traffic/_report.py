@@ -286,9 +286,8 @@ def _make_row_table(rows: Iterable[Collective]) -> Table:
         )
         for row in rows
     ]
-    headings = [cell[0] or "(no line)" for cell in cells]
     texts = map(Column, ("line", "collective", "dtype", "shape", "pass", "module"))
-    return Table([*texts, _number_column("count")], cells, headings=headings)
+    return Table([*texts, _number_column("count")], cells)
 
 
 def _number_column(header: str) -> Column:

@@ -5,8 +5,10 @@ import math
 import ml_dtypes
 import numpy as np
 
-from jmp_policy.numerics._stats._measure import FIRST_EXPONENT, HISTOGRAM_BINS, Meter, Record
-from jmp_policy.numerics._stats._row import Layout, Site
+from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS
+from jmp_policy.numerics._stats._measure import StatsSpec
+from jmp_policy.numerics._stats._record import Record
+from jmp_policy.numerics._stats._row import Layout, TensorInfo
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn")
 SHAPE = (4, 8)
@@ -14,11 +16,11 @@ SHAPE = (4, 8)
 
 def make_site(path="head", primitive="dot_general", direction="forward", turn=None, shape=SHAPE, line=12):
     size = math.prod(shape)
-    return Site(path, primitive, f"/home/me/train.py:{line}", "loss", direction, turn, "float32", size, shape)
+    return TensorInfo(path, primitive, f"/home/me/train.py:{line}", "loss", direction, turn, "float32", size, shape)
 
 
 def make_layout(*sites, formats=FORMATS, histogram=True):
-    return Layout(sites or [make_site()], Meter(formats, histogram))
+    return Layout(sites or [make_site()], StatsSpec(formats, histogram))
 
 
 def make_record(tensors, formats=FORMATS, histogram=True):

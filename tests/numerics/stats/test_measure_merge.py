@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_policy.numerics._stats._measure import Meter, Record, fold, join, merge
+from jmp_policy.numerics._stats._measure import StatsSpec
+from jmp_policy.numerics._stats._record import Record, fold, join, merge
 
-METER = Meter(("float16", "float8_e4m3fn"))
+SPEC = StatsSpec(("float16", "float8_e4m3fn"))
 
 
 def read_counts(record: Record) -> np.ndarray:
@@ -38,15 +39,15 @@ def measure_many(count: int = 1000) -> tuple[np.ndarray, Record]:
     x = (rng.standard_normal((count, 40)) * scales).astype(np.float32)
     x[rng.random(x.shape) < 0.05] = 0
     x[:3, 0] = np.inf, np.nan, 1e-45
-    return x, jax.jit(jax.vmap(METER.measure))(x)
+    return x, jax.jit(jax.vmap(SPEC.measure))(x)
 
 
 @pytest.mark.slow
 def test_a_thousand_records_merge_to_that_of_all_at_once():
     x, records = measure_many()
     step = lambda merged, record: (merge(merged, record), None)
-    merged, _ = jax.jit(lambda records: lax.scan(step, METER.empty(1), records))(records)
-    whole = jax.jit(METER.measure)(x)
+    merged, _ = jax.jit(lambda records: lax.scan(step, SPEC.empty(1), records))(records)
+    whole = jax.jit(SPEC.measure)(x)
     times = np.zeros(whole.counts.shape[-1], object)
     times[0] = 999
     assert (read_counts(merged) == read_counts(whole) + times).all()
@@ -64,7 +65,7 @@ def test_a_thousand_records_merge_to_that_of_all_at_once():
 def test_to_fold_is_to_merge_one_by_one(length):
     records = jax.tree.map(lambda leaf: leaf[:length], measure_many()[1])
     step = lambda merged, record: (merge(merged, record), None)
-    merged, _ = jax.jit(lambda records: lax.scan(step, METER.empty(1), records))(records)
+    merged, _ = jax.jit(lambda records: lax.scan(step, SPEC.empty(1), records))(records)
     assert_equal(jax.jit(fold)(records), merged)
 
 
@@ -80,7 +81,7 @@ def test_any_leading_axis_folds(axis):
 
 @pytest.mark.slow
 def test_more_turns_than_16_bits_count_fold():
-    record = jax.jit(METER.measure)(jnp.asarray([1.0, -3.0, 0.0, 2.0**-30]))
+    record = jax.jit(SPEC.measure)(jnp.asarray([1.0, -3.0, 0.0, 2.0**-30]))
     turns = 70_001
     folded = jax.jit(fold)(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (turns, *leaf.shape)), record))
     assert (read_counts(folded) == turns * read_counts(record)).all()
@@ -89,8 +90,8 @@ def test_more_turns_than_16_bits_count_fold():
 
 @pytest.mark.slow
 def test_no_turns_fold_to_what_was_never_measured():
-    none = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), METER.empty(2))
-    jax.tree.map(np.testing.assert_array_equal, fold(none), METER.empty(2))
+    none = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), SPEC.empty(2))
+    jax.tree.map(np.testing.assert_array_equal, fold(none), SPEC.empty(2))
 
 
 @pytest.mark.slow
@@ -103,24 +104,24 @@ def test_to_merge_commutes_and_associates():
 
 @pytest.mark.slow
 def test_what_was_never_measured_changes_nothing():
-    record = jax.jit(METER.measure)(jnp.asarray([1e-40, 3e38, 0.0]))
-    for merged in (merge(record, METER.empty(1)), merge(METER.empty(1), record)):
+    record = jax.jit(SPEC.measure)(jnp.asarray([1e-40, 3e38, 0.0]))
+    for merged in (merge(record, SPEC.empty(1)), merge(SPEC.empty(1), record)):
         jax.tree.map(np.testing.assert_array_equal, merged, record)
-    empty = METER.empty(1)
+    empty = SPEC.empty(1)
     assert read_counts(empty).sum() == 0
     assert empty.extremes.tolist() == [[0.0, float("inf")]]
 
 
 @pytest.mark.slow
 def test_subnormal_extremes_survive_a_merge():
-    small, zero = (jax.jit(METER.measure)(jnp.asarray([value], jnp.float32)) for value in (1e-45, 0.0))
+    small, zero = (jax.jit(SPEC.measure)(jnp.asarray([value], jnp.float32)) for value in (1e-45, 0.0))
     merged = jax.jit(merge)(zero, small)
     assert np.asarray(merged.extremes).view(np.int32).tolist() == [[1, 1]]
 
 
 @pytest.mark.slow
 def test_a_billion_merges_of_a_billion_numbers_overflow_nothing():
-    record = jax.jit(METER.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
+    record = jax.jit(SPEC.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
     billion = jnp.asarray([10**9], jnp.uint32)
     record = record._replace(counts=jnp.stack([billion.repeat(record.counts.shape[-1])] * 2, 0)[None].at[:, 1].set(0))
     merged = jax.jit(lambda record: lax.fori_loop(0, 30, lambda _, merged: merge(merged, merged), record))(record)
@@ -130,15 +131,15 @@ def test_a_billion_merges_of_a_billion_numbers_overflow_nothing():
 
 @pytest.mark.slow
 def test_a_hundred_thousand_merges_in_turn_keep_twelve_digits_of_a_sum():
-    record = jax.jit(METER.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
+    record = jax.jit(SPEC.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
     count = 100_000
-    merged = jax.jit(lambda a: lax.fori_loop(0, count, lambda _, merged: merge(merged, a), METER.empty(1)))(record)
+    merged = jax.jit(lambda a: lax.fori_loop(0, count, lambda _, merged: merge(merged, a), SPEC.empty(1)))(record)
     np.testing.assert_allclose(read_sums(merged), count * read_sums(record), rtol=1e-12 * count**0.5)
 
 
 @pytest.mark.slow
 def test_rows_join_below_each_other():
-    first, second = METER.empty(2), jax.jit(METER.measure)(jnp.ones(3))
+    first, second = SPEC.empty(2), jax.jit(SPEC.measure)(jnp.ones(3))
     joined = join([first, second])
     assert joined.counts.shape[0] == 3
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf: leaf[2:], joined), second)
@@ -148,10 +149,10 @@ def test_rows_join_below_each_other():
 
 @pytest.mark.slow
 def test_records_of_float64_fold_in_float64():
-    meter = Meter(("float16",), dtype=np.dtype("float64"))
+    spec = StatsSpec(("float16",), dtype=np.dtype("float64"))
     with jax.enable_x64(True):
         x = np.random.default_rng().standard_normal((50, 30)) * 1e200
-        records = jax.jit(jax.vmap(meter.measure))(jnp.asarray(x))
+        records = jax.jit(jax.vmap(spec.measure))(jnp.asarray(x))
         folded = jax.jit(fold)(records)
         assert folded.extremes.dtype == np.float64
         units = 2.0 ** int(folded.exponents[0])

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.numerics._stats._measure import Meter, parse_format
-from jmp_policy.numerics._stats._what_if import FloatFormat, IntegerFormat, ScaledFormat
+from jmp_policy.numerics._stats._measure import StatsSpec
+from jmp_policy.numerics._stats._what_if import FloatFormat, IntegerFormat, ScaledFormat, parse_format
 from jmp_policy.quant._numbers._block_numbers import dequantize, quantize_mx, quantize_nv
 
 INTEGERS = {"int8": (127, 128), "int4": (7, 128), "int8/64": (127, 64), "int4/32": (7, 32)}
@@ -35,7 +35,7 @@ def measure_random(formats, shape):
     rng = np.random.default_rng()
     x = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, shape), np.float32)
     x = np.where(rng.random(shape) < 0.2, np.float32(0), x)
-    record = jax.jit(Meter(tuple(formats), False).measure)(jnp.asarray(x))
+    record = jax.jit(StatsSpec(tuple(formats), False).measure)(jnp.asarray(x))
     counts, sums = np.asarray(record.counts)[0, 0], np.asarray(record.sums, np.float64)[0].sum(-1)
     sums *= 4.0 ** int(record.exponents[0])
     return x, counts, sums
@@ -55,9 +55,9 @@ def test_integers_lose_what_rounding_by_blocks_loses(shape):
 @pytest.mark.exhaustive
 def test_blocks_stand_between_floats_in_the_order_of_the_meter():
     x = jnp.asarray(np.random.default_rng().standard_normal(200), jnp.float32)
-    mixed = jax.jit(Meter(("int8", "float16", "mxfp4", "bfloat16")).measure)(x)
-    floats = jax.jit(Meter(("float16", "bfloat16")).measure)(x)
-    integers = jax.jit(Meter(("int8", "mxfp4")).measure)(x)
+    mixed = jax.jit(StatsSpec(("int8", "float16", "mxfp4", "bfloat16")).measure)(x)
+    floats = jax.jit(StatsSpec(("float16", "bfloat16")).measure)(x)
+    integers = jax.jit(StatsSpec(("int8", "mxfp4")).measure)(x)
     for i, (other, j) in enumerate([(integers, 0), (floats, 0), (integers, 1), (floats, 1)]):
         here, there = slice(4 + 3 * i, 7 + 3 * i), slice(4 + 3 * j, 7 + 3 * j)
         assert mixed.counts[..., here].tolist() == other.counts[..., there].tolist()
@@ -68,7 +68,7 @@ def test_blocks_stand_between_floats_in_the_order_of_the_meter():
 
 def test_what_is_not_finite_is_left_out_of_a_block():
     x = jnp.asarray([np.inf, 1.0, -np.nan, 0.001, 0.0])
-    record = jax.jit(Meter(("int8",), False).measure)(x)
+    record = jax.jit(StatsSpec(("int8",), False).measure)(x)
     assert record.counts[0, 0].tolist() == [1, 1, 1, 1, 1, 0, 0]
     assert np.isfinite(record.sums).all()
 
@@ -83,7 +83,7 @@ SCALED = {
 
 
 def round_as_in_training(x: np.ndarray, quantize, dtype, block: int):
-    """What `Meter` counts, and the squared error, of the numbers that training multiplies by; in float64."""
+    """What `StatsSpec` counts, and the squared error, of the numbers that training multiplies by; in float64."""
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
     blocks = quantize(jnp.asarray(x), *([dtype] if dtype else []), -1, block)
     back, values = (np.asarray(each, np.float64) for each in (dequantize(blocks, -1), blocks.values))
@@ -113,14 +113,14 @@ def test_numbers_beyond_a_scale_that_is_too_coarse_are_clipped():
     # Beside 1 a block of 2**-9 and less has the scale 2 or 3 times 2**-9 / 2688: steps so coarse that 2.4 becomes 2.
     small = np.float32(2.4 * 6 * 2.0**-9 / 2688)
     x = jnp.asarray([1.0] + [0.0] * 15 + [small] * 3 + [0.0] * 13)
-    record = jax.jit(Meter(("nvfp4", "mxfp4"), False).measure)(x)
+    record = jax.jit(StatsSpec(("nvfp4", "mxfp4"), False).measure)(x)
     assert record.counts[0, 0, 4:].tolist() == [0, 0, 3, 3, 0, 0]
 
 
 def test_float64_beyond_float32_is_clipped_in_blocks():
     with jax.enable_x64(True):
-        meter = Meter(("mxfp8",), False, np.dtype("float64"))
-        record = jax.jit(meter.measure)(jnp.asarray([1e300, 1.0, np.nan]))
+        spec = StatsSpec(("mxfp8",), False, np.dtype("float64"))
+        record = jax.jit(spec.measure)(jnp.asarray([1e300, 1.0, np.nan]))
         assert record.counts[0, 0, 4:].tolist() == [1, 0, 1]
         assert np.isfinite(record.sums).all()
 
@@ -129,7 +129,7 @@ def test_float64_beyond_float32_is_clipped_in_blocks():
 @pytest.mark.parametrize("format", SCALED)
 def test_what_is_not_finite_is_left_out_of_a_block_of_floats(format):
     x = jnp.asarray([np.inf, 1.0, -np.nan, 1e-30, 0.0, 3.4e38])
-    first, last = (jax.jit(Meter((format,), False).measure)(part) for part in (x[:5], x))
+    first, last = (jax.jit(StatsSpec((format,), False).measure)(part) for part in (x[:5], x))
     assert first.counts[0, 0].tolist() == [1, 1, 1, 1, 1, 0, 0]
     assert np.isfinite(last.sums).all()
 
@@ -140,7 +140,7 @@ def test_errors_of_blocks_neither_overflow_nor_vanish(scale):
     x = np.random.default_rng().standard_normal(256).astype(np.float32)
     errors = []
     for y in (x, x * np.float32(scale)):
-        sums = np.asarray(jax.jit(Meter(("int8", "mxfp8", "nvfp4"), False).measure)(jnp.asarray(y)).sums)[0].sum(-1)
+        sums = np.asarray(jax.jit(StatsSpec(("int8", "mxfp8", "nvfp4"), False).measure)(jnp.asarray(y)).sums)[0].sum(-1)
         errors.append(sums[1:] / sums[0])
     np.testing.assert_allclose(errors[1], errors[0], rtol=1e-6)
 
