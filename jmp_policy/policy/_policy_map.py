@@ -350,7 +350,8 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
             f"For example: {{'head/{inner if isinstance(inner, str) else 'dense'}': 'mixed_bfloat16'}}."
         )
     try:
-        return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
+        dtype: Any = spec
+        return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(dtype)] * 3)
     except ValueError as error:
         raise ValueError(f"{error} It stands {where}.") from None
 

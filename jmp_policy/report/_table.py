@@ -107,8 +107,10 @@ def _draw_rows(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, max(width, 1), subsequent_indent=indent, **options) or [""]
+    wrapper = textwrap.TextWrapper(
+        max(width, 1), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(text) or [""]
 
 
 def _fit_columns(table: Table, width: int) -> tuple[list[int], int]:

@@ -207,7 +207,7 @@ def measure_matmuls(kinds: Sequence[MatmulKind] = MATMULS, *, size: int) -> list
         if kind.name not in calls:
             rates.append(MatmulRate(kind, None, 0.0))
             continue
-        dtypes, speedup = read_matmuls(calls[kind.name].func.as_text()), best["float32 highest"] / best[kind.name]
+        dtypes, speedup = read_matmuls(_read_hlo(calls[kind.name])), best["float32 highest"] / best[kind.name]
         teraflops = 2 * size**3 / best[kind.name] / 1e12
         rates.append(MatmulRate(kind, teraflops, speedup, dtypes[0] if len(dtypes) == 1 else None))
     return rates
@@ -219,7 +219,7 @@ def measure_steps(rows: int, width: int, dtypes: Iterable[str] = ("float32", *HA
     seconds = time_rounds(calls)
     steps = {}
     for dtype, call in calls.items():
-        matmuls = dict(Counter(read_matmuls(call.func.as_text())))
+        matmuls = dict(Counter(read_matmuls(_read_hlo(call))))
         steps[dtype] = StepTime(min(seconds[dtype]), compare_times(seconds["float32"], seconds[dtype]), matmuls)
     return steps
 
@@ -278,6 +278,11 @@ def _compile(function: Callable[..., Any], *args: Any) -> functools.partial:
     compiled = jax.jit(function).lower(*args).compile()
     jax.block_until_ready(compiled(*args))
     return functools.partial(compiled, *args)
+
+
+def _read_hlo(call: functools.partial) -> str | None:
+    compiled: Any = call.func
+    return compiled.as_text()
 
 
 _HLO_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32"}

@@ -133,7 +133,9 @@ class Subject:
         else:
             fun = attached.apply
         adapter = find_lifting_adapter(args[:1])
-        differentiate = (adapter and adapter.value_and_grad) or functools.partial(value_and_grad, allow_int=True)
+        differentiate: Callable[..., Any] = functools.partial(value_and_grad, allow_int=True)
+        if adapter is not None and adapter.value_and_grad is not None:
+            differentiate = adapter.value_and_grad
 
         def run(*args: Any) -> PyTree:
             return fun(*args)[0] if self.has_aux else fun(*args)

@@ -33,7 +33,8 @@ def show_progress(name: str, wanted: bool | None, budget: int | None) -> Iterato
     except ImportError:
         if wanted:
             raise ImportError("A progress bar needs rich: pip install rich, or tune(..., progress=False).") from None
-        is_shown = False
+        yield lambda trials, kept, error: None
+        return
     if not is_shown:
         yield lambda trials, kept, error: None
         return

@@ -141,7 +141,7 @@ def _forward(
     format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     inputs, is_stored = round_input(rows, format, 2), isinstance(weight, Blocks)
-    right = weight if is_stored else round_weight(weight, format, -2)
+    right = weight if isinstance(weight, Blocks) else round_weight(weight, format, -2)
     # Only the gradient of the weight needs the rows; the dtype is enough for their own.
     return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
 
