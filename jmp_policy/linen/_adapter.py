@@ -83,16 +83,7 @@ class _Linen:
         boundary: bool,
         inferred: np.dtype | None,
     ) -> nn.Module:
-        """Returns a linen module inside an nnx model, with the policy of that model.
-
-        Args:
-          module: the module that `nnx.bridge.ToNNX` wraps.
-          policy: the policy or map of the model; rules name paths in the whole model.
-          keep: names of arguments of its public methods that are not cast.
-          lineage: the types of the nnx modules around it, by path; its wrapper is the last.
-          boundary: true if it casts its inputs and outputs.
-          inferred: the dtype in place of an open compute dtype, or `None`.
-        """
+        """Returns a linen module inside an nnx model, with the policy of that model."""
         place = ModulePlace(lineage, boundary, inferred)
         return _change_class(
             module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place)

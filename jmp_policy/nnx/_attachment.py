@@ -70,13 +70,6 @@ class Attachment:
 
     Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
 
-    Args:
-      given: the policy or map.
-      on_mismatch: called for each Param that is stored in another dtype.
-      keep: names of arguments of the root that are not cast.
-      owned: true for a module that may be changed in place.
-      lineage: the types by path of the modules around the root of the walk.
-
     Attributes:
       types: the types of the modules met, by path.
     """

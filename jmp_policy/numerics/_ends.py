@@ -12,15 +12,7 @@ from ..modules import find_adapter, is_flax_object
 
 
 def check_function(fun: Any, caller: str) -> None:
-    """Refuses anything but a function.
-
-    Args:
-      fun: what a user gave.
-      caller: the name of the function that it was given to.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """Refuses anything but a function."""
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
@@ -86,11 +78,6 @@ def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
     """The paths of arrays among arguments, which begin with the names of the parameters.
 
-    Args:
-      signature: of the function, where it has one.
-      arguments: the positional arguments and those by name.
-      is_lifted: whether they are one tree of arrays that stands for both, as for objects of nnx.
-
     >>> def loss(params, *batches, scale): ...
     >>> name_arguments(inspect.signature(loss), (({"w": 1}, 2.0, [3]), {"scale": 4}), is_lifted=False)
     []
@@ -105,12 +92,6 @@ def spell_arguments(
     signature: inspect.Signature | None, arguments: PyTree, given: tuple[Args, Kwargs], *, is_lifted: bool
 ) -> list[str]:
     """How Python would spell arrays among arguments, as `batch['x']` or `model.head.kernel`.
-
-    Args:
-      signature: of the function, where it has one.
-      arguments: the positional arguments and those by name.
-      given: the same as they were given, with objects of nnx.
-      is_lifted: whether `arguments` is one tree of arrays that stands for both, as for objects of nnx.
 
     >>> def loss(params, *batches, scale): ...
     >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
@@ -128,10 +109,6 @@ def spell_arguments(
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
     """The paths of results, which begin with `"result"`; `None` for what a function wrote to its arguments.
-
-    Args:
-      paths: their paths in what was traced.
-      is_lifted: whether that stands for what a function of objects of nnx returned and wrote.
 
     >>> paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((1, {"w": 2}))[0]]
     >>> name_results(paths, is_lifted=False)

@@ -16,15 +16,7 @@ def make_subclass(
     metaclass: type[type] | None = None,
     **options: Any,
 ) -> Any:
-    """Makes a subclass with the name of its base.
-
-    Args:
-      base: the class.
-      namespace: attributes of the subclass.
-      recipe: a function and its arguments that make an equal subclass; pickled in place of the class.
-      metaclass: a metaclass for the subclass, registered by `pickle_by_recipe`.
-      **options: other arguments of the class statement.
-    """
+    """Makes a subclass with the name of its base."""
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # A decorated class keeps its metaclass, because authors mix it with classes that have their own.
     if metaclass is None:

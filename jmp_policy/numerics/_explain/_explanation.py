@@ -124,11 +124,7 @@ class Explanation(Report):
         return sum(row.float32_bytes for row in self.rows)
 
     def __getitem__(self, path: str) -> Row:
-        """Returns the row of the module at a path.
-
-        Raises:
-          KeyError: no row has this path.
-        """
+        """Returns the row of the module at a path."""
         return find_row(self.rows, path, "module", "explained")
 
     def to_dict(self) -> dict[str, Any]:

@@ -241,11 +241,7 @@ class StatsHistory:
         return tuple(sorted(self._rows))
 
     def __getitem__(self, step: int) -> tuple[Row, ...]:
-        """Returns the rows of a step.
-
-        Raises:
-          KeyError: nothing was measured on it.
-        """
+        """Returns the rows of a step."""
         if step in self._rows:
             return self._rows[step]
         nearest = min(self._rows, key=lambda other: abs(other - step), default=None)

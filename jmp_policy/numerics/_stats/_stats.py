@@ -103,11 +103,7 @@ class Stats(Report, Uncast):
         return read_rows(self.record, self.layout)
 
     def __getitem__(self, path: str) -> "Stats":
-        """Returns the rows of the module at a path and of those inside it, as Stats.
-
-        Raises:
-          KeyError: no row is there.
-        """
+        """Returns the rows of the module at a path and of those inside it, as Stats."""
         if not isinstance(path, str):
             raise TypeError(f"Stats are indexed by paths, not by {path!r}: stats['blocks/0'], or stats.rows()[0].")
         sites = self.layout.sites

@@ -199,11 +199,6 @@ class Sums(NamedTuple):
 def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
     """Adds up squares, and the squared errors of casts to each format, without and with the best power of two as scale.
 
-    Args:
-      blocks: a float32 or float64 tensor, as `split_blocks` returns it with the `axes` of a block.
-      most: the bits of its largest finite magnitude.
-      formats: floating formats alone.
-
     Returns the sum of squares, then two sums for each format. Their units differ: see `convert_units`.
     """
     exponent = find_exponent(most, blocks.dtype)

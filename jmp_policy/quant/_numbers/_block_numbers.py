@@ -42,14 +42,6 @@ def quantize_mx(
     A block of zeros has the scale 2**-127. Subnormals are rounded like other values. A block with a nan or an infinity
     has the scale nan, because e2m1 cannot represent either; its values are nan, or zero in e2m1.
 
-    Args:
-      x: floating, any shape; float64 is rounded to float32 first.
-      dtype: e4m3fn, e5m2 or e2m1fn.
-      axis: the axis to divide into blocks, of a length that `block_size` divides.
-      block_size: number of elements that share a scale.
-      rounding: "up" takes the least power of two with which no element exceeds the largest value of the format; "floor"
-        aligns the exponents of both, and clips up to an eighth of the largest element (a quarter in e2m1).
-
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for "floor"; NVIDIA's Transformer Engine for "up".
 
     >>> values, scale, _ = quantize_mx(jnp.array([1.0, -460.0, 0.3, 0.0]), jnp.float8_e4m3fn, 0, 2)
@@ -89,16 +81,6 @@ def quantize_nv(
     e2m1(x * (S / scale)); the tensor's scale is 1 / S. Values too large for a given `amax` are clipped. S is 1 for a
     zero `amax`, and 2688 * 2**114 below 2**-114. A block whose scale rounds to zero has zeros. A block with a nan or an
     infinity has the scale nan and zeros, and does not count in the tensor's amax.
-
-    Args:
-      x: floating, any shape; float64 is rounded to float32 first.
-      axis: the axis to divide into blocks, of a length that `block_size` divides.
-      block_size: number of elements that share a scale.
-      square_axis: another axis, along which `block_size` blocks share a scale; its last group may be smaller.
-      tensor_axes: the axes that share the tensor's scale, including the two above; all by default.
-      amax: replaces the measured amax: float32, broadcastable to `x` with length 1 on `tensor_axes`. A non-finite one
-        makes the tensor's scale nan.
-      key: for stochastic rounding of the values, with 8 random bits each: unbiased within 2**-9 of the spacing.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
 
