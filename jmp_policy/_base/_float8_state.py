@@ -146,7 +146,7 @@ def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
 
     The gradient is the next state. But layers that did not run have a gradient of zeros and keep their state, and so do
     layers with a non-finite gradient: Flax's own ops clip an infinity and would record it. With `is_first` False, in
-    later microbatches of a step, the largest magnitudes join those of the first.
+    later microbatches of a step, the largest magnitudes are combined with the first ones.
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -47,8 +47,8 @@ def record_program(
 ) -> Recorded:
     """Makes a jaxpr return the measurements of a recorder, in a new output.
 
-    `context` belongs to the equation that runs the jaxpr. The rows of the given `arguments` come first, and those of
-    the `results` come last. Returns the same jaxpr for the same arguments, so that JAX traces and compiles a shared
+    `context` belongs to the equation that runs the jaxpr. The rows of the given `arguments` come first, and the rows
+    of the `results` come last. Returns the same jaxpr for the same arguments, so that JAX traces and compiles a shared
     sub-jaxpr once.
     """
     return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))

@@ -165,7 +165,7 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
                         the target's is used. Skip counters are kept. `loss_scaled` may be in one state only.
     half parameters     Masters, remainders and compensations of the target, and parameters that were saved with them,
                         are computed from the exact saved values. Parameters are rounded to nearest.
-    moments in 8 bits   Those of `optim.quantize_state` are computed from saved floats, and saved ones are dequantized.
+    moments in 8 bits   8-bit moments are computed from saved floats, and saved ones are dequantized if needed.
                         In blocks of the same sizes they are kept bit for bit.
     quantized weights   Computed like `quant.quantize` from floating ones. Saved values and scales are dequantized, or
                         kept if the target has the same format. The input range of a layer is the saved one, or the

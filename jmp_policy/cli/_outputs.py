@@ -63,7 +63,7 @@ def check_files(arguments: argparse.Namespace) -> None:
 def check_folder(option: str, file: Path | None) -> None:
     """Checks that the folder of a file exists."""
     if file is not None and not file.parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.parent}")
+        raise UserError(f"{option} {file}: the folder {file.parent} does not exist")
 
 
 def write_files(report: "Report", arguments: argparse.Namespace, title: str) -> None:

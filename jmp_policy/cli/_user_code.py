@@ -72,7 +72,7 @@ def _check_arguments(
 ) -> None:
     problem = _find_mismatch(fun, args)
     if problem and maker is None:
-        raise UserError(f"{name} {problem}, and there is no --args. {_show_maker(fun, name, verb, example)}")
+        raise UserError(f"{name} {problem}, and --args is missing. {_show_maker(fun, name, verb, example)}")
     if problem:
         count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
         raise UserError(
@@ -166,7 +166,7 @@ def _load_module(module: str, name: str) -> Any:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             missing = error.name
-    raise UserError(f"there is no module {missing!r}, of {name!r}, here or among the installed ones")
+    raise UserError(f"the module {missing!r}, of {name!r}, is not here and not installed")
 
 
 def _suggest(found: Any, attribute: str) -> str:

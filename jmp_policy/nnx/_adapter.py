@@ -175,7 +175,7 @@ class _Nnx:
 
     def bind(self, model: nnx.Module, variables: Any) -> nnx.Module:
         if variables is not None:
-            raise ValueError("variables are those of a linen module; an nnx model has its own.")
+            raise ValueError("variables belong to a linen module; an nnx model has its own.")
         return model
 
     def run(self, model: nnx.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:

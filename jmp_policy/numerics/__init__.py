@@ -1,16 +1,11 @@
-"""Whether mixed precision worked: which operations run in which dtype, and where that loses numbers.
+"""Instruments for mixed precision: the dtype of each operation, and where it loses values.
 
-- `audit` traces a function, and returns an `AuditReport`.
-- An `AuditRow` is the operations of one kind, a `Matmul` the products of one line.
-- A `Finding` is what is likely to lose numbers or time; `FINDINGS` says what each kind of them means.
-- `collect` makes a function return, beside its results, what its tensors look like: a `Stats`.
-- `Stats` holds what tensors looked like at run time, and what formats would do to them; a `Row` is one tensor, and
-  `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
-- `first_nonfinite` makes a function return, beside its results, what made one of them not finite: a `Provenance`.
-- `collectives` tells what the devices of a mesh send each other in a program, and in which dtype: `Collectives`, with a
-  `Collective` for each kind, dtype and line.
-- `predict` tells from `Stats` what a policy would lose, and what would save it: a `Prediction`, which has a `Reason`
-  for each scope that loses numbers.
+- `audit` traces a function and returns an `AuditReport` with a row for each kind of operation and its findings.
+- `collect` wraps a function so that it also returns `Stats`: statistics of its tensors, and the effect of number formats
+  on them. A `StatsHistory` keeps them by step.
+- `first_nonfinite` wraps a function so that it also returns a `Provenance`: the operation that made the first nan or inf.
+- `collectives` returns the collectives of a program on a mesh with their dtypes and bytes.
+- `predict` computes from `Stats` the scopes that a policy would break, and the loss scale or float32 rules that fix it.
 """
 
 import typing as _typing

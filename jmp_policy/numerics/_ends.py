@@ -12,7 +12,7 @@ from ..modules import find_adapter, is_flax_object
 
 
 def check_function(fun: Any, caller: str) -> None:
-    """Refuses anything but a function."""
+    """Raises a `TypeError` for anything but a function."""
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
@@ -26,7 +26,7 @@ _ARRAY = object()
 
 
 class Results:
-    """What a function returns: the arrays of it can be computed elsewhere, and put back.
+    """The outputs of a function, whose arrays can be computed elsewhere and put back.
 
     >>> results = Results()
     >>> results.take_arrays(lambda x: {"loss": x, "name": "adam"})(jax.numpy.ones(()))
@@ -40,7 +40,7 @@ class Results:
         self._structure: Any = None
 
     def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """The same function, which returns a list of its arrays."""
+        """Wraps a function so that it returns a list of its output arrays."""
 
         def call_and_take(*args: Any, **kwargs: Any) -> list[Any]:
             leaves, self._structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
@@ -50,21 +50,20 @@ class Results:
         return call_and_take
 
     def put_back(self, arrays: Sequence[Any]) -> PyTree:
-        """What the function returned, with these arrays."""
+        """Returns the outputs of the function with the given arrays."""
         given = iter(arrays)
         leaves = [next(given) if leaf is _ARRAY else leaf for _, leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
     def list_paths(self) -> list[KeyPath]:
-        """The paths of the arrays."""
+        """Returns the paths of the arrays."""
         return [path for path, leaf in self._leaves if leaf is _ARRAY]
 
 
 def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function; some that are written in C have none.
+    """Returns the signature of a function, or None for some functions in C.
 
-    Of a transformation of nnx, such as `nnx.value_and_grad`, it is that of the function that was given to it: what nnx
-    returns takes any arguments, and does not say which.
+    nnx transforms such as `nnx.value_and_grad` accept any arguments, so the signature of the inner function is used.
     """
     inner = inspect.unwrap(fun)
     if (getattr(inner, "__module__", None) or "").startswith("flax.nnx.") and inspect.isfunction(inner):
@@ -76,7 +75,7 @@ def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
-    """The paths of arrays among arguments, which begin with the names of the parameters.
+    """Returns the paths of array arguments, which begin with parameter names.
 
     >>> def loss(params, *batches, scale): ...
     >>> name_arguments(inspect.signature(loss), (({"w": 1}, 2.0, [3]), {"scale": 4}), is_lifted=False)
@@ -91,7 +90,7 @@ def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is
 def spell_arguments(
     signature: inspect.Signature | None, arguments: PyTree, given: tuple[Args, Kwargs], *, is_lifted: bool
 ) -> list[str]:
-    """How Python would spell arrays among arguments, as `batch['x']` or `model.head.kernel`.
+    """Spells array arguments as Python code, such as `batch['x']` or `model.head.kernel`.
 
     >>> def loss(params, *batches, scale): ...
     >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
@@ -108,7 +107,7 @@ def spell_arguments(
 
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
-    """The paths of results, which begin with `"result"`; `None` for what a function wrote to its arguments.
+    """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments.
 
     >>> paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((1, {"w": 2}))[0]]
     >>> name_results(paths, is_lifted=False)
@@ -124,7 +123,7 @@ def _list_array_paths(arguments: PyTree, *, is_lifted: bool) -> list[KeyPath]:
 
 
 def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple[str, KeyPath]:
-    """The name of the parameter that an argument is of, and the path in what that was given."""
+    """Returns the parameter name of an argument, and the rest of the path."""
     (kind, first), rest = map(_read_key, path[:2]), path[2:]
     if kind == "1":  # of the arguments by name
         return first, rest
@@ -139,7 +138,7 @@ def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple
 
 
 def _spell(owner: Any, path: KeyPath) -> str:
-    """How Python would spell what a path leads to in `owner`, after its name."""
+    """Spells a path inside `owner` as Python code, to append to its name."""
     if not path:
         return ""
     key, value = path[0], _take_key(path[0])
@@ -149,7 +148,7 @@ def _spell(owner: Any, path: KeyPath) -> str:
 
 
 def _step_into(owner: Any, key: Any) -> Any:
-    """What a key leads to; `None` where that is not known."""
+    """Returns the child at a key, or None if unknown."""
     value = _take_key(key)
     if is_flax_object(owner) and isinstance(value, str):
         return getattr(owner, value, None)
@@ -164,9 +163,9 @@ def _take_key(key: Any) -> Any:
 
 
 def _find_own(path: KeyPath) -> KeyPath | None:
-    """The path of a result in what a function of nnx objects returned; `None` where it is no part of that.
+    """Returns the path inside the outputs of a function of nnx objects, or None for other results.
 
-    `nnx/_decorate.py` has the tree: `"out"` is what was returned, or `"graph"` all objects, of which the third are.
+    The tree comes from `nnx/_decorate.py`: `"out"` has the outputs, or item 2 of `"graph"`.
     """
     kind = _read_key(path[0])
     if kind == "out":
@@ -180,7 +179,7 @@ def _join(name: str, path: KeyPath) -> str:
 
 
 def _drop_value(path: KeyPath) -> KeyPath:
-    """A path, without the last key of one to the array of a Variable of nnx."""
+    """Drops the last key of a path to the array of an nnx Variable."""
     is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
     return path[:-1] if is_value else path
 

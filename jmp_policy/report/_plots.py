@@ -102,7 +102,7 @@ def list_styles(formats: Iterable[str]) -> dict[str, Style]:
 
 
 def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:
-    """Returns the style of a format, or of a policy: that of its quantization, else of its compute dtype.
+    """Returns the style of a format, or of a policy by its quantization or compute dtype.
 
     >>> from jmp_policy.report import FORMAT_STYLES, find_style
     >>> find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES["float16 without a loss scale"]

@@ -19,7 +19,7 @@ class Report(abc.ABC):
     """Base class of results that people read: a text when printed, a page in a notebook.
 
     A subclass returns its tables from `_list_tables` and its notes from `_list_notes`. The text is as wide as the
-    terminal, or as `COLUMNS` in the environment. Where there is no terminal, tables are 80 characters wide, and each
+    terminal, or as `COLUMNS` in the environment. Without a terminal, tables are 80 characters wide, and each
     note is one line.
 
     >>> from jmp_policy.report import Column, Report, Table

@@ -145,14 +145,14 @@ EXAMPLE = (
 @pytest.mark.parametrize(
     ("function", "maker", "message"),
     [
-        ("good", None, "MODULE:good takes (x, w), and there is no --args. EXAMPLE\n"),
+        ("good", None, "MODULE:good takes (x, w), and --args is missing. EXAMPLE\n"),
         ("good", "one", "--args MODULE:one returns 1 argument, but MODULE:good takes (x, w). EXAMPLE\n"),
         ("good", "good", "--args MODULE:good is called without arguments, but takes (x, w): give them defaults\n"),
         ("noisy", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:noisy takes (x). For example"),
         ("one", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:one takes (). Leave --args out."),
         ("named", "one", "--args MODULE:one returns 1 argument, but MODULE:named takes (x, *, scale). Arguments by "
          "name cannot be given: audit a function that passes scale itself.\n"),
-        ("variadic", None, "MODULE:variadic takes (x, y=2, *rest), and there is no --args. For example, write `def "
+        ("variadic", None, "MODULE:variadic takes (x, y=2, *rest), and --args is missing. For example, write `def "
          "make_args(): return x` in MODULE, where"),
     ],
 )  # fmt: skip

@@ -96,8 +96,8 @@ def test_a_function_without_tensors_says_so(capsys):
         (["--formats", "float61"], "Unknown format 'float61'"),
         (["--of", "backwards"], "of has 'backwards'. Did you mean 'backward'?"),
         (["--where", "heat"], "where has 'heat', but the function has no such operation, and no module or scope"),
-        (["--html", "no/page.html"], "--html no/page.html: there is no folder no"),
-        (["--plot", "no/plot.png"], "--plot no/plot.png: there is no folder no"),
+        (["--html", "no/page.html"], "--html no/page.html: the folder no does not exist"),
+        (["--plot", "no/plot.png"], "--plot no/plot.png: the folder no does not exist"),
         (["--plot", "plot.bmpp"], "--plot plot.bmpp is not an image format of matplotlib: name it plot.png"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_bad_option_is_one_line_and_status_2(options, message, capsys, folder)
 @pytest.mark.parametrize(
     ("function", "maker", "message"),
     [
-        ("product", None, "MODULE:product takes (x, w), and there is no --args. For example, write `def make_args(): "
+        ("product", None, "MODULE:product takes (x, w), and --args is missing. For example, write `def make_args(): "
          "return x, w` in MODULE, where each is an array or, say, jax.random.normal(jax.random.key(0), (8, 128)), and"),
         ("product", "shapes", "--args MODULE:shapes returns ShapeDtypeStruct(shape=(2, 3), dtype=float32): the "
          "function runs, and needs arrays with values, such as jax.random.normal(jax.random.key(0), (8, 128))"),

@@ -207,7 +207,7 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
     for policy in ("float32", "mxfp8/8(min_size=0)_from_float32", "int8(activations=false,min_size=0)_from_float32"):
         with pytest.raises(ValueError, match="No layer that was called quantizes its inputs to integers"):
             quant.calibrate(jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), policy), [x])
-    with pytest.raises(ValueError, match="variables are those of a linen module"):
+    with pytest.raises(ValueError, match="variables belong to a linen module"):
         quant.calibrate(policied, [x], variables=variables)
     with pytest.raises(ValueError, match="runs with variables, and is not bound to them"):
         quant.calibrate(model, [x])

@@ -103,8 +103,8 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
     """Returns the step that summed a gradient in half precision, now or earlier; the loss remains.
 
-    A scatter sums rows of an activation's gradient, which is a sum itself wherever a residual stream forks: what it
-    reads does not count. A scatter in order sums nothing, for each row was looked up once.
+    A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks,
+    so its inputs do not count. A scatter in order sums nothing, because each row was looked up once.
     """
     scatters = step.name.startswith("scatter")
     in_order = scatters and facts[1].made == "iota"

@@ -102,7 +102,7 @@ def collect(
       ValueError: a format, a pass or a value of `loops` is unknown. When called: `where` matches nothing, or `autocast`
         is around it and would change dtypes afterwards; write `collect(autocast(fun))`.
 
-    Source: the histograms are those of Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+    Source: the histograms follow Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(weights, x):

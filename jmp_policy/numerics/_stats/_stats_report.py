@@ -200,7 +200,7 @@ def plot_exponents(rows: Sequence[Row], formats: Iterable[str], direction: str |
     measured = [row for row in rows if row.times and direction in (None, row.direction)]
     if any(row.histogram is None for row in measured):
         raise ValueError(
-            "There are no histograms to draw: these Stats were collected without. Collect with them: "
+            "These Stats were collected without histograms. Collect with them: "
             "numerics.collect(fun, histogram=True)."
         )
     groups = {name: [row for row in measured if row.direction == name] for name in DIRECTIONS}
