@@ -98,7 +98,7 @@ def read_comment(table: str) -> str:
 def make_classes() -> str:
     """What autocast does with each class of operations."""
     rows = [(f"`{precision.name.lower()}`", precision.value) for precision in _tables.Precision]
-    return make_table(["class", "what autocast does with it"], rows)
+    return make_table(["class", "treatment"], rows)
 
 
 def make_floats() -> str:
@@ -204,7 +204,7 @@ def make_quantized() -> str:
             "`float8_e4m3fn`, and float32 for the tensor", measure_bits(quant.NVFP4()),
         ),
     ]  # fmt: skip
-    return make_table(["format", "numbers", "one scale for", "scales are", "bits a number, with scales"], rows)
+    return make_table(["format", "numbers", "one scale for", "scales are", "bits per element, with scales"], rows)
 
 
 def measure_bits(quantization: object) -> str:

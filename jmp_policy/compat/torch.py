@@ -13,7 +13,7 @@ PyTorch is not required: `GradScaler.state_dict()` contains only numbers. Differ
 
 | of the training       | in torch                                   | here                                            |
 |-----------------------|--------------------------------------------|-------------------------------------------------|
-| what is counted       | calls of `update()`, once per step          | microbatches, if `loss_scaled(MultiSteps(...))` |
+| what is counted       | calls of `update()`, once per step         | microbatches, if `loss_scaled(MultiSteps(...))` |
 | several optimizers    | share a scale, and skip alone              | have a scale each: `loss_scaled` of one         |
 | a skipped step        | is one to `scheduler.step()`               | is none to a schedule of optax                  |
 | `unscale_` to clip    | comes before what reads gradients          | is not needed: gradients are true               |

@@ -1,9 +1,9 @@
 """Instruments for mixed precision: the dtype of each operation, and where it loses values.
 
-- `audit` traces a function and returns an `AuditReport` with a row for each kind of operation and its findings.
-- `collect` wraps a function so that it also returns `Stats`: statistics of its tensors, and the effect of number formats
-  on them. A `StatsHistory` keeps them by step.
-- `first_nonfinite` wraps a function so that it also returns a `Provenance`: the operation that made the first nan or inf.
+- `audit` traces a function and returns an `AuditReport`: a row for each kind of operation, and findings.
+- `collect` wraps a function so that it also returns `Stats`: statistics of its tensors, and the effect of number
+  formats on them. A `StatsHistory` keeps them by step.
+- `first_nonfinite` wraps a function so that it also returns a `Provenance`: the op that made the first nan or inf.
 - `collectives` returns the collectives of a program on a mesh with their dtypes and bytes.
 - `predict` computes from `Stats` the scopes that a policy would break, and the loss scale or float32 rules that fix it.
 """

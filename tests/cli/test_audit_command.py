@@ -119,7 +119,7 @@ def test_help_lists_the_keys_of_json_and_shows_arguments(capsys):
     ("name", "message"),
     [
         ("good", "'good' is not the name of a function. For example: train:"),
-        ("absent_module:f", "there is no module 'absent_module', of 'absent_module:f'"),
+        ("absent_module:f", "the module 'absent_module', of 'absent_module:f', is not here"),
         (
             "audited_module.py:good",
             "'audited_module.py', of 'audited_module.py:good', is not a Python module name",
