@@ -47,7 +47,7 @@ def first_nonfinite(
 ) -> Callable[..., tuple[Any, Provenance]]:
     """Finds the op that made a result of a function non-finite, with its line, module and loop iteration.
 
-    If all results are finite, the outputs equal those of `fun` bit for bit, and the only extra cost is one check per output.
+    If all results are finite, the outputs equal those of `fun` bit for bit, and the only cost is a check per output.
     Otherwise a `lax.cond` branch runs the program again, records every value, and goes back from the result to the op
     whose operands were finite. All of this stays on the device, and works in `jit`, `vmap` and `scan`.
 
