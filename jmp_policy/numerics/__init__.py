@@ -1,11 +1,13 @@
 """Instruments for mixed precision: the dtype of each operation, and where it loses values.
 
-- `audit` traces a function and returns an `AuditReport`: a row for each kind of operation, and findings.
-- `collect` wraps a function so that it also returns `Stats`: statistics of its tensors, and the effect of number
-  formats on them. A `StatsHistory` keeps them by step.
+- `audit` traces a function and returns an `AuditReport`. An `AuditRow` has the operations of one kind, a `Matmul` the
+  matmuls of one line, and a `Finding` an operation that is likely to lose values or time. `FINDINGS` explains them.
+- `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
+  A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `first_nonfinite` wraps a function so that it also returns a `Provenance`: the op that made the first nan or inf.
-- `collectives` returns the collectives of a program on a mesh with their dtypes and bytes.
-- `predict` computes from `Stats` the scopes that a policy would break, and the loss scale or float32 rules that fix it.
+- `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
+- `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
+  loss scale or float32 rules that fix it.
 """
 
 import typing as _typing

@@ -1,7 +1,8 @@
 """Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
-  layers from data; `compare` measures the error and size of each layer.
+  layers from data; `compare` returns a `Comparison` of error and size, with a
+  `LayerComparison` for each layer.
 - Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`

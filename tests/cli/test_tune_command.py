@@ -98,7 +98,7 @@ def test_a_module_and_a_metric_are_taken(capsys):
         ([*NET, "--tolerance", "0"], "The tolerance must be a relative error above 0, got 0.0."),
         ([*NET, "--plot", "no/plot.png"], "--plot no/plot.png: the folder no does not exist"),
         ([*NET, "--trials", "no/trials"], "--trials no/trials: the folder no does not exist"),
-        ([*NET, "--plot", "plot.xyz"], "--plot plot.xyz is no picture that matplotlib writes: name it plot.png"),
+        ([*NET, "--plot", "plot.xyz"], "--plot plot.xyz is not an image format of matplotlib: name it plot.png"),
         ([*NET, "--trials", f"{NAME}.py"], f"{NAME}.py is not a file of trials, so it was not changed."),
         ([*NET, "--metric", f"{NAME}:tran"], f"{NAME} has no 'tran', of '{NAME}:tran'. Did you mean 'train'?"),
         (["tune", f"{NAME}:net"], f"{NAME}:net takes (x, w), and --args is missing."),

@@ -114,7 +114,7 @@ def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(differentiat
 def test_a_branch_for_each_example_is_an_error_that_says_so():
     branch = lambda v, i: lax.cond(i < 1, lambda v: loss_fn(v, FIRST), lambda v: 0.0, v)
     loss = lambda v: jnp.sum(jax.vmap(branch, (None, 0))(v, jnp.arange(2)))
-    with pytest.raises(ValueError, match=r"a branch for each example of jax\.vmap.*For example: jax\.lax\.map"):
+    with pytest.raises(ValueError, match=r"a branch that jax\.vmap selects per example.*For example: jax\.lax\.map"):
         jax.eval_shape(jmp.grad(loss, loss_scale=jmp.NoOpLossScale()), VARIABLES)
 
 

@@ -73,7 +73,7 @@ IN_8_BITS = {  # how to make it, what it takes, and how many products have their
 
 LEFT = {  # how to make it, what it takes, and why its products stay as they are
     "few features": (lambda rngs: nnx.Linear(16, 10, rngs=rngs), BATCH, "the length 10 is not a multiple of 16"),
-    "few channels": (lambda rngs: nnx.Conv(3, 32, (3,), rngs=rngs), BATCH[..., :3], "the length 3 is no multiple"),
+    "few channels": (lambda rngs: nnx.Conv(3, 32, (3,), rngs=rngs), BATCH[..., :3], "the length 3 is not a multiple"),
     "few rows": (lambda rngs: nnx.Linear(16, 32, rngs=rngs), X[:3], "the number of its rows is not a multiple of 16"),
     "groups": (lambda rngs: nnx.Conv(16, 32, (3,), feature_group_count=2, rngs=rngs), BATCH, "one of groups"),
     "written function": (lambda rngs: nnx.Linear(16, 32, dot_general=product, rngs=rngs), BATCH, "function of its own"),

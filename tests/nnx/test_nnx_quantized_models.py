@@ -132,7 +132,7 @@ def test_a_quantized_model_takes_policies_of_other_dtypes_and_no_others(quantize
     assert nnx.eval_shape(call, jmp.with_policy(quantized, "int8(activations=false)_from_float32"), X).shape == (3, 8)
     with pytest.raises(ValueError, match=r"'body/kernel' is quantized, as 'int8.*', but the policy 'float32'"):
         jmp.with_policy(quantized, "float32")
-    with pytest.raises(ValueError, match=r"The weight 'head/kernel' is quantized, .* and the policy 'mixed_bfloat16'"):
+    with pytest.raises(ValueError, match=r"The weight 'head/kernel' is quantized, .* but the policy 'mixed_bfloat16'"):
         jmp.with_policy(quantized, jmp.PolicyMap({"head": "mixed_bfloat16"}, INT8))
     with pytest.raises(ValueError, match=r"The weight 'body/kernel' is stored as 'int8.*and its policy says 'int4/4"):
         jmp.with_policy(quantized, INT4)

@@ -231,7 +231,7 @@ def test_what_are_no_strings_are_refused(option):
 
 @pytest.mark.parametrize("instrument", [collect, first_nonfinite])
 def test_inside_of_autocast_it_is_refused_as_dtypes_would_be_those_before(instrument):
-    message = rf"{instrument.__name__} inside of autocast .* those that it runs in: put it outside. For example: "
+    message = rf"{instrument.__name__} inside autocast would report the dtypes before .* outside. For example: "
     for fun in (instrument(loss_fn), jax.grad(instrument(loss_fn), has_aux=True)):
         with pytest.raises(ValueError, match=message + rf"{instrument.__name__}\(autocast\(loss_fn, 'mixed_bf"):
             jax.eval_shape(autocast(fun, "mixed_bfloat16"), W, X)

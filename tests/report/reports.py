@@ -28,7 +28,7 @@ MIXED = jmp.get_policy("mixed_bfloat16")
 RULE = "encoder/layers_[0-9]+/self_attention/(query|key|value|out)"
 LAYERS = ("self_attention/query", "self_attention/key", "self_attention/relative_position_bias/rel_embedding", "mlp/wi")
 PATHS = [f"encoder/layers_{index}/{layer}" for index, layer in itertools.product((0, 11), LAYERS)]
-LEFT = "left: the sizes of its product (77, 64 and 1000) are no multiples of 16"
+LEFT = "left: the sizes of its product (77, 64 and 1000) are not multiples of 16"
 
 
 def _explain_module(path: str) -> Row:

@@ -229,7 +229,7 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
     """Returns a suggested fix, or an empty string. `is_cause`: another op made a nan from these infinities.
 
     >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
-    'Keep what goes into the logarithm positive, with an eps'
+    'Keep the operand of the logarithm positive, with an eps'
     >>> find_remedy(Words("dot_general", path="head", dtype="float16"), "inf", [(-3.0, 4e4), (0.0, 2.0)])[:46]
     'float16 ends at 65504. Keep this in float32: `'
     """
