@@ -23,6 +23,20 @@ PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float3
 """Names that `jax.default_matmul_precision` accepts, besides those of `jax.lax.DotAlgorithmPreset`."""
 
 
+class _Default:
+    """A default that follows another argument, with a readable signature."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+_LIKE_PARAMS: Any = _Default("param_dtype")
+_LIKE_COMPUTE: Any = _Default("compute_dtype")
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Policy:
@@ -32,10 +46,10 @@ class Policy:
     argument, a result or a field. Equal policies are one object, however their dtypes were spelled.
 
     Args:
-      param_dtype: dtype that parameters are stored in; `None` leaves them unchanged.
+      param_dtype: dtype that parameters are stored in; `None` leaves them unchanged. Default: float32.
       compute_dtype: dtype that inputs and parameters are cast to for computation; `None` means the dtype of the first
-        floating input, which `resolve` fills in.
-      output_dtype: dtype that outputs are cast to; `None` leaves them unchanged.
+        floating input, which `resolve` fills in. Default: the param dtype.
+      output_dtype: dtype that outputs are cast to; `None` leaves them unchanged. Default: the compute dtype.
       precision: matmul precision, as for `jax.default_matmul_precision` (`"highest"`, `jax.lax.Precision.HIGHEST`,
         ...); `None` does not set it.
       quantization: format of the matmuls and the stored weights of Flax layers: `quant.Int8()`, `quant.Int4()`,
@@ -58,6 +72,8 @@ class Policy:
     >>> policy = jmp.Policy("float32", "bfloat16", "float32")
     >>> policy is jmp.Policy(np.float32, "bf16", jax.numpy.float32)
     True
+    >>> jmp.Policy(compute_dtype="bfloat16") is jmp.get_policy("mixed_bfloat16")
+    True
     >>> policy.cast_to_compute((np.ones(2, np.float32), np.arange(2)))
     (array([1, 1], dtype=bfloat16), array([0, 1]))
     """
@@ -72,9 +88,9 @@ class Policy:
 
     def __new__(
         cls,
-        param_dtype: DTypeLike | None,
-        compute_dtype: DTypeLike | None,
-        output_dtype: DTypeLike | None,
+        param_dtype: DTypeLike | None = "float32",
+        compute_dtype: DTypeLike | None = _LIKE_PARAMS,
+        output_dtype: DTypeLike | None = _LIKE_COMPUTE,
         *,
         precision: Precision = None,
         quantization: Quantization | str | None = None,
@@ -82,6 +98,8 @@ class Policy:
         accumulate_dtype: DTypeLike | None = None,
     ) -> "Policy":
         """Returns the interned policy of these fields."""
+        compute_dtype = param_dtype if compute_dtype is _LIKE_PARAMS else compute_dtype
+        output_dtype = compute_dtype if output_dtype is _LIKE_COMPUTE else output_dtype
         fields = (
             _parse_optional_dtype(param_dtype, "param_dtype"),
             _parse_optional_dtype(compute_dtype, "compute_dtype"),

@@ -73,6 +73,20 @@ def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes(preset):
         pass
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "float32"),
+        ({"compute_dtype": "bfloat16"}, "mixed_bfloat16"),
+        ({"param_dtype": "bfloat16"}, "bfloat16"),
+        ({"param_dtype": "float16", "output_dtype": "float32"}, "p=float16,o=float32"),
+        ({"compute_dtype": None}, "compute=none"),
+    ],
+)
+def test_a_dtype_that_is_left_out_has_the_default_of_the_strings(fields, text):
+    assert Policy(**fields) is jmp.get_policy(text)
+
+
 @pytest.mark.parametrize("precision", ["highest", "HIGHEST", " Highest", jax.lax.Precision.HIGHEST])
 def test_precision_in_any_spelling(precision):
     assert Policy(None, None, None, precision=precision).precision == "highest"
