@@ -11,7 +11,7 @@ import jmp_policy as jmp
 import jmp_policy.nnx
 from benchmarks.architectures._registry import ARCHITECTURES
 from examples.gpt import gpt_linen, gpt_nnx
-from examples.gpt.model import GPTConfig
+from examples.gpt.model import GPTConfig, cross_entropy, split_windows
 from jmp_policy.numerics import audit
 
 CONFIG = GPTConfig(width=8, depth=2, heads=2, context=4, vocabulary=16)
@@ -30,13 +30,17 @@ def _standard_promotion():
 def make_linen_gpt():
     model = gpt_linen.GPT(CONFIG)
     variables = jax.eval_shape(model.init, jax.random.key(0), WINDOWS[:, :-1])
-    loss = lambda variables, windows: gpt_linen._loss_fn(variables, model.apply, windows)
-    return jax.value_and_grad(loss), variables, WINDOWS
+
+    def loss_fn(variables, windows):
+        tokens, targets = split_windows(windows)
+        return cross_entropy(model.apply(variables, tokens), targets)
+
+    return jax.value_and_grad(loss_fn), variables, WINDOWS
 
 
 def make_nnx_gpt():
     model = nnx.eval_shape(lambda: gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0)))
-    return nnx.value_and_grad(lambda model, windows: gpt_nnx._loss_fn(model, windows)), model, WINDOWS
+    return nnx.value_and_grad(lambda model, windows: gpt_nnx.loss_fn(model, windows)), model, WINDOWS
 
 
 GPTS = {

@@ -81,8 +81,8 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path):
     [
         ({"args": (ARGS[0] + 1, ARGS[1])}, "trials of another run: its arguments is '"),
         ({"policy": HALF.replace("float16", "bfloat16")}, "another run: its policy is 'params=float32,compute=float16"),
-        ({"seed": 1}, "another run: its seed is 0, and here it is 1. It is left as it is; name another file: tune"),
-        ({"loss_scale": 8.0}, "another run: its loss scale is None, and here it is 8.0"),
+        ({"seed": 1}, "another run: its seed is 0, expected 1. It was not changed. Pass another name. For example: tune"),
+        ({"loss_scale": 8.0}, "another run: its loss scale is None, expected 8.0"),
     ],
 )
 def test_trials_of_something_else_are_refused_and_left(change, message, tmp_path):
