@@ -182,9 +182,9 @@ def test_bad_trees_and_nestings_are_errors_that_say_what_fits(method):
         make(optim.skip_nonfinite(adam))
     with pytest.raises(ValueError, match=r"go outside of \w+, which would change parameters on a step that they skip"):
         make(optax.chain(optim.skip_nonfinite(adam))).init(params)
-    with pytest.raises(ValueError, match=r"gradients do not fit the parameters: \['w'\] has the shape \(3, 2\), where"):
+    with pytest.raises(ValueError, match=r"gradients do not fit the parameters: \['w'\] has the shape \(3, 2\), but"):
         optim.step(tx, {"w": jnp.ones((3, 2))}, state, params)
-    with pytest.raises(ValueError, match=r"gradients do not fit the parameters: \['w'\] is missing, where the"):
+    with pytest.raises(ValueError, match=r"gradients do not fit the parameters: \['w'\] is missing, but the"):
         optim.step(tx, {"v": jnp.ones((2, 3))}, state, params)
     with pytest.raises(ValueError, match=r"needs the parameters: tx.update\(grads, opt_state, params\)"):
         tx.update(params, state)
@@ -192,7 +192,7 @@ def test_bad_trees_and_nestings_are_errors_that_say_what_fits(method):
         tx.update(params, (state,), params)
     if method != "stochastic":  # whose state is no tree like the parameters
         other = {"w": jnp.ones((4, 3), jnp.bfloat16)}
-        with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(2, 3\), where"):
+        with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(2, 3\), but"):
             optim.step(tx, other, state, other)
 
 

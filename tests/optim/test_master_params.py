@@ -119,7 +119,7 @@ def test_float32_parameters_that_are_not_trained_are_rounded():
 @pytest.mark.slow
 def test_float32_values_of_another_model_are_an_error():
     params, state = _trained("split")
-    with pytest.raises(ValueError, match=r"The float32 values do not fit the parameters: \['w'\] is missing, where"):
+    with pytest.raises(ValueError, match=r"The float32 values do not fit the parameters: \['w'\] is missing, but"):
         optim.with_master_params(state, params, {"v": params["w"]})
 
 

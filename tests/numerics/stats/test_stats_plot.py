@@ -246,7 +246,7 @@ def test_an_unknown_direction_is_named(plot):
 
 def test_a_plot_needs_histograms():
     stats = Stats(make_record([np.ones(SHAPE)], histogram=False), make_layout(histogram=False))
-    with pytest.raises(ValueError, match=r"no histograms to draw: .* numerics.collect\(fun, histogram=True\)"):
+    with pytest.raises(ValueError, match=r"collected without histograms. .* numerics.collect\(fun, histogram=True\)"):
         stats.plot()
 
 
