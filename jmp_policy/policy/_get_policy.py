@@ -1,7 +1,7 @@
 """`get_policy`, which reads every kind of policy spec, and the default policy."""
 
+import contextlib
 from collections.abc import Mapping
-from contextlib import ContextDecorator
 from typing import Any, overload
 
 import numpy as np
@@ -129,7 +129,7 @@ def set_default_policy(spec: PolicySpec) -> None:
     set_default(get_policy(spec), spec)
 
 
-def use_policy(spec: PolicySpec) -> ContextDecorator:
+def use_policy(spec: PolicySpec) -> "contextlib._GeneratorContextManager[None]":
     """Sets the default policy of this thread in a `with` block, or for each call of a decorated function.
 
     An asyncio task must leave it before it awaits: while it is inside, other tasks that read or set the default raise
