@@ -64,7 +64,7 @@ def test_an_infinity_in_one_process_skips_the_step_in_all(folder):
 COMMAND = [sys.executable, "-m", "examples.gpt", "train", "--data", "text.txt", "--policy", "float32", "--out", "run"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # starts a cluster of its own
 def test_processes_find_each_other_where_jax_knows_the_cluster(folder):
     """Slurm says to each process who it is; JAX makes a port of the number of the job."""
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
