@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 TOTAL = 8 * 60.0
-"""CPU seconds that all default tests may take together, on one Python with empty caches."""
+"""CPU seconds that all default tests may take together, on one Python with empty caches. Only half as much again fails a
+run: the same tests took 312 to 494 CPU seconds on one machine, by what else its host computed."""
 
 EACH = 2.0
-"""CPU seconds that one default test may take, unless `EXPENSIVE` has it. Only twice as much fails a run: beside other
-work, the same tests took 1.3 times their CPU time, and the first test of a worker compiles for the others."""
+"""CPU seconds that one default test may take, unless `EXPENSIVE` has it. Only three times as much fails a run: the time
+of a test varies as the total does, and the first test of a worker compiles for the others."""
 
 EXPENSIVE = {
     "jmp_policy/nnx/_rounding.py": "its example trains in NVFP4",
@@ -112,9 +113,9 @@ def measure_total(config: pytest.Config) -> float:
 def find_excess(config: pytest.Config) -> list[str]:
     """Returns a line for each limit that was exceeded."""
     total = measure_total(config)
-    lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > TOTAL else []
+    lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > 1.5 * TOTAL else []
     for name, seconds in sorted(config.stash[SECONDS].items()):
-        if seconds > 2 * EACH and not name.startswith(tuple(EXPENSIVE)):
+        if seconds > 3 * EACH and not name.startswith(tuple(EXPENSIVE)):
             lines.append(
                 f"Over the budget: {name} took {seconds:.1f} CPU seconds, limit {EACH:.0f}. "
                 "Make it cheaper, mark it `slow`, or give a reason in `EXPENSIVE` of tests/budget.py."

@@ -15,13 +15,13 @@ def make_config(seconds, workers):
 
 
 def test_each_limit_that_a_run_exceeds_is_named():
-    seconds = {"tests/a.py::test_b[1]": 4.1, "tests/a.py::test_c": 3.9, "tests/quant/a.py::test_d": 9.0}
-    both = budget.find_excess(make_config(seconds, [400.0, 300.0]))
+    seconds = {"tests/a.py::test_b[1]": 6.1, "tests/a.py::test_c": 5.9, "tests/quant/a.py::test_d": 9.0}
+    both = budget.find_excess(make_config(seconds, [400.0, 330.0]))
     assert [line.partition(" took ")[0] for line in both] == [
         "Over the budget: all tests",
         "Over the budget: tests/a.py::test_b[1]",
     ]
-    assert budget.find_excess(make_config({"tests/a.py::test_c": 3.9}, [100.0])) == []
+    assert budget.find_excess(make_config({"tests/a.py::test_c": 5.9}, [700.0])) == []
 
 
 def test_what_may_take_longer_exists():
