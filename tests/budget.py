@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 TOTAL = 8 * 60.0
-"""CPU seconds that all default tests may take together, on one Python with empty caches. Only half as much again fails a
-run: the same tests took 312 to 494 CPU seconds on one machine, by what else its host computed."""
+"""CPU seconds that all default tests may take together, on one Python with empty caches. Only half as much again fails
+a run: the same tests took 312 to 494 CPU seconds on one machine, by what else its host computed."""
 
 EACH = 2.0
 """CPU seconds that one default test may take, unless `EXPENSIVE` has it. Only three times as much fails a run: the time
@@ -113,7 +113,9 @@ def measure_total(config: pytest.Config) -> float:
 def find_excess(config: pytest.Config) -> list[str]:
     """Returns a line for each limit that was exceeded."""
     total = measure_total(config)
-    lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > 1.5 * TOTAL else []
+    lines = []
+    if total > 1.5 * TOTAL:
+        lines.append(f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}.")
     for name, seconds in sorted(config.stash[SECONDS].items()):
         if seconds > 3 * EACH and not name.startswith(tuple(EXPENSIVE)):
             lines.append(

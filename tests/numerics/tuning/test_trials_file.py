@@ -81,7 +81,7 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path):
     [
         ({"args": (ARGS[0] + 1, ARGS[1])}, "trials of another run: its arguments is '"),
         ({"policy": HALF.replace("float16", "bfloat16")}, "another run: its policy is 'params=float32,compute=float16"),
-        ({"seed": 1}, "another run: its seed is 0, expected 1. It was not changed. Pass another name. For example: tune"),
+        ({"seed": 1}, "another run: its seed is 0, expected 1. It was not changed. Pass another name. For"),
         ({"loss_scale": 8.0}, "another run: its loss scale is None, expected 8.0"),
     ],
 )
