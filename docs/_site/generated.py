@@ -1,4 +1,4 @@
-"""What pages of the reference have from the code: the tables of autocast, the ranges of formats, the help of commands.
+"""The generated parts of the reference: the tables of autocast, the ranges of formats, the help of commands.
 
 `python docs/_site/generated.py` writes these parts anew; a test holds that they are up to date.
 """
@@ -86,7 +86,7 @@ def make_functions() -> str:
 
 
 def read_comment(table: str) -> str:
-    """The string below a table, which says what it is for."""
+    """Returns the string below a table, which explains it."""
     body = ast.parse(pathlib.Path(_tables.__file__).read_text(encoding="utf-8")).body
     for statement, below in itertools.pairwise(body):
         names = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
@@ -96,7 +96,7 @@ def read_comment(table: str) -> str:
 
 
 def make_classes() -> str:
-    """What autocast does with each class of operations."""
+    """Makes the table of autocast's classes of operations."""
     rows = [(f"`{precision.name.lower()}`", precision.value) for precision in _tables.Precision]
     return make_table(["class", "treatment"], rows)
 
@@ -113,7 +113,7 @@ def make_floats() -> str:
 
 
 def make_uses() -> str:
-    """Which floating formats have infinities, and what they are for."""
+    """Makes the table of infinities and uses of floating formats."""
     rows = [(f"`{name}`", "yes" if describe_float(name).has_infinity else "no", use) for name, use in FLOATS.items()]
     return make_table(["format", "infinities", "what for"], rows)
 
@@ -219,7 +219,7 @@ def measure_bits(quantization: object) -> str:
 
 
 def make_help(program: str, main: Callable[[list[str]], int], command: str) -> str:
-    """What a command prints with `--help`, 80 columns wide."""
+    """Returns the `--help` text of a command, 80 columns wide."""
     printed = io.StringIO()
     narrow = unittest.mock.patch.dict(os.environ, COLUMNS="80")
     with narrow, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):

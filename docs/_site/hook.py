@@ -1,4 +1,4 @@
-"""What the site has beyond the pages of docs/: notebooks, changes, ARCHITECTURE.md, and measured results.
+"""Adds to the pages of docs/: notebooks, changes, ARCHITECTURE.md, and measured results.
 
 MkDocs calls the functions `on_*` while it builds; `mkdocs.yml` names this file.
 """
@@ -79,7 +79,7 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
 
 
 def read_results(path: pathlib.Path) -> str:
-    """What was measured, without its title, or how to measure it."""
+    """Returns the measured results without their title, or how to measure them."""
     if not path.exists():
         return NO_RESULTS
     text = mend_links(path.read_text(encoding="utf-8"), "benchmarks/RESULTS.md", find_repository())

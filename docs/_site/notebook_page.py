@@ -11,7 +11,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 
 @dataclasses.dataclass
 class NotebookPage:
-    """What a notebook is on the site.
+    """A notebook as a page of the site.
 
     Attributes:
       markdown: the page. An HTML output is one paragraph of it, a word that `insert_html` knows.
