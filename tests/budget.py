@@ -78,7 +78,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["cpu"] = [read_cpu_seconds(), session.config.stash[SECONDS]]
-    elif session.config.getoption("budget") and find_excess(session.config) and session.exitstatus == 0:
+    elif session.config.getoption("budget") and session.exitstatus == 0 and find_excess_of_run(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(f"{seconds:.3f}\t{name}\n" for name, seconds in config.stash[SECONDS].items())
     if config.getoption("budget"):
-        for line in find_excess(config):
+        for line in find_excess_of_run(config):
             terminalreporter.write_line(line, red=True)
 
 
@@ -110,13 +110,17 @@ def measure_total(config: pytest.Config) -> float:
     return sum(workers) + os.times().user + os.times().system if workers else read_cpu_seconds()
 
 
-def find_excess(config: pytest.Config) -> list[str]:
-    """Returns a line for each limit that was exceeded."""
-    total = measure_total(config)
+def find_excess_of_run(config: pytest.Config) -> list[str]:
+    """Returns a line for each limit that this run has exceeded."""
+    return find_excess(measure_total(config), config.stash[SECONDS])
+
+
+def find_excess(total: float, each: dict[str, float]) -> list[str]:
+    """Returns a line for each limit that a run with these CPU seconds, together and by test, exceeds."""
     lines = []
     if total > 1.5 * TOTAL:
         lines.append(f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}.")
-    for name, seconds in sorted(config.stash[SECONDS].items()):
+    for name, seconds in sorted(each.items()):
         if seconds > 3 * EACH and not name.startswith(tuple(EXPENSIVE)):
             lines.append(
                 f"Over the budget: {name} took {seconds:.1f} CPU seconds, limit {EACH:.0f}. "

@@ -1,27 +1,20 @@
 """The budget of the default tests, and which cases they run."""
 
 import pathlib
-import types
 
 import budget
 import pytest
 import sampling
 
 
-def make_config(seconds, workers):
-    stash = pytest.Stash()
-    stash[budget.SECONDS], stash[budget.WORKERS] = seconds, workers
-    return types.SimpleNamespace(stash=stash)
-
-
 def test_each_limit_that_a_run_exceeds_is_named():
     seconds = {"tests/a.py::test_b[1]": 6.1, "tests/a.py::test_c": 5.9, "tests/quant/a.py::test_d": 9.0}
-    both = budget.find_excess(make_config(seconds, [400.0, 330.0]))
+    both = budget.find_excess(730.0, seconds)
     assert [line.partition(" took ")[0] for line in both] == [
         "Over the budget: all tests",
         "Over the budget: tests/a.py::test_b[1]",
     ]
-    assert budget.find_excess(make_config({"tests/a.py::test_c": 5.9}, [700.0])) == []
+    assert budget.find_excess(700.0, {"tests/a.py::test_c": 5.9}) == []
 
 
 def test_what_may_take_longer_exists():
