@@ -25,7 +25,7 @@ from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt
 from benchmarks.many_modules import seconds
 from examples.gpt.model import GPTConfig
-from jmp_policy.numerics import Provenance, first_nonfinite
+from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
 
 POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}
 
@@ -106,8 +106,8 @@ def measure(steps: Steps, target: Target, repeats: int) -> Cost:
 def compare_entries(one: str, other: str) -> dict[str, int]:
     """Which instructions the entry of one optimized HLO module has more or fewer of than another's, by their results.
 
-    Those of floating or boolean arrays are compared. Scalars and the integers of a `Provenance` may be fused with what
-    is in the conditional, or moved out of it, and tuples move nothing.
+    Compares floating and boolean arrays. Scalars and the integers of a `NonfiniteOrigin` may be fused with ops inside
+    the conditional, or moved out of it, and tuples move nothing.
     """
     instructions = [_INSTRUCTION.findall(_ENTRY.findall(text)[0]) for text in (one, other)]
     counts = [collections.Counter(name for name in found if _DIMENSION.search(name)) for found in instructions]
@@ -137,7 +137,8 @@ def _trace(step: Program) -> None:
 
 def _leave_out(cond: JaxprEqn) -> JaxprEqn:
     def return_constants(*_: Any) -> tuple[jax.Array, ...]:
-        return tuple(Provenance.empty()._replace(status=jnp.int32(2)))  # not those of the other branch: it would go
+        # Constants that differ from the other branch, or XLA removes the conditional.
+        return tuple(NonfiniteOrigin.empty()._replace(status=jnp.int32(2)))
 
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in cond.invars[1:]]  # pyright: ignore
     branches = (jax.make_jaxpr(return_constants)(*avals), *cond.params["branches"][1:])

@@ -11,7 +11,7 @@ Dtype policies:
 - `force_full_precision` keeps a function in float32.
 - `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
 - `tune` finds the smallest set of modules that must stay in float32 to keep results within a tolerance. It returns a
-  `Tuning`, and each run is a `Trial`.
+  `Tuning`.
 
 Loss scaling:
 
@@ -103,9 +103,4 @@ _ELSEWHERE = {
 """The places of names that users look for here."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept any misspelled name
-    _load, __dir__ = _load_lazily(__name__, _SOURCES, globals())
-
-    def __getattr__(name: str) -> object:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It is jmp_policy.{_ELSEWHERE[name]}.")
-        return _load(name)
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="Trial Tuning", elsewhere=_ELSEWHERE)

@@ -106,7 +106,7 @@ CASES = {
 
 BY_VALUE = {
     "a function": (lambda: jmp.with_policy(plain, POLICY), lambda fun: fun(X)),
-    "a lambda that keeps": (lambda: jmp.with_policy(lambda x, t: x @ x, POLICY, keep=["t"]), lambda fun: fun(X, X)),
+    "a lambda that keeps": (lambda: jmp.with_policy(lambda x, t: x @ x, POLICY, no_cast=["t"]), lambda fun: fun(X, X)),
     "an autocasted function": (lambda: jmp.autocast(plain, POLICY), lambda fun: fun(X)),
     "one with a map": (lambda: jmp.autocast(plain, jmp.PolicyMap({}, POLICY)), lambda fun: fun(X)),
     "a decorator": (lambda: jmp.with_policy(POLICY), lambda decorate: decorate(plain)(X)),

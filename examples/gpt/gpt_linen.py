@@ -84,7 +84,9 @@ class Trainer:
             loss, grads = compute_grads(state, windows)
             return shard_state(state.apply_gradients(grads=grads)), loss
 
-        def find_origin(variables: Any, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.Provenance:
+        def find_origin(
+            variables: Any, windows: jax.typing.ArrayLike, scale: jmp.LossScale
+        ) -> jmp.numerics.NonfiniteOrigin:
             grad_fn = jmp.value_and_grad(loss_fn, loss_scale=scale)
             return jmp.numerics.first_nonfinite(grad_fn)(variables, windows)[1]
 
@@ -110,7 +112,7 @@ class Trainer:
         """Audits the train step without running it."""
         return jmp.numerics.audit(self._train_step)(self.state, windows)
 
-    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.Provenance:
+    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
         """Finds the operation that made the gradients of a skipped step not finite, from its batch and its scale."""
         return self._find_origin(self.state.params, windows, scale)
 

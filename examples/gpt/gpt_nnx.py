@@ -105,7 +105,7 @@ class Trainer:
         """Audits the train step without running it."""
         return jmp.numerics.audit(self._train_step)(self.model, self.optimizer, windows)
 
-    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.Provenance:
+    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
         """Finds the operation that made the gradients of a skipped step not finite."""
         return _find_origin(self.model, windows, scale)
 
@@ -140,6 +140,6 @@ def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, others: nnx.State, window
 
 
 @nnx.jit
-def _find_origin(model: GPT, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.Provenance:
+def _find_origin(model: GPT, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
     grad_fn = jmp.nnx.value_and_grad(loss_fn, loss_scale=scale)
     return jmp.numerics.first_nonfinite(grad_fn)(model, windows)[1]

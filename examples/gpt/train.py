@@ -243,7 +243,7 @@ class Run:
         """Finds which operation made a skipped step not finite.
 
         A skipped step leaves the parameters as they were, so a separate function can repeat it. Within the train step,
-        as `loss_scaled(..., provenance=True)` does it, compiling would take several times as long.
+        as `loss_scaled(..., debug_nonfinite=True)` does it, compiling would take several times as long.
         """
         origin = copy_to_all(self.trainer.find_origin(windows, scale), self.mesh)
         names = ("kind", "primitive", "source", "function", "path", "direction", "argument")
@@ -256,7 +256,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         """Measures the validation loss; raises a FloatingPointError if training is stuck."""
         try:
-            jmp.optim.check(self.trainer.opt_state)
+            jmp.optim.raise_if_stuck(self.trainer.opt_state)
         except FloatingPointError as error:
             raise FloatingPointError(f"{error} {self.origin}".strip()) from None
         loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self.validation)

@@ -16,7 +16,7 @@ from ._float8_state import (
     write_leaf as write_leaf,
     zero_unused as zero_unused,
 )
-from ._lazy import load_lazily as load_lazily
+from ._lazy import load_lazily as load_lazily, refuse_old_keywords as refuse_old_keywords
 from ._memory import (
     ACTIVE_POLICY as ACTIVE_POLICY,
     IN_FULL_PRECISION as IN_FULL_PRECISION,

@@ -1,22 +1,50 @@
-"""Lazy imports of package attributes."""
+"""Lazy imports of package attributes, and answers to old names."""
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def load_lazily(
-    package: str, sources: Mapping[str, str], loaded: Mapping[str, object]
+    package: str,
+    sources: Mapping[str, str],
+    loaded: Mapping[str, object],
+    *,
+    unlisted: str = "",
+    elsewhere: Mapping[str, str] = {},
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
 
     `sources` maps each module of the package to its names, separated by spaces; an empty string stands for the module.
+    `dir` leaves out the names in `unlisted`. `elsewhere` maps names that users look for here to their places, for an
+    error.
     """
     places = {name: module for module, names in sources.items() for name in names.split() or [module]}
 
     def load(name: str) -> object:
+        if name in elsewhere:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}. It is jmp_policy.{elsewhere[name]}.")
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{places[name]}")
         return module if places[name] == name else getattr(module, name)
 
-    return load, lambda: sorted({*loaded, *places})
+    return load, lambda: sorted({*loaded, *places}.difference(unlisted.split()))
+
+
+def refuse_old_keywords(**new_names: str) -> Callable[[F], F]:
+    """Makes a decorator that answers keyword arguments of old names with an error that tells the new ones."""
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in new_names.keys() & kwargs.keys():
+                raise TypeError(f"{fun.__name__}() has no argument {old!r}. Its name is now: {new_names[old]}.")
+            return fun(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ..loss_scale import DynamicLossScale
-from ..numerics._nonfinite import Provenance
+from ..numerics._nonfinite import NonfiniteOrigin
 from ..quant._weights import ARRAYS
 from ._entries import MEMORIES, Entry, Parameter, Path, is_whole, list_entries, pair_memories
 from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
@@ -119,8 +119,8 @@ class Conversion:
             return 1.0 if last.endswith("scale") else 0.0
         if last == "credits" and scale is not None:
             return scale.hysteresis - 1
-        if entry.part == "loss_scale" and entry.path[-2:-1] == ("provenance",):
-            return float(np.ravel(getattr(Provenance.empty(), last))[0])
+        if entry.part == "loss_scale" and entry.path[-2:-1] == ("origin",):
+            return float(np.ravel(getattr(NonfiniteOrigin.empty(), last))[0])
         number = _INITIAL.get(last) if entry.part == "loss_scale" else None
         return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
 

@@ -26,6 +26,9 @@ from typing import Any
 from .._base import PyTree, did_you_mean, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, get_loss_scale
 
+__all__ = ["grad_scaler_state_dict", "loss_scale_from_state_dict"]
+__dir__ = lambda: __all__
+
 # Checks of the values, and their descriptions.
 _ENTRIES: dict[str, tuple[Callable[[float], bool], str]] = {
     "scale": (lambda x: 0 < x < float("inf"), "a positive number"),

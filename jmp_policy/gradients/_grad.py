@@ -21,6 +21,8 @@ from .._base import (
     hold_given,
     map_parts,
     prepare_state,
+    quote,
+    refuse_old_keywords,
     search_reduce_dtype,
     warn_once,
     warn_user,
@@ -38,7 +40,7 @@ def value_and_grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
 def value_and_grad(
@@ -49,8 +51,9 @@ def value_and_grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
+@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -59,7 +62,7 @@ def value_and_grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
@@ -80,8 +83,8 @@ def value_and_grad(
         reduces in the output dtype of the op that makes the partial sums, so matmuls, sums and scatter-adds that make
         gradients output this dtype. The forward pass and the dtypes of the gradients do not change. A dtype narrower
         than the dtype of a sum is an error.
-      strict: whether an op of unknown semantics, such as a kernel, between a gradient and the sum that makes it is an
-        error instead of a warning. A `reduce_dtype` from a policy only warns.
+      on_opaque: `"error"` or `"warn"`: the response to an op of unknown semantics, such as a kernel, between a gradient
+        and the sum that makes it. A `reduce_dtype` from a policy only warns.
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the
@@ -113,7 +116,7 @@ def value_and_grad(
         return call_prepared
 
     differentiate = functools.partial(jax.value_and_grad, argnums=argnums, allow_int=allow_int)
-    reduce = functools.partial(call_reduced, list_parameters, reduce_dtype, strict)
+    reduce = choose_reduction(list_parameters, reduce_dtype, on_opaque)
     return build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare)
 
 
@@ -126,7 +129,7 @@ def grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, Any]: ...
 @overload
 def grad(
@@ -137,8 +140,9 @@ def grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, tuple[Any, Aux]]: ...
+@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -147,7 +151,7 @@ def grad(
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[..., Any]:
     """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
 
@@ -155,7 +159,7 @@ def grad(
     >>> jmp.grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
     Array(6., dtype=float32)
     """
-    options: dict[str, Any] = {"allow_int": allow_int, "reduce_dtype": reduce_dtype, "strict": strict}
+    options: dict[str, Any] = {"allow_int": allow_int, "reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
@@ -203,10 +207,19 @@ def build_value_and_grad(
     return value_and_true_grad
 
 
-def call_reduced(
+def choose_reduction(
+    list_parameters: Callable[[Args], list[Any]], dtype: DTypeLike | None, on_opaque: str
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Returns the `reduce` of `build_value_and_grad` for these options."""
+    if on_opaque not in ("error", "warn"):
+        raise ValueError(f"on_opaque must be 'error' or 'warn', got {quote(on_opaque)}.")
+    return functools.partial(_call_reduced, list_parameters, dtype, on_opaque)
+
+
+def _call_reduced(
     list_parameters: Callable[[Args], list[Any]],
     dtype: DTypeLike | None,
-    strict: bool,
+    on_opaque: Any,
     compute: Callable[..., tuple[Any, PyTree]],
     args: Args,
     kwargs: Kwargs,
@@ -216,7 +229,7 @@ def call_reduced(
         from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
         with hold_given():
-            return reduce_gradients_in(dtype, compute, list_parameters, strict=strict)(*args, **kwargs)
+            return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=on_opaque)(*args, **kwargs)
 
     def compute_in(dtype: np.dtype | None) -> tuple[Any, PyTree]:
         if dtype is None:
@@ -224,10 +237,10 @@ def call_reduced(
         from ._reduce import reduce_gradients_in
 
         try:
-            return reduce_gradients_in(dtype, compute, list_parameters, strict=None)(*args, **kwargs)
+            return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=None)(*args, **kwargs)
         except _NEEDS_VALUES:
             warn_once(
-                call_reduced,
+                _call_reduced,
                 f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: this needs a trace, and the loss "
                 "function branches in Python on array values. Use jax.lax.cond or jnp.where in it.",
             )

@@ -32,14 +32,14 @@ class ClassPolicy:
     Attributes:
       base: the class without a policy.
       policy: the policy or map.
-      keep: names of arguments of its public methods that are not cast.
+      no_cast: names of arguments of its public methods that are not cast.
       place: the place of its modules in the model that was given the policy.
       owner: the class that was made of `base`.
     """
 
     base: type[nn.Module]
     policy: Policy | PolicyMap
-    keep: frozenset[str]
+    no_cast: frozenset[str]
     place: ModulePlace
     owner: type[nn.Module]
 

@@ -30,9 +30,9 @@ class _Linen:
     value_and_grad = None
     attach_wrapped = None
 
-    def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         base = unpolicied_class(target if isinstance(target, type) else type(target))
-        cls = make_policied_class(base, policy, frozenset(keep), ROOT)
+        cls = make_policied_class(base, policy, frozenset(no_cast), ROOT)
         forget_warnings(cls)
         forget_warnings(policy)
         return cls if isinstance(target, type) else _change_class(target, cls)
@@ -78,7 +78,7 @@ class _Linen:
         self,
         module: nn.Module,
         policy: Policy | PolicyMap,
-        keep: Collection[str],
+        no_cast: Collection[str],
         lineage: tuple[tuple[str, type], ...],
         boundary: bool,
         inferred: np.dtype | None,
@@ -86,7 +86,7 @@ class _Linen:
         """Returns a linen module inside an nnx model, with the policy of that model."""
         place = ModulePlace(lineage, boundary, inferred)
         return _change_class(
-            module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place)
+            module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(no_cast), place)
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from flax import linen as nn
 
 from .._base import PyTree, prepare_state, read_state, remember_on_class
-from ..modules import check_keep
+from ..modules import check_no_cast
 from ..modules.common import find_by_name, make_subclass
 from ..policy import Policy, PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
@@ -23,20 +23,20 @@ from ._place import ModulePlace
 
 
 def make_policied_class(
-    base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+    base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
     """Returns the subclass of a linen class whose public methods are boundaries; the same one for equal arguments."""
-    return _make_class(_choose_shortest_lived(base, policy), base, policy, keep, place)
+    return _make_class(_choose_shortest_lived(base, policy), base, policy, no_cast, place)
 
 
 @remember_on_class
 def _make_class(
-    _: type, base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+    _: type, base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
-    _check_keep(base, keep)
-    recipe = (make_policied_class, (base, policy, keep, place))
+    _check_no_cast(base, no_cast)
+    recipe = (make_policied_class, (base, policy, no_cast, place))
     cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
-    setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, keep, place, owner=cls))
+    setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, no_cast, place, owner=cls))
     # Set now, not in the namespace: Flax wraps each method there, and would intercept our boundary instead.
     wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
@@ -79,11 +79,11 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
     return nn.nowrap(apply_with_state)
 
 
-def _check_keep(base: type[nn.Module], keep: frozenset[str]) -> None:
-    if keep:
+def _check_no_cast(base: type[nn.Module], no_cast: frozenset[str]) -> None:
+    if no_cast:
         public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
         known = [set(inspect.signature(method).parameters) for method in public]
-        check_keep(base.__call__, [name for name in keep if not any(name in names for names in known)])
+        check_no_cast(base.__call__, [name for name in no_cast if not any(name in names for names in known)])
 
 
 def _reduce(self: nn.Module) -> tuple:
@@ -92,8 +92,8 @@ def _reduce(self: nn.Module) -> tuple:
     if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
     given = read_class_policy(cls)
-    return _rebuild, (unpolicied_class(cls), given.policy, given.keep, given.place), vars(self)
+    return _rebuild, (unpolicied_class(cls), given.policy, given.no_cast, given.place), vars(self)
 
 
-def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
-    return object.__new__(make_policied_class(base, policy, keep, place))
+def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace) -> Any:
+    return object.__new__(make_policied_class(base, policy, no_cast, place))

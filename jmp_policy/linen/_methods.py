@@ -136,7 +136,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
 
     # Inputs are cast to the compute dtype, which the first floating input decides if the policy has none.
     bound = functools.partial(method, module)
-    policy, args, kwargs = cast_arguments(_read_root_policy(given, type(module)), bound, given.keep, args, kwargs)
+    policy, args, kwargs = cast_arguments(_read_root_policy(given, type(module)), bound, given.no_cast, args, kwargs)
 
     # The interceptor applies the policy to the modules inside.
     active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)

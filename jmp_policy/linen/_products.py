@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from ..modules.common import round_result
 from ..policy import Float8, Policy, stored_format_of
-from ..quant import QuantizedArray, dot_general, take
+from ..quant import QuantizedArray, dot_general, embedding_lookup
 from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, find_accumulate_dtype, is_narrower
 from ..quant._products import ROUNDING, Dot, Einsum, label_dot, label_einsum, wide_product
 from ..quant._weights import Layout, Unquantized, fake_quantize, kernel_layout, prepare_weight, table_layout, why_left
@@ -149,7 +149,7 @@ def _call_embed(module: nn.Embed, policy: Policy, own: Callable[..., Any], input
         return own(inputs)
     if module.num_embeddings == 1:
         return jnp.broadcast_to(fake_quantize(table, module.dtype), (*inputs.shape, module.features))
-    return take(table, inputs, module.dtype)
+    return embedding_lookup(table, inputs, module.dtype)
 
 
 def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], query: jax.Array) -> Any:

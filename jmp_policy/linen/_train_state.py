@@ -7,7 +7,7 @@ from flax.training import train_state
 from .. import optim
 from .._base import OVERWRITE
 from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
-from ..numerics._nonfinite import Provenance
+from ..numerics._nonfinite import NonfiniteOrigin
 from ..optim._steps import overwrite_state
 
 
@@ -27,18 +27,18 @@ class TrainState(train_state.TrainState):
     (0, [1.0, 1.0], 2.0)
     """
 
-    def apply_gradients(self, *, grads: Any, provenance: Provenance | None = None, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: Any, origin: NonfiniteOrigin | None = None, **kwargs: Any) -> Self:
         """Takes one step.
 
         Args:
           grads: true gradients, a tree like `params`.
-          provenance: the origin that `numerics.first_nonfinite` found in them, if `tx` carries one.
+          origin: the origin that `numerics.first_nonfinite` found in them, if `tx` carries one.
           **kwargs: new values of other fields; ignored on a skipped step.
 
         Returns:
           The next state.
         """
-        extra = {} if provenance is None else {"provenance": provenance}
+        extra = {} if origin is None else {"origin": origin}
         if OVERWRITE in grads:
             trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"], **extra)
             state = overwrite_state(self.params[OVERWRITE], grads[OVERWRITE], self.opt_state, opt_state)

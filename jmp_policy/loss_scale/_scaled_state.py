@@ -242,8 +242,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32). For the state of an optimizer also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32), and with provenance `nonfinite_step` (int32), the step that
-      `optim.last_skip` explains. The dictionary is a pytree node with its own type.
+      `skipped_steps` and `consecutive_skips` (int32), and with `debug_nonfinite` also `nonfinite_step` (int32), the
+      step that `optim.last_skip` explains. The dictionary is a pytree node with its own type.
 
     Raises:
       ValueError: the tree holds no loss scale or several.

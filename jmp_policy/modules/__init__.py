@@ -26,7 +26,7 @@ from ._call_casts import (
     FULL_PRECISION as FULL_PRECISION,
     cast_arguments as cast_arguments,
     cast_result as cast_result,
-    check_keep as check_keep,
+    check_no_cast as check_no_cast,
     force_full_precision as force_full_precision,
     is_in_full_precision as is_in_full_precision,
     keep_carry_dtypes as keep_carry_dtypes,

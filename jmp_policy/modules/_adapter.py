@@ -104,7 +104,7 @@ class Adapter(Protocol):
     autocast_example: str
     audit_example: str
 
-    def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         """Returns a module or class with a policy in place of the one it may have had. `target` does not change."""
         ...
 

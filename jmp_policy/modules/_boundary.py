@@ -8,14 +8,14 @@ from typing import Any, NoReturn, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, warn_user
+from .._base import P, PyTree, R, describe, refuse_old_keywords, warn_user
 from ..policy import Decorator, F, FirstSpec, Jitted, Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec
 from ._adapter import find_adapter, is_flax_object
 from ._call_casts import (
     cast_arguments,
     cast_held,
     cast_result,
-    check_keep,
+    check_no_cast,
     explain_uncast,
     list_held,
     matmul_precision,
@@ -35,14 +35,17 @@ NO_TARGET: Any = _NoTarget()
 
 # The overload for a policy in first place comes first: to a type checker, some policies are callables as well.
 @overload
-def with_policy(target: FirstSpec, *, keep: Collection[str] = ()) -> Decorator: ...
+def with_policy(target: FirstSpec, *, no_cast: Collection[str] = ()) -> Decorator: ...
 @overload
-def with_policy(*, policy: PolicySpec = None, keep: Collection[str] = ()) -> Decorator: ...
+def with_policy(*, policy: PolicySpec = None, no_cast: Collection[str] = ()) -> Decorator: ...
 @overload
-def with_policy(target: Jitted[P, R], policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Callable[P, R]: ...
+def with_policy(
+    target: Jitted[P, R], policy: PolicySpec = None, *, no_cast: Collection[str] = ()
+) -> Callable[P, R]: ...
 @overload
-def with_policy(target: F, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> F: ...
-def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = ()) -> Any:
+def with_policy(target: F, policy: PolicySpec = None, *, no_cast: Collection[str] = ()) -> F: ...
+@refuse_old_keywords(keep="no_cast")
+def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     Floating inputs are cast to the compute dtype, and outputs to the output dtype. A Flax module also stores its
@@ -61,7 +64,7 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: C
         callable objects count as functions; a partial of a class or module gives one with the policy.
       policy: anything that `get_policy` reads. `None` is the default policy at the time of this call. From a
         `PolicyMap`, a function takes the policy of the root path `""`.
-      keep: names of arguments that are not cast, such as float positions. For a module, it applies to the arguments
+      no_cast: names of arguments that are not cast, such as float positions. For a module, it applies to the arguments
         of this name of all its public methods.
 
     Returns:
@@ -71,7 +74,7 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: C
     Raises:
       TypeError: `target` is neither a function nor a Flax module. Or a call returned something that would run later,
         without the policy: a generator, a coroutine, or a module that the call made.
-      ValueError: `get_policy` cannot read `policy`, or `keep` names something else than an argument.
+      ValueError: `get_policy` cannot read `policy`, or `no_cast` names something else than an argument.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -80,7 +83,7 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: C
     >>> variables["params"]["kernel"].dtype, y.dtype
     (dtype('float32'), dtype(bfloat16))
 
-    >>> @jmp.with_policy("mixed_bfloat16", keep=["position"])
+    >>> @jmp.with_policy("mixed_bfloat16", no_cast=["position"])
     ... def dtypes(x, position):
     ...     return str(x.dtype), str(position.dtype)
     >>> dtypes(jnp.ones(2), position=jnp.ones(2))
@@ -88,8 +91,8 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: C
     """
     target, captured = parse_target(target, policy)
     if target is NO_TARGET:
-        return PolicyDecorator(lambda decorated: _give_policy(decorated, captured, keep), "with_policy")
-    return _give_policy(target, captured, keep)
+        return PolicyDecorator(lambda decorated: _give_policy(decorated, captured, no_cast), "with_policy")
+    return _give_policy(target, captured, no_cast)
 
 
 class PolicyDecorator:
@@ -148,31 +151,31 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(named)
 
 
-def _give_policy(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+def _give_policy(target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
     named = unwrap_alias(target)
     adapter = find_adapter(named)
     if adapter is not None:
-        attached = adapter.attach(named, policy, keep)
+        attached = adapter.attach(named, policy, no_cast)
         if isinstance(attached, type) and getattr(named, "__parameters__", ()):
             # A subclass of a generic class takes subscripts only if it says so.
             attached.__parameters__ = named.__parameters__  # type: ignore[attr-defined]
         return rewrap_alias(target, attached)
     if isinstance(target, staticmethod | classmethod):
-        return type(target)(_give_policy(target.__func__, policy, keep))
+        return type(target)(_give_policy(target.__func__, policy, no_cast))
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
         each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
             f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
-    return _wrap_function(target, policy, keep)
+    return _wrap_function(target, policy, no_cast)
 
 
-def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
-    check_keep(fun, keep)
+def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
+    check_no_cast(fun, no_cast)
     if message := explain_uncast(fun):
         warn_user(message)
-    names, own = frozenset(keep), given[""] if isinstance(given, PolicyMap) else given
+    names, own = frozenset(no_cast), given[""] if isinstance(given, PolicyMap) else given
     holds_arrays = not isinstance(fun, types.FunctionType)
 
     @functools.wraps(fun)

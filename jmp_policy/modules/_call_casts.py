@@ -97,15 +97,15 @@ def read_wide(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def cast_arguments(
-    policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: Args, kwargs: Kwargs, held: PyTree = None
+    policy: Policy, fun: Callable[..., Any], no_cast: Collection[str], args: Args, kwargs: Kwargs, held: PyTree = None
 ) -> tuple[Policy, Args, Kwargs]:
     """Casts the arguments of `fun` to the compute dtype; returns the resolved policy, `args` and `kwargs`.
 
-    A missing compute dtype is taken from the arguments, else from `held`. Arguments named in `keep` are not cast.
+    A missing compute dtype is taken from the arguments, else from `held`. Arguments named in `no_cast` are not cast.
     """
     meet_reduce_dtype(policy.reduce_dtype)  # first, because it may end the trace
-    kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in keep] if keep else []
-    named = {name: x for name, x in kwargs.items() if name not in keep} if kwargs else {}
+    kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in no_cast] if no_cast else []
+    named = {name: x for name, x in kwargs.items() if name not in no_cast} if kwargs else {}
     if policy.compute_dtype is None:
         policy = resolve_policy(policy, ([x for i, x in enumerate(args) if i not in kept], named, held))
 
@@ -115,11 +115,11 @@ def cast_arguments(
     return policy, tuple(entering), kwargs | cast(named) if named else kwargs
 
 
-def cast_held(policy: Policy, fun: Callable[..., Any], keep: Collection[str]) -> Callable[..., Any]:
+def cast_held(policy: Policy, fun: Callable[..., Any], no_cast: Collection[str]) -> Callable[..., Any]:
     """Casts the arrays that a partial, a callable pytree or a method of one holds, as if they were arguments."""
     if isinstance(fun, functools.partial):
-        _, args, kwargs = cast_arguments(policy, fun.func, keep, fun.args, fun.keywords)
-        return functools.partial(cast_held(policy, fun.func, keep), *args, **kwargs)
+        _, args, kwargs = cast_arguments(policy, fun.func, no_cast, fun.args, fun.keywords)
+        return functools.partial(cast_held(policy, fun.func, no_cast), *args, **kwargs)
     if isinstance(fun, types.MethodType):
         return types.MethodType(fun.__func__, _cast_object(policy, fun.__self__))
     return _cast_object(policy, fun)
@@ -227,29 +227,31 @@ def matmul_precision(policy: Policy) -> AbstractContextManager:
     return nullcontext() if policy.precision is None else jax.default_matmul_precision(policy.precision)
 
 
-def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
-    """Raises a `ValueError` unless `keep` is a collection of names of arguments of `fun`."""
-    if isinstance(keep, str):
+def check_no_cast(fun: Callable[..., Any], no_cast: Collection[str]) -> None:
+    """Raises a `ValueError` unless `no_cast` is a collection of names of arguments of `fun`."""
+    if isinstance(no_cast, str):
         raise ValueError(
-            f"keep must be a collection of argument names, got the string {quote(keep)}; write [{quote(keep)}]."
+            f"no_cast must be a collection of argument names, got the string {quote(no_cast)}; "
+            f"write [{quote(no_cast)}]."
         )
-    if not keep:
+    if not no_cast:
         return
-    while isinstance(fun, functools.partial):  # `keep` may name bound arguments too
+    while isinstance(fun, functools.partial):  # `no_cast` may name bound arguments too
         fun = fun.func
     try:
         parameters = inspect.signature(fun).parameters
     except ValueError:
         raise ValueError(
-            f"keep names {quote(sorted(keep))}, but {name_function(fun)} has no signature that Python can read. Give "
-            "the policy to a function that calls it. For example: lambda x, position: f(x, position)."
+            f"no_cast names {quote(sorted(no_cast))}, but {name_function(fun)} has no signature that Python can read. "
+            "Give the policy to a function that calls it. For example: lambda x, position: f(x, position)."
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in keep:
+    for name in no_cast:
         if name not in parameters and not takes_any:
             known = ", ".join(map(repr, parameters)) or "none"
             raise ValueError(
-                f"keep names {quote(name)}, but {name_function(fun)} has no such argument. Its arguments are {known}."
+                f"no_cast names {quote(name)}, but {name_function(fun)} has no such argument. "
+                f"Its arguments are {known}."
             )
 
 

@@ -3,16 +3,18 @@
 - `Optimizer` skips steps that overflowed.
 - `value_and_grad` and `grad` scale the loss and return true gradients.
 - `cast_params` stores the Params of a model in the param dtype of a policy.
-- `set_rounding` gives the layers of a policy with stochastic rounding their keys.
+- `set_rounding_rngs` gives the layers of a policy with stochastic rounding their keys.
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
+from .._base import load_lazily as _load_lazily
 from ..quant._weights import register_with_flax as _register_with_flax
 from ._decorate import cast_params as cast_params
 from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._optimizer import Optimizer as Optimizer
 from ._quantized import QuantizedParam as QuantizedParam
-from ._rounding import set_rounding as set_rounding
+from ._rounding import set_rounding_rngs as set_rounding_rngs
 
 _register_with_flax()
+__getattr__, __dir__ = _load_lazily(__name__, {}, globals(), elsewhere={"set_rounding": "nnx.set_rounding_rngs"})

@@ -19,7 +19,7 @@ from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
 from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
-from ._methods import find_modules, hook_calls, parse_keep
+from ._methods import find_modules, hook_calls, parse_no_cast
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
@@ -147,13 +147,13 @@ class _Nnx:
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(lambda model, x: model(x))(model, x)"
 
-    def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         """Copies a module, which shares its Variables with the copy, or makes a subclass of a class."""
         base = target if isinstance(target, type) else type(target)
-        names = parse_keep(base, keep)
+        names = parse_no_cast(base, no_cast)
         if isinstance(target, type):
             return decorate_class(target, policy, names)
-        attachment = Attachment(policy, reject_param, keep=names)
+        attachment = Attachment(policy, reject_param, no_cast=names)
         module = attachment.attach(target)
         for message in (*attachment.explain_unused_rules(), *attachment.explain_written_dtypes()):
             warn_user(message)
@@ -201,7 +201,7 @@ class _Nnx:
     ) -> tuple[nnx.Module, list[str]]:
         """Quantizes the weights of a copy of a model; see `jmp_policy.quant.quantize`."""
         spec = find_spec(model)
-        attachment = Attachment(policy, reject_param, keep=spec.keep if spec else ())
+        attachment = Attachment(policy, reject_param, no_cast=spec.no_cast if spec else ())
         attached = attachment.attach(nnx.clone(model))
         # Maps each variable to its new one, so that tied weights stay tied. The values keep the ids in the keys valid.
         done: dict[Any, tuple[Any, nnx.Variable]] = {}

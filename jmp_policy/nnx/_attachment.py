@@ -79,12 +79,12 @@ class Attachment:
         given: Policy | PolicyMap,
         on_mismatch: Mismatch,
         *,
-        keep: tuple[str, ...] = (),
+        no_cast: tuple[str, ...] = (),
         owned: Callable[[nnx.Module], bool] = lambda module: False,
         lineage: tuple[tuple[str, type], ...] = (),
     ):
         self.given = given
-        self.keep = keep
+        self.no_cast = no_cast
         self.types = dict(lineage)
         self._on_mismatch = on_mismatch
         self._owned = owned
@@ -206,7 +206,7 @@ class Attachment:
             given=self.given,
             lineage=self._find_lineage(path),
             effect=effect,
-            keep=self.keep if is_root else (),
+            no_cast=self.no_cast if is_root else (),
             dtype_source=source,
             product=product,
             accumulate_dtype=find_accumulate_dtype(policy) if has_wide_sums(base, attributes, policy) else None,

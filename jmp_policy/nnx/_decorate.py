@@ -74,21 +74,21 @@ def _has_objects(tree: Any) -> bool:
 
 
 _GIVEN = "__jmp_given__"
-"""The attribute of a decorated class with its policy and `keep`."""
+"""The attribute of a decorated class with its policy and `no_cast`."""
 
 M = TypeVar("M", bound=nnx.Module)
 
 
 @remember_on_class
-def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
+def decorate_class(base: type, given: Policy | PolicyMap, no_cast: tuple[str, ...]) -> type:
     """Returns the subclass of an nnx class that gives a policy to its instances, also in subclasses.
 
     Its methods are wrapped too, so that `Net.encode(net, x)` has the policy.
     """
     forget_warnings(given)
     wrapped, methods = wrap_methods(base, base)
-    namespace = {_GIVEN: (given, keep), **methods}
-    recipe = decorate_class, (base, given, keep)
+    namespace = {_GIVEN: (given, no_cast), **methods}
+    recipe = decorate_class, (base, given, no_cast)
     metaclass = _make_metaclass(type(base))
     return make_subclass(wrapped, namespace, recipe, metaclass=metaclass, **pytree_options(base))
 
@@ -134,15 +134,15 @@ def _make_metaclass(parent: type[type]) -> type[type]:
 
     def construct(kind: Any, *args: Any, **kwargs: Any) -> Any:
         module = parent.__call__(kind, *args, **kwargs)
-        given, keep = getattr(kind, _GIVEN)
-        return _attach_to_new(module, given, keep, (args, kwargs))
+        given, no_cast = getattr(kind, _GIVEN)
+        return _attach_to_new(module, given, no_cast, (args, kwargs))
 
     return pickle_by_recipe(type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True}))
 
 
-def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Any:
+def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Any:
     """Attaches the policy to a new module in place, and copies the modules among its constructor's arguments."""
-    attachment = _make_attachment(given, keep, arguments)
+    attachment = _make_attachment(given, no_cast, arguments)
     attachment.attach(module)
     for message in attachment.explain_unused_rules():
         warn_once(given, message)
@@ -160,7 +160,7 @@ def attach_wrapped(
     return attachment.attach_inside(module, names), attachment.types
 
 
-def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Attachment:
+def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Attachment:
     """Makes the walk over a new module."""
     passed_in: set[int] = set()
     _collect_ids(arguments, passed_in)
@@ -168,7 +168,7 @@ def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:
         (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
 
-    return Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
+    return Attachment(given, settle, no_cast=no_cast, owned=lambda inner: id(inner) not in passed_in)
 
 
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:

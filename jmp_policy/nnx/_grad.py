@@ -7,8 +7,8 @@ from typing import Any, Literal, overload
 import jax
 from flax import nnx
 
-from .._base import Aux, DTypeLike, Loss, P, PyTree, zero_unused
-from ..gradients import build_value_and_grad, call_reduced, drop_value, unscale_grads
+from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_unused
+from ..gradients import build_value_and_grad, choose_reduction, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
@@ -23,7 +23,7 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
@@ -34,9 +34,10 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
+@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -44,7 +45,7 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[..., Any]:
     """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
@@ -64,7 +65,7 @@ def value_and_grad(
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
         `jmp_policy.value_and_grad`. By default it is the reduce dtype of the policies that `fun` uses.
-      strict: whether an op of unknown semantics between a gradient and its sum is an error, as in
+      on_opaque: the response to an op of unknown semantics between a gradient and its sum, as in
         `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
@@ -106,7 +107,7 @@ def value_and_grad(
         return compute
 
     prepare = lambda fun, scale: prepare_states(fun, positions, scale.loss_scale)
-    reduce = functools.partial(call_reduced, list_parameters, reduce_dtype, strict)
+    reduce = choose_reduction(list_parameters, reduce_dtype, on_opaque)
     differentiated = build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare, _unscale_models)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
@@ -129,7 +130,7 @@ def grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[P, Any]: ...
 @overload
@@ -140,9 +141,10 @@ def grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[P, tuple[Any, Aux]]: ...
+@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -150,7 +152,7 @@ def grad(
     *,
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[..., Any]:
     """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
@@ -162,7 +164,7 @@ def grad(
     >>> jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
     (1,)
     """
-    options |= {"reduce_dtype": reduce_dtype, "strict": strict}
+    options |= {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 

@@ -117,4 +117,4 @@ def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np
     """
     module = attributes[_WRAPPED]
     linen: Any = find_adapter(module)  # which alone has the method
-    return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}
+    return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.no_cast, spec.lineage, spec.casts, inferred)}

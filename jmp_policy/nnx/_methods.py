@@ -17,7 +17,7 @@ from ..modules import (
     ModuleCall,
     cast_arguments,
     cast_result,
-    check_keep,
+    check_no_cast,
     is_flax_object,
     keep_carry_dtypes,
     matmul_precision,
@@ -55,16 +55,16 @@ def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
             yield name, getattr(found, "_jmp_method", found)
 
 
-def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
-    """Returns the sorted names of `keep`. Raises a `ValueError` unless each is an argument of a public method."""
+def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
+    """Returns the sorted names of `no_cast`. Raises a `ValueError` unless each is an argument of a public method."""
     methods: dict[str, Any] = dict(list_public_methods(base))
     main = methods.get("__call__", base)
-    if isinstance(keep, str):
-        check_keep(main, keep)
-    for name in keep:
+    if isinstance(no_cast, str):
+        check_no_cast(main, no_cast)
+    for name in no_cast:
         if not any(_takes_argument(method, name) for method in methods.values()):
-            check_keep(main, [name])
-    return tuple(sorted(keep))
+            check_no_cast(main, [name])
+    return tuple(sorted(no_cast))
 
 
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
@@ -75,7 +75,7 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     # A boundary casts its arguments. A wrapped linen module casts them itself: it knows their names.
     casts = spec.casts and source is not DtypeSource.LINEN_MODULE
     if casts:
-        policy, args, kwargs = cast_arguments(given, method.__get__(module), spec.keep, args, kwargs)
+        policy, args, kwargs = cast_arguments(given, method.__get__(module), spec.no_cast, args, kwargs)
     else:
         policy = widen_policy(infer_policy(spec.policy, args, kwargs))
 

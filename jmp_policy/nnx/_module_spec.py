@@ -66,7 +66,7 @@ class ModuleSpec:
       given: the policy or map that was attached to it, or to the module around it that has a policy of its own.
       lineage: for a map, the types by path of this module and those around it, for the rules that name types.
       effect: the effect on a call of its methods.
-      keep: names of arguments that are not cast.
+      no_cast: names of arguments that are not cast.
       dtype_source: where its code reads the compute dtype.
       product: how it multiplies by its weight.
       accumulate_dtype: the output dtype of its matmul before it is cast down, or `None`.
@@ -78,7 +78,7 @@ class ModuleSpec:
     given: Policy | PolicyMap
     lineage: tuple[tuple[str, type], ...] = ()
     effect: CallEffect = CallEffect.COMPUTES
-    keep: tuple[str, ...] = ()
+    no_cast: tuple[str, ...] = ()
     dtype_source: DtypeSource = DtypeSource.AUTHOR
     product: Product = Product.OWN
     accumulate_dtype: np.dtype | None = None

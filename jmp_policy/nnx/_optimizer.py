@@ -9,7 +9,7 @@ from flax import nnx
 from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
-from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_provenance
+from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin
 from ._float8 import Float8State
 
 
@@ -41,7 +41,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the module that the optimizer was made for.
           grads: true gradients, as `jmp_policy.nnx.value_and_grad` returns them.
-          **extra: extra arguments of the transformation, such as `value`, or the `provenance` of the gradients.
+          **extra: extra arguments of the transformation, such as `value`, or the `origin` of the gradients.
 
         Returns:
           `None` under `loss_scaled`, and with a transformation for half-precision parameters: the step makes no array
@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            take_provenance(self.opt_state, extra)  # Flax would ignore it silently
+            take_origin(self.opt_state, extra)  # Flax would ignore it silently
             return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))

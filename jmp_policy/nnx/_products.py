@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .._base import Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
-from ..quant import QuantizedArray, dot_general, take
+from ..quant import QuantizedArray, dot_general, embedding_lookup
 from ..quant._layers import (
     LayerProduct,
     Multiply,
@@ -146,7 +146,7 @@ class PromoteTable(Promote):
 
     def read_rows(self, table: Any, indices: jax.Array, dtype: DTypeLike | None) -> jax.Array:
         """Dequantizes the rows that are read."""
-        return take(self._prepare(table), indices, dtype)
+        return embedding_lookup(self._prepare(table), indices, dtype)
 
     def prepare_operands(self, query: jax.Array, table: Any, dtype: DTypeLike | None) -> tuple[Any, ...]:
         """Returns the operands of the matmul with the whole table: the query in the compute dtype, and the table."""

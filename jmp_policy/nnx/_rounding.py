@@ -13,7 +13,7 @@ _PAUSED = "deterministic"
 """The attribute that `model.eval()` sets and `model.train()` clears, as in `nnx.Dropout`."""
 
 
-def set_rounding(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) -> None:
+def set_rounding_rngs(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) -> None:
     """Gives each layer with stochastic rounding its own stream of keys, as `nnx.Dropout` has one.
 
     The streams are state of the model: the attribute `rounding` of layers, whose count grows with each call. They are
@@ -32,7 +32,7 @@ def set_rounding(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) -> No
     >>> from flax import nnx
     >>> policy = "nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"
     >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), policy)
-    >>> jmp.nnx.set_rounding(model, nnx.Rngs(rounding=1))
+    >>> jmp.nnx.set_rounding_rngs(model, nnx.Rngs(rounding=1))
     >>> out = model(jax.numpy.ones((16, 64)))
     >>> model.rounding.count[...].item()
     1

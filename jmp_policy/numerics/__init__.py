@@ -4,7 +4,7 @@
   matmuls of one line, and a `Finding` an operation that is likely to lose values or time. `FINDINGS` explains them.
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
-- `first_nonfinite` wraps a function so that it also returns a `Provenance`: the op that made the first nan or inf.
+- `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
   loss scale or float32 rules that fix it.
@@ -23,7 +23,7 @@ if _typing.TYPE_CHECKING:
         Matmul as Matmul,
         audit as audit,
     )
-    from ._nonfinite import Provenance as Provenance, first_nonfinite as first_nonfinite
+    from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
     from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
     from ._stats import (
         FormatShares as FormatShares,
@@ -36,9 +36,15 @@ if _typing.TYPE_CHECKING:
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
-        "_nonfinite": "Provenance first_nonfinite",
+        "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
         "_stats": "FormatShares Row Stats StatsHistory collect",
         "_traffic": "Collective Collectives collectives",
     }
-    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals())
+    __getattr__, __dir__ = _load_lazily(
+        __name__,
+        _SOURCES,
+        globals(),
+        unlisted="AuditRow Collective FormatShares Matmul Reason Row",
+        elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
+    )

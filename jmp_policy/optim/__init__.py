@@ -2,9 +2,11 @@
 
 Non-finite steps:
 
-- `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`. - `skip_nonfinite` skips steps
-without a scale. - `step` updates and applies, `minimize` builds a whole training step. - `check` raises an error if
-training is stuck. - `last_skip` returns the last skipped step and its cause, a `SkippedStep`, from a `ProvenanceState`.
+- `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`.
+- `skip_nonfinite` skips steps without a scale.
+- `step` updates and applies, `minimize` builds a whole training step.
+- `raise_if_stuck` raises an error if training is stuck.
+- `last_skip` returns the last skipped step and its origin, a `SkippedStep`.
 
 Gradients:
 
@@ -12,11 +14,10 @@ Gradients:
 
 Half-precision parameters:
 
-- `master_weights` keeps float32 copies (`MasterWeightsState`), or the missing bits (`SplitWeightsState`). - `kahan`
-compensates rounding (`KahanState`), `stochastic_rounding` rounds at random (`StochasticRoundingState`). -
-`master_params` and `with_master_params` read and write their float32 values. - `cast_state` stores moments in other
-dtypes, `quantize_state` in 8 bits (`QuantizedMomentsState`). - `state_report` lists the bytes of moments: a
-`StateReport` with a `MomentRow` for each.
+- `master_weights` keeps float32 copies or the missing bits, `kahan` compensates rounding, `stochastic_rounding` rounds
+  at random.
+- `master_params` and `with_master_params` read and write the float32 values.
+- `cast_state` stores moments in other dtypes, `quantize_state` in 8 bits. `state_report` lists the bytes of moments.
 """
 
 import typing as _typing
@@ -40,16 +41,16 @@ from ._moments import (
     quantize_state as quantize_state,
 )
 from ._steps import (
-    ProvenanceState as ProvenanceState,
+    NonfiniteOriginState as NonfiniteOriginState,
     SkippedStep as SkippedStep,
     accumulate as accumulate,
-    check as check,
     clip_by_global_norm as clip_by_global_norm,
     global_norm as global_norm,
     last_skip as last_skip,
     loss_scaled as loss_scaled,
     minimize as minimize,
     pmean as pmean,
+    raise_if_stuck as raise_if_stuck,
     skip_nonfinite as skip_nonfinite,
     step as step,
 )
@@ -57,4 +58,11 @@ from ._steps import (
 if _typing.TYPE_CHECKING:
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
 else:  # loads the package that draws tables
-    __getattr__, __dir__ = _load_lazily(__name__, {"_state_report": "MomentRow StateReport state_report"}, globals())
+    __getattr__, __dir__ = _load_lazily(
+        __name__,
+        {"_state_report": "MomentRow StateReport state_report"},
+        globals(),
+        unlisted="KahanState MasterWeightsState MomentRow NonfiniteOriginState QuantizedMomentsState SplitWeightsState "
+        "StateReport StochasticRoundingState",
+        elsewhere={"check": "optim.raise_if_stuck", "ProvenanceState": "optim.NonfiniteOriginState"},
+    )

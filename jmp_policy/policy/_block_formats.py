@@ -120,7 +120,7 @@ class NVFP4:
       hadamard: if True, the weight-gradient matmul mixes 16 rows of both operands before they are rounded (a Hadamard
         transform with fixed signs), which spreads outliers.
       stochastic_rounding: if True, gradients are rounded up or down at random, without bias. This needs a PRNG key: in
-        linen `rngs={"rounding": key}`, in nnx `jmp_policy.nnx.set_rounding(model, rngs)`, for functions
+        linen `rngs={"rounding": key}`, in nnx `jmp_policy.nnx.set_rounding_rngs(model, rngs)`, for functions
         `quant.dot_general(..., key=)`. A forward pass alone needs no key.
       min_size: see `MXFP8`.
 

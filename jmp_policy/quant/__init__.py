@@ -6,9 +6,10 @@
 - Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
-  and `take` compute with it. `float8_state` makes the state of a float8 matmul.
+  and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
 """
 
+from .._base import load_lazily as _load_lazily
 from ..policy import (
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
@@ -25,8 +26,12 @@ from ._operations import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
+    embedding_lookup as embedding_lookup,
     float8_state as float8_state,
-    take as take,
 )
 from ._quantize import quantize as quantize
 from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array
+
+__getattr__, __dir__ = _load_lazily(
+    __name__, {}, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
+)

@@ -1,4 +1,4 @@
-"""JAX operations with a quantized weight: `dot_general`, `einsum`, `conv_general_dilated`, and `take`."""
+"""JAX operations with a quantized weight: `dot_general`, `einsum`, `conv_general_dilated`, and `embedding_lookup`."""
 
 import dataclasses
 import math
@@ -131,7 +131,7 @@ def conv_general_dilated(
     return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
-def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def embedding_lookup(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Looks up rows of a quantized embedding table, and dequantizes only these.
 
     Args:
@@ -145,7 +145,7 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"embedding": jnp.ones((300, 64))}
     >>> table = jmp.quant.quantize(params, "int8_from_float32")["embedding"]
-    >>> jmp.quant.take(table, jnp.array([3, 7])).shape
+    >>> jmp.quant.embedding_lookup(table, jnp.array([3, 7])).shape
     (2, 64)
     """
     dtype = table.dtype if dtype is None else dtype

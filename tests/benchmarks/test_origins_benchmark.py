@@ -133,4 +133,4 @@ def test_the_search_is_left_out_of_the_good_step():
     good = make_steps(jnp.sin, (jnp.zeros(2),)).good.step
     infinite = jnp.full(2, jnp.inf)
     assert "cond" in str(jax.make_jaxpr(good)(infinite))
-    assert not jmp.numerics.Provenance(*good(infinite)[1:]).found
+    assert not jmp.numerics.NonfiniteOrigin(*good(infinite)[1:]).found

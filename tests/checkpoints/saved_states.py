@@ -37,7 +37,7 @@ SCALE = jmp.DynamicLossScale(2.0**12, period=50)
 RUNS = {
     "float32": Run("float32", lambda tx: tx),
     "mixed_float16": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE)),
-    "provenance": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE, provenance=True)),
+    "origin": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE, debug_nonfinite=True)),
     "static": Run("mixed_float16", lambda tx: loss_scaled(tx, jmp.StaticLossScale(64.0))),
     "mixed_bfloat16": Run("mixed_bfloat16", skip_nonfinite),
     "bfloat16": Run("bfloat16", lambda tx: tx),
@@ -80,7 +80,7 @@ def make_state(run: Run, wide: Any, saved_under: Run | None = None) -> dict[str,
     saved = source.tx.init(jmp.cast_floating(wide, source.dtype))
     if not _has(saved, jmp.optim.LossScaledState):
         del numbers["skipped_steps"], numbers["consecutive_skips"]
-    if not _has(saved, jmp.optim.ProvenanceState):
+    if not _has(saved, jmp.optim.NonfiniteOriginState):
         for name in ("steps", "nonfinite_step", "kinds"):
             del numbers[name]
     if not _has(saved, jmp.DynamicLossScale):

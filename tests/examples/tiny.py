@@ -70,7 +70,7 @@ class TableTrainer:
     def audit(self, windows) -> jmp.numerics.AuditReport:
         return jmp.numerics.audit(_step)(self.state, windows)
 
-    def find_origin(self, windows, scale) -> jmp.numerics.Provenance:
+    def find_origin(self, windows, scale) -> jmp.numerics.NonfiniteOrigin:
         return _find_origin(self.params, windows, scale)
 
     def observe(self, windows) -> jmp.numerics.Stats:

@@ -256,14 +256,14 @@ def test_a_gradient_that_cannot_be_followed_is_an_error_that_names_it():
     with pytest.raises(ValueError, match=r"^These gradients cannot be followed to the sums (?s:.*)" + HIDDEN) as caught:
         widen(hidden)({"layer": params}, x)
     assert "layer/b" not in str(caught.value)
-    assert "strict=False" in str(caught.value)
+    assert "on_opaque='warn'" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_or_a_warning_at_the_users_line_and_the_others_are_widened():
     params, x = make_arguments(dense)
     with pytest.warns(UserWarning, match=HIDDEN) as caught:
-        _, grads = widen(hidden, strict=False)({"layer": params}, x)
+        _, grads = widen(hidden, on_opaque="warn")({"layer": params}, x)
     assert caught[0].filename == __file__
     _, expected = widen(dense)({"w": jnp.eye(4), "b": params["b"]}, secretive(params["w"].astype(jnp.bfloat16), x))
     np.testing.assert_array_equal(grads["layer"]["b"], expected["b"])
@@ -277,9 +277,9 @@ def test_a_narrower_reduction_is_refused_whatever_strict_says():
         r"^reduce_dtype='bfloat16' is narrower than the dtype in which these gradients are summed:\n  'w': "
         r"dot_general in float32, at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*reduce_dty"
     )
-    for strict in (True, False):
+    for on_opaque in ("error", "warn"):
         with pytest.raises(ValueError, match=message):
-            jmp.grad(wide, loss_scale=PLAIN, reduce_dtype="bfloat16", strict=strict)({"w": params["w"]}, x)
+            jmp.grad(wide, loss_scale=PLAIN, reduce_dtype="bfloat16", on_opaque=on_opaque)({"w": params["w"]}, x)
     jmp.grad(stored_in_half, loss_scale=PLAIN, reduce_dtype="bfloat16")(*make_arguments(stored_in_half))
 
 

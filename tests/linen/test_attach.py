@@ -382,12 +382,12 @@ class TestKeep:
             def __call__(self, x, t):
                 return str(x.dtype), str(t.dtype)
 
-        model = jmp.with_policy(Timestep(), MIXED, keep=["t"])
+        model = jmp.with_policy(Timestep(), MIXED, no_cast=["t"])
         assert model.apply({}, X, X) == model.apply({}, X, t=X) == ("bfloat16", "float32")
 
     def test_name_of_no_argument_is_an_error(self):
-        with pytest.raises(ValueError, match=r"keep names 'timestep', but Net.__call__ has no such argument"):
-            jmp.with_policy(Net(), MIXED, keep=["timestep"])
+        with pytest.raises(ValueError, match=r"no_cast names 'timestep', but Net.__call__ has no such argument"):
+            jmp.with_policy(Net(), MIXED, no_cast=["timestep"])
 
 
 class TestJit:

@@ -91,7 +91,7 @@ def test_author_of_a_cell_may_derive_it_from_one_with_a_policy():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [nn.SimpleCell, nn.GRUCell])
 def test_cell_inside_a_model_returns_the_dtype_of_the_carry_it_was_given(kind, dtype):
-    model = jmp.with_policy(Step(kind(3)), "p=f32,c=bf16,o=none", keep=["carry"])
+    model = jmp.with_policy(Step(kind(3)), "p=f32,c=bf16,o=none", no_cast=["carry"])
     assert dtypes(model, jnp.zeros((2, 3, 3), dtype), SEQUENCE)[0] == dtype
 
 
@@ -106,7 +106,7 @@ def test_carry_given_by_name_keeps_its_dtypes():
         def __call__(self, carry, inputs):
             return Counting()(inputs=inputs, carry=carry)
 
-    model = jmp.with_policy(ByName(), "p=f32,c=bf16,o=none", keep=["carry"])
+    model = jmp.with_policy(ByName(), "p=f32,c=bf16,o=none", no_cast=["carry"])
     carry = Counting().initialize_carry(KEY, SEQUENCE.shape)
     assert dtypes(model, carry, SEQUENCE) == ["float32", "int32", "bfloat16"]
 
@@ -140,7 +140,7 @@ def test_what_is_no_step_of_a_cell_is_left_alone():
             return getattr(self.cell, self.name_of_method)(carry, inputs)
 
     for name in ("__call__", "peek"):
-        model = jmp.with_policy(Around(Odd(), name), "p=f32,c=bf16,o=none", keep=["carry"])
+        model = jmp.with_policy(Around(Odd(), name), "p=f32,c=bf16,o=none", no_cast=["carry"])
         assert dtypes(model, SEQUENCE, SEQUENCE) == ["bfloat16", "bfloat16"]
 
 

@@ -106,11 +106,11 @@ def test_static_and_class_methods_stay_what_they_are():
 
 def test_keep_needs_the_names_of_arguments():
     message = (
-        "keep names ['x'], but max has no signature that Python can read. Give the policy to a function that calls it. "
-        "For example: lambda x, position: f(x, position)."
+        "no_cast names ['x'], but max has no signature that Python can read. Give the policy to a function that calls "
+        "it. For example: lambda x, position: f(x, position)."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        jmp.with_policy(max, "bfloat16", keep=["x"])
+        jmp.with_policy(max, "bfloat16", no_cast=["x"])
 
 
 def test_second_policy_of_a_function_is_a_boundary_around_the_first():

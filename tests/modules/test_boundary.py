@@ -113,14 +113,14 @@ def test_numpy_stays_numpy_and_other_values_keep_their_identity():
 
 
 def test_kept_arguments_enter_uncast_however_they_are_passed():
-    @jmp.with_policy("float16", keep=["position", "rest", "extra"])
+    @jmp.with_policy("float16", no_cast=["position", "rest", "extra"])
     def dtypes(x, position, /, *rest, t=None, **extra):
         return [str(v.dtype) for v in (x, position, *rest, t, *extra.values())]
 
     half, full = "float16", "float32"
     assert dtypes(X, X, X, t=X, u=X) == [half, full, full, half, half]
 
-    @jmp.with_policy("float16", keep={"position"})
+    @jmp.with_policy("float16", no_cast={"position"})
     def dtype(x, position):
         return str(position.dtype)
 
@@ -128,7 +128,7 @@ def test_kept_arguments_enter_uncast_however_they_are_passed():
 
 
 def test_keep_may_name_a_keyword_that_only_kwargs_takes():
-    probe = jmp.with_policy(lambda **kw: str(kw["t"].dtype), "float16", keep=["t"])
+    probe = jmp.with_policy(lambda **kw: str(kw["t"].dtype), "float16", no_cast=["t"])
     assert probe(t=X) == "float32"
 
 
@@ -184,7 +184,7 @@ def test_applying_a_policy_anew_does_not_trace_what_is_inside_anew():
 
     model = Model()
     for _ in range(3):
-        jmp.with_policy(f, MIXED, keep=["x"])(X)
+        jmp.with_policy(f, MIXED, no_cast=["x"])(X)
     assert len(traces) == 1
     for _ in range(3):
         jmp.with_policy(model.method, MIXED)(X)
@@ -204,14 +204,14 @@ def test_the_same_function_that_keeps_other_arguments_is_another_boundary():
         return inner(x.astype(jnp.float32)) if inner else x
 
     inner = jmp.with_policy(f, "float16")
-    assert jmp.with_policy(f, "float16", keep=["x"])(X, lambda x: str(inner(x).dtype)) == "float16"
+    assert jmp.with_policy(f, "float16", no_cast=["x"])(X, lambda x: str(inner(x).dtype)) == "float16"
 
 
 def test_infer_takes_the_dtype_of_the_first_floating_input_of_each_call():
     f = jmp.with_policy(lambda n, x, y: str(y.dtype), "infer")
     assert f(jnp.arange(2), jnp.ones(2, jnp.float16), X) == "float16"
     assert f(jnp.arange(2), X, jnp.ones(2, jnp.float16)) == "float32"
-    assert jmp.with_policy(lambda x, y: str(y.dtype), "infer", keep=["x"])(jnp.float16(1), X) == "float32"
+    assert jmp.with_policy(lambda x, y: str(y.dtype), "infer", no_cast=["x"])(jnp.float16(1), X) == "float32"
 
 
 @pytest.mark.usefixtures("no_default_precision")
@@ -277,15 +277,15 @@ def test_a_bad_policy_is_an_error_before_the_target_is_looked_at():
 
 def test_keep_must_name_arguments():
     with pytest.raises(
-        ValueError, match=r"^keep names 'y', but square_sum has no such argument\. Its arguments are 'x'\.$"
+        ValueError, match=r"^no_cast names 'y', but square_sum has no such argument\. Its arguments are 'x'\.$"
     ):
-        jmp.with_policy(square_sum, MIXED, keep=["y"])
+        jmp.with_policy(square_sum, MIXED, no_cast=["y"])
     with pytest.raises(
-        ValueError, match=r"^keep must be a collection of argument names, got the string 'x'; write \['x'\]"
+        ValueError, match=r"^no_cast must be a collection of argument names, got the string 'x'; write \['x'\]"
     ):
-        jmp.with_policy(square_sum, MIXED, keep="x")
+        jmp.with_policy(square_sum, MIXED, no_cast="x")
     with pytest.raises(ValueError, match=r"Its arguments are none\.$"):
-        jmp.with_policy(lambda: 0, MIXED, keep=["y"])
+        jmp.with_policy(lambda: 0, MIXED, no_cast=["y"])
 
 
 @pytest.mark.sample(1)
@@ -313,7 +313,7 @@ def test_a_policy_by_keyword_gives_a_decorator(give):
 def test_a_decorator_by_keyword_keeps_arguments_and_modules():
     from flax import linen as nn
 
-    @jmp.with_policy(policy="bfloat16", keep=["t"])
+    @jmp.with_policy(policy="bfloat16", no_cast=["t"])
     def dtypes(x, t):
         return [str(x.dtype), str(t.dtype)]
 
@@ -342,8 +342,8 @@ def test_a_target_that_is_none_is_an_error_not_a_decorator(give):
 LONG = "x" * 1_000_000
 
 
-@pytest.mark.parametrize(("fun", "keep"), [(square_sum, [LONG]), (square_sum, LONG), (int.from_bytes, [LONG])])
-def test_errors_of_keep_do_not_repeat_a_long_input(fun, keep):
-    with pytest.raises(ValueError, match=r"^keep .* \.\.\. ") as error:
-        jmp.with_policy(fun, MIXED, keep=keep)
+@pytest.mark.parametrize(("fun", "no_cast"), [(square_sum, [LONG]), (square_sum, LONG), (int.from_bytes, [LONG])])
+def test_errors_of_no_cast_do_not_repeat_a_long_input(fun, no_cast):
+    with pytest.raises(ValueError, match=r"^no_cast .* \.\.\. ") as error:
+        jmp.with_policy(fun, MIXED, no_cast=no_cast)
     assert len(str(error.value)) < 2000

@@ -106,10 +106,10 @@ def test_rules_and_kept_arguments_reach_the_class_in_a_partial():
             return nn.Dense(self.width)(x), position
 
     rules = jmp.PolicyMap({"Dense_0": "float32"}, POLICY)
-    model = jmp.with_policy(functools.partial(Positions, 4), rules, keep=["position"])()
+    model = jmp.with_policy(functools.partial(Positions, 4), rules, no_cast=["position"])()
     assert jmp.explain(model, X, X)["Dense_0"].rule == "Dense_0"
-    with pytest.raises(ValueError, match=r"^keep names 'positions', but "):
-        jmp.with_policy(functools.partial(Positions, 4), rules, keep=["positions"])
+    with pytest.raises(ValueError, match=r"^no_cast names 'positions', but "):
+        jmp.with_policy(functools.partial(Positions, 4), rules, no_cast=["positions"])
 
 
 def test_module_in_a_partial_gets_the_policy():

@@ -131,7 +131,7 @@ def test_an_object_with_nothing_to_cast_may_be_written_to():
 def test_keep_names_arguments_that_a_partial_holds():
     partial = functools.partial(lambda held, x: (str(held.dtype), str(x.dtype)), W)
     assert jmp.with_policy(partial, MIXED)(X) == ("bfloat16", "bfloat16")
-    assert jmp.with_policy(partial, MIXED, keep=["held"])(X) == ("float32", "bfloat16")
+    assert jmp.with_policy(partial, MIXED, no_cast=["held"])(X) == ("float32", "bfloat16")
 
 
 def test_inputs_decide_an_open_compute_dtype_before_what_is_held():

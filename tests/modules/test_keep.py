@@ -33,28 +33,28 @@ class NnxModel(nnx.Module):
         return x, where
 
 
-def function(keep):
-    policied = jmp.with_policy(lambda x, where: (x, where), POLICY, keep=keep)
+def function(no_cast):
+    policied = jmp.with_policy(lambda x, where: (x, where), POLICY, no_cast=no_cast)
     return policied, policied
 
 
-def linen(keep):
-    model = jmp.with_policy(LinenModel(), POLICY, keep=keep)
+def linen(no_cast):
+    model = jmp.with_policy(LinenModel(), POLICY, no_cast=no_cast)
     return lambda *a, **k: model.apply({}, *a, **k), lambda *a, **k: model.apply({}, *a, **k, method="decode")
 
 
-def linen_class(keep):
-    model = jmp.with_policy(LinenModel, POLICY, keep=keep)()
+def linen_class(no_cast):
+    model = jmp.with_policy(LinenModel, POLICY, no_cast=no_cast)()
     return lambda *a, **k: model.apply({}, *a, **k), lambda *a, **k: model.apply({}, *a, **k, method=LinenModel.decode)
 
 
-def of_nnx(keep):
-    model = jmp.with_policy(NnxModel(), POLICY, keep=keep)
+def of_nnx(no_cast):
+    model = jmp.with_policy(NnxModel(), POLICY, no_cast=no_cast)
     return model, model.decode
 
 
-def nnx_class(keep):
-    model = jmp.with_policy(NnxModel, POLICY, keep=keep)()
+def nnx_class(no_cast):
+    model = jmp.with_policy(NnxModel, POLICY, no_cast=no_cast)()
     return model, model.decode
 
 

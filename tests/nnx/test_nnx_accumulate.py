@@ -161,7 +161,7 @@ def test_quantized_layers_hand_over_unrounded_sums(name, format):
     make, x = LAYERS[name]
     wide, narrow = (jmp.with_policy(make(), f"{format}_from_{policy}") for policy in (WIDE, "p=f32,c=bf16,o=f32"))
     if "stochastic" in format and name in ("Linear", "Einsum"):
-        jmp.nnx.set_rounding(wide, nnx.Rngs(0))
+        jmp.nnx.set_rounding_rngs(wide, nnx.Rngs(0))
     assert [is_rounded(run(name)(model, x)) for model in (wide, narrow)] == [False, True]
     assert error(run(name)(wide, x), run(name)(narrow, x)) < 4e-3
     grads = nnx.grad(lambda model: run(name)(model, x).var())(wide)

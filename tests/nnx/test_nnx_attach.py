@@ -31,7 +31,7 @@ def test_keyword_and_nested_arguments_are_cast_and_integers_are_not():
         def __call__(self, pair, *, mask, position):
             return [str(x.dtype) for x in (pair["x"], mask, position)]
 
-    model = jmp.with_policy(Nested(), "bfloat16", keep=["position"])
+    model = jmp.with_policy(Nested(), "bfloat16", no_cast=["position"])
     assert model({"x": X}, mask=jnp.ones(2, bool), position=X) == ["bfloat16", "bool", "float32"]
 
 
@@ -44,13 +44,13 @@ def test_modules_as_arguments_are_left_to_their_own_policies():
 
 
 def test_keep_that_names_no_argument_is_an_error():
-    with pytest.raises(ValueError, match=r"keep names 'positions', but Net.__call__ has no such argument"):
-        jmp.with_policy(Net(rngs=rngs()), "bfloat16", keep=["positions"])
+    with pytest.raises(ValueError, match=r"no_cast names 'positions', but Net.__call__ has no such argument"):
+        jmp.with_policy(Net(rngs=rngs()), "bfloat16", no_cast=["positions"])
 
 
 def test_keep_that_is_a_string_is_an_error():
-    with pytest.raises(ValueError, match=r"keep must be a collection of argument names, got the string 'x'"):
-        jmp.with_policy(Net(rngs=rngs()), "bfloat16", keep="x")
+    with pytest.raises(ValueError, match=r"no_cast must be a collection of argument names, got the string 'x'"):
+        jmp.with_policy(Net(rngs=rngs()), "bfloat16", no_cast="x")
 
 
 def test_keep_may_name_an_argument_of_any_public_method():
@@ -61,7 +61,7 @@ def test_keep_may_name_an_argument_of_any_public_method():
         def decode(self, x, position):
             return x.dtype, position.dtype
 
-    model = jmp.with_policy(Two(), "bfloat16", keep=["position"])
+    model = jmp.with_policy(Two(), "bfloat16", no_cast=["position"])
     assert model(X) == jnp.bfloat16
     assert model.decode(X, X) == (jnp.bfloat16, jnp.float32)
 

@@ -120,8 +120,8 @@ class TestInside:
 class TestWrapper:
     """The wrapper of a linen module that was itself given a policy."""
 
-    def make(self, policy, keep=()):
-        return jmp.with_policy(nnx.bridge.ToNNX(Pair(), rngs=rngs()).lazy_init(X), policy, keep=keep)
+    def make(self, policy, no_cast=()):
+        return jmp.with_policy(nnx.bridge.ToNNX(Pair(), rngs=rngs()).lazy_init(X), policy, no_cast=no_cast)
 
     def test_rules_name_the_linen_modules_inside(self):
         model = self.make(jmp.PolicyMap({"up": "p=f32,c=f16,o=f16"}, BF16_INSIDE))
@@ -129,13 +129,13 @@ class TestWrapper:
 
     @pytest.mark.slow
     def test_named_argument_of_the_linen_module_enters_uncast(self):
-        model = self.make(BF16_INSIDE, keep=["position"])
+        model = self.make(BF16_INSIDE, no_cast=["position"])
         for out in (model(X, X), model(X, position=X)):
             assert (out["entered"], out["position"]) == (BF16, F32)
 
     def test_name_of_no_argument_of_the_linen_module_is_an_error(self):
-        with pytest.raises(ValueError, match=r"keep names 'posture', but Pair.__call__ has no such argument"):
-            self.make(BF16_INSIDE, keep=["posture"])
+        with pytest.raises(ValueError, match=r"no_cast names 'posture', but Pair.__call__ has no such argument"):
+            self.make(BF16_INSIDE, no_cast=["posture"])
 
     @pytest.mark.slow
     def test_open_dtype_is_that_of_its_inputs(self):

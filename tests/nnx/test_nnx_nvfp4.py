@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import jmp_policy as jmp
-from jmp_policy.nnx import QuantizedParam, set_rounding
+from jmp_policy.nnx import QuantizedParam, set_rounding_rngs
 
 POLICY = "nvfp4(min_size=0)_from_mixed_bfloat16"
 NOISY = "nvfp4(min_size=0,stochastic_rounding=true,hadamard=true)_from_mixed_bfloat16"
@@ -47,7 +47,7 @@ def make(policy, kind=Model):
 
 def make_noisy(seed=0, kind=Model):
     model = make(NOISY, kind)
-    set_rounding(model, nnx.Rngs(rounding=seed))
+    set_rounding_rngs(model, nnx.Rngs(rounding=seed))
     return model
 
 
@@ -158,7 +158,7 @@ def test_streams_are_state_that_outlives_copies_checkpoints_and_policies():
 
 def test_kept_layers_have_no_stream():
     model = make(jmp.PolicyMap({"(.*/)?(stem|head)": "mixed_bfloat16"}, NOISY))
-    set_rounding(model, nnx.Rngs(rounding=0))
+    set_rounding_rngs(model, nnx.Rngs(rounding=0))
     paths = {path[:-2] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngCount))}
     assert paths == {("blocks", 0, "dense"), ("blocks", 1, "dense")}
 
@@ -180,7 +180,7 @@ def test_after_eval_no_keys_are_drawn():
 @pytest.mark.exhaustive
 def test_streams_are_split_for_vmap_and_scan():
     model = jmp.with_policy(nnx.vmap(Block)(nnx.Rngs(0).split(2)), NOISY)
-    set_rounding(model, nnx.Rngs(rounding=0))
+    set_rounding_rngs(model, nnx.Rngs(rounding=0))
 
     @nnx.split_rngs(splits=2, only="rounding")
     def run(model, x):
@@ -198,11 +198,11 @@ def test_streams_are_split_for_vmap_and_scan():
 def test_a_missing_stream_is_an_error_that_says_how_to_make_one():
     model = make(NOISY)
     model(X)  # what is not differentiated draws nothing
-    with pytest.raises(ValueError, match=r"jmp_policy\.nnx\.set_rounding\(model, nnx\.Rngs\(rounding=0\)\) in nnx"):
+    with pytest.raises(ValueError, match=r"nnx\.set_rounding_rngs\(model, nnx\.Rngs\(rounding=0\)\) in nnx"):
         grad(model)
-    set_rounding(model, nnx.Rngs(0))
+    set_rounding_rngs(model, nnx.Rngs(0))
     grad(model)
-    set_rounding(model, None)
+    set_rounding_rngs(model, None)
     with pytest.raises(ValueError, match="is differentiated has no key"):
         grad(model)
 
@@ -210,7 +210,7 @@ def test_a_missing_stream_is_an_error_that_says_how_to_make_one():
 @pytest.mark.parametrize("policy", [POLICY, "mixed_bfloat16", "nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"])
 def test_a_model_that_draws_nothing_takes_no_stream(policy):
     with pytest.raises(ValueError, match=r"No layer of the model rounds at random\. Give it such a policy first"):
-        set_rounding(make(policy), nnx.Rngs(0))
+        set_rounding_rngs(make(policy), nnx.Rngs(0))
 
 
 @pytest.mark.exhaustive

@@ -221,6 +221,6 @@ def test_a_model_keeps_the_arguments_that_it_was_told_to_keep():
             seen.extend([x.dtype, shift.dtype])
             return super().__call__(x)
 
-    model = jmp.with_policy(Shifted(nnx.Rngs(0)), "mixed_bfloat16", keep=["shift"])
+    model = jmp.with_policy(Shifted(nnx.Rngs(0)), "mixed_bfloat16", no_cast=["shift"])
     nnx.eval_shape(lambda: quantize(model, "int8(min_size=0)_from_mixed_bfloat16")(X, jnp.ones(8)))
     assert seen == [jnp.bfloat16, jnp.float32]

@@ -12,7 +12,7 @@ from jax import lax
 from properties import examples
 from quant_reference import HALF, find_ties, fresh, rounded_rows
 
-from jmp_policy.quant import conv_general_dilated, dot_general, einsum, quantize_array, take
+from jmp_policy.quant import conv_general_dilated, dot_general, einsum, embedding_lookup, quantize_array
 from jmp_policy.quant._weights._layout import Layout, table_layout
 
 EPS = 2.0**-22  # a sum of integers becomes a float32 and is multiplied twice
@@ -231,12 +231,12 @@ def test_take_gives_the_rows_of_the_dequantized_table(format):
     @jax.jit
     def pairs(indices):
         by_hand = [(stored, "bfloat16"), (stored, "float32"), (by_column, "float32")]
-        return [(take(t, indices, d), jnp.take(t.dequantize(d), indices, axis=0)) for t, d in by_hand]
+        return [(embedding_lookup(t, indices, d), jnp.take(t.dequantize(d), indices, axis=0)) for t, d in by_hand]
 
     for ours, by_hand in pairs(indices):
         assert ours.dtype == by_hand.dtype
         np.testing.assert_array_equal(ours.astype("float32"), by_hand.astype("float32"))
-    assert jax.eval_shape(take, stored, indices).dtype == jnp.float32
+    assert jax.eval_shape(embedding_lookup, stored, indices).dtype == jnp.float32
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def test_float8_state_is_the_same_as_on_one_device():
 def test_one_device_says_for_all_why_a_step_was_skipped():
     """The gradients are of parts along one axis and the same along the other, the origin is in one row of the batch."""
     names, params, specs = ("data", "fsdp"), {"w": jnp.ones((8, 4))}, {"w": P("fsdp")}
-    tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(), axis_name=names, provenance=True)
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(), axis_name=names, debug_nonfinite=True)
     state_specs = jmp.sharding.state_shardings(tx, params, specs)
 
     def local(params, state, x):

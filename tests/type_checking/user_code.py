@@ -59,7 +59,7 @@ class Called(Net):
     depth: int = 1
 
 
-@jmp.with_policy(policy=half, keep=["x"])
+@jmp.with_policy(policy=half, no_cast=["x"])
 class Kept(Net):
     depth: int = 1
 

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,11 +22,11 @@ def reduce_gradients_in(
     differentiated: Callable[..., tuple[Any, PyTree]],
     list_parameters: Callable[[Args], list[Any]],
     *,
-    strict: bool | None,
+    on_opaque: Literal["error", "warn"] | None,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Makes a function that returns a value and gradients sum its gradients over devices in a dtype.
 
-    `list_parameters` finds the differentiated arrays among the arguments. With `strict=None`, for the dtype of a
+    `list_parameters` finds the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a
     policy, nothing is an error, and each warning is given once.
 
     >>> import jax, jax.numpy as jnp
@@ -40,7 +40,7 @@ def reduce_gradients_in(
     try:
         parsed = parse_reduce_dtype(dtype)
     except ValueError as error:
-        if strict is not None:
+        if on_opaque is not None:
             raise
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {error}")
         return differentiated
@@ -48,7 +48,7 @@ def reduce_gradients_in(
     def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         results = _Results()
         parameters = {id(array) for array in list_parameters(args)}
-        run = functools.partial(_trace_and_run, parsed, strict, results, parameters)
+        run = functools.partial(_trace_and_run, parsed, on_opaque, results, parameters)
         return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
 
     return call
@@ -59,7 +59,7 @@ _OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
 
 def _trace_and_run(
     dtype: np.dtype,
-    strict: bool | None,
+    on_opaque: Literal["error", "warn"] | None,
     results: "_Results",
     parameters: set[int],
     fun: Callable[..., Any],
@@ -71,7 +71,7 @@ def _trace_and_run(
     old, names = traced.program, results.names
     origins = [Origin.PARAMETER if id(leaf) in parameters else Origin.DATA for leaf in traced.leaves]
     marks = find_marks(old.jaxpr, _list_needs(names), origins, dtype)
-    if marks.obstacles and _is_refused(old.jaxpr, names, origins, dtype, strict):
+    if marks.obstacles and _is_refused(old.jaxpr, names, origins, dtype, on_opaque):
         return results.put_back(evaluate(old, *traced.leaves))
     # Inputs and outputs keep their dtypes: gradients have the dtype of their parameter.
     kinds, wanted = [[float_dtype(var) for var in atoms] for atoms in (old.jaxpr.invars, old.jaxpr.outvars)]
@@ -81,7 +81,11 @@ def _trace_and_run(
 
 
 def _is_refused(
-    program: Jaxpr, names: Sequence[str | None], origins: Sequence[Origin], dtype: np.dtype, strict: bool | None
+    program: Jaxpr,
+    names: Sequence[str | None],
+    origins: Sequence[Origin],
+    dtype: np.dtype,
+    on_opaque: Literal["error", "warn"] | None,
 ) -> bool:
     """Raises or warns for each gradient that cannot be followed. One walk per gradient tells which they are.
 
@@ -93,10 +97,10 @@ def _is_refused(
             alone = [name if i == j else None for j in range(len(names))]
             found[name] = find_marks(program, _list_needs(alone), origins, dtype).obstacles
     message, is_refused = explain_obstacles(found, dtype)
-    if strict is None:
+    if on_opaque is None:
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {message}")
         return is_refused
-    if strict or is_refused:
+    if on_opaque == "error" or is_refused:
         raise ValueError(message)
     warn_user(message)
     return False
@@ -194,8 +198,8 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
     return (
         f"These gradients cannot be followed to the sums that make them, because of an op with unknown semantics. XLA "
         f"may reduce them over devices in half precision, not in {dtype}:\n{where}\n"
-        f"Make the op return {dtype}, or pass strict=False, which makes this a warning. For example: "
-        f"value_and_grad(loss_fn, loss_scale=scale, reduce_dtype='{dtype}', strict=False)."
+        f"Make the op return {dtype}, or pass on_opaque='warn', which makes this a warning. For example: "
+        f"value_and_grad(loss_fn, loss_scale=scale, reduce_dtype='{dtype}', on_opaque='warn')."
     ), False
 
 

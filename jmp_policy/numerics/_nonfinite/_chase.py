@@ -10,7 +10,7 @@ from jax import lax
 from ..._base import vary_everywhere
 from ._extremes import INFINITY, MOST_LOOPS, NEVER, Extremes, decode_key
 from ._graph import CONSTANT, NONE, Graph
-from ._provenance import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, Provenance
+from ._origin import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, NonfiniteOrigin
 
 
 class Place(NamedTuple):
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     turns: jax.Array
 
 
-def find_origin(graph: Graph, record: Extremes) -> Provenance:
+def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
     """Finds the origin of the first non-finite result.
 
     Goes from each value to an operand that is nan, or else to one that is infinite. An op that makes a nan from
@@ -44,7 +44,7 @@ def find_origin(graph: Graph, record: Extremes) -> Provenance:
     places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
     texts, turns, ranges = jax.vmap(functools.partial(_describe, tables, record))(places)
     status = jnp.where(origin.kind == FINITE, NOT_REPRODUCED, FOUND)
-    return Provenance(status.astype(jnp.int32), texts, places.kind, turns, ranges)
+    return NonfiniteOrigin(status.astype(jnp.int32), texts, places.kind, turns, ranges)
 
 
 _PROGRAM = 3
@@ -144,7 +144,7 @@ def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: 
 
 
 def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the text, the iterations and the operand ranges of a `Provenance`."""
+    """Returns the text, the iterations and the operand ranges of a `NonfiniteOrigin`."""
     value, is_used = place.value, place.kind != FINITE
     text = graph.texts[graph.text[value]]
 

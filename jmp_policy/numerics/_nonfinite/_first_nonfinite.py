@@ -38,13 +38,13 @@ from .._ends import Results, check_function, find_signature, name_results, spell
 from ._chase import find_origin as chase_origin
 from ._extremes import Extremes, ExtremesRecorder, is_measurable
 from ._graph import build_graph
-from ._provenance import Provenance
+from ._origin import NonfiniteOrigin
 from ._remedies import Words, find_roles
 
 
 def first_nonfinite(
     fun: Callable[..., Any], *, of: Callable[[Any], PyTree] | None = None
-) -> Callable[..., tuple[Any, Provenance]]:
+) -> Callable[..., tuple[Any, NonfiniteOrigin]]:
     """Finds the op that made a result of a function non-finite, with its line, module and loop iteration.
 
     If all results are finite, the outputs equal those of `fun` bit for bit, and the only cost is a check per output.
@@ -65,7 +65,7 @@ def first_nonfinite(
       of: selects the results to check from the output of `fun`, by default all. `lambda out: out[1]` selects gradients.
 
     Returns:
-      A function of the same arguments that returns `(out, provenance)`: the output of `fun`, and a `Provenance`.
+      A function of the same arguments that returns `(out, origin)`: the output of `fun`, and a `NonfiniteOrigin`.
 
     Raises:
       TypeError: `fun` is not a function.
@@ -89,24 +89,24 @@ def first_nonfinite(
     register = Register()
 
     @functools.wraps(fun)
-    def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
+    def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, NonfiniteOrigin]:
         refuse_casting("first_nonfinite")
         opened, args, kwargs = open_partials(fun, args, kwargs)
         run = _Run(register, find_signature(opened), (args, kwargs))
         watched = register.watch(opened if of is None else run.note_results(opened, of))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
-        assert run.provenance is not None
-        return out, run.provenance
+        assert run.origin is not None
+        return out, run.origin
 
     return run_and_find
 
 
 class _Run:
-    """One call. `trace_and_run` sets `provenance`."""
+    """One call. `trace_and_run` sets `origin`."""
 
     def __init__(self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs]):
-        self.provenance: Provenance | None = None
+        self.origin: NonfiniteOrigin | None = None
         self._register, self._signature, self._given = register, signature, given
         self._noted: list[Any] | None = None
         self._marks: list[bool] = []
@@ -138,10 +138,10 @@ class _Run:
         is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
         search = _make_search(program, self._marks, names, paths)
         if search is None:
-            self.provenance = Provenance.empty()
+            self.origin = NonfiniteOrigin.empty()
         else:
-            nothing = lambda *_: vary_everywhere(Provenance.empty())
-            self.provenance = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
+            nothing = lambda *_: vary_everywhere(NonfiniteOrigin.empty())
+            self.origin = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
     def _unmark_unwritten(self, body: Jaxpr, names: Sequence[str | None]) -> None:
@@ -183,7 +183,7 @@ def _agree(is_finite: jax.Array) -> jax.Array:
 
 def _make_search(
     program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
-) -> Callable[..., Provenance] | None:
+) -> Callable[..., NonfiniteOrigin] | None:
     """Makes the function that runs a program again and finds the origin, or None if the program has no floats."""
     _check_repeatable(program.jaxpr)
     replay: Any = prepare_replay(_keep_results(program, marks))
@@ -196,7 +196,7 @@ def _make_search(
     if not words:
         return None
 
-    def search(*leaves: Any) -> Provenance:
+    def search(*leaves: Any) -> NonfiniteOrigin:
         record = call(recorded, *leaves)[len(body.outvars) :]
         graph = build_graph(body, arguments, lines, words, recorder)
         return chase_origin(graph, Extremes(*record))

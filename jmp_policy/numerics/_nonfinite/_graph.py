@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..._jaxpr import CALLED, RecordedOp, body_of, float_dtype, scan_parts
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
-from ._provenance import MOST_OPERANDS, MOST_TURNS
+from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import Words, write_words
 
 NONE, CONSTANT, UNKNOWN = -1, -2, -3

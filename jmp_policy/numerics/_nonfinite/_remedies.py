@@ -15,7 +15,7 @@ GUARDED = "where"
 
 
 class Words(NamedTuple):
-    """Description of an equation or an argument, with the attributes of `Provenance`.
+    """Description of an equation or an argument, with the attributes of `NonfiniteOrigin`.
 
     `role` is the primitive whose derivative the equation computes, `GUARDED`, or empty.
     """

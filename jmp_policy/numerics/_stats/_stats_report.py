@@ -200,8 +200,7 @@ def plot_exponents(rows: Sequence[Row], formats: Iterable[str], direction: str |
     measured = [row for row in rows if row.times and direction in (None, row.direction)]
     if any(row.histogram is None for row in measured):
         raise ValueError(
-            "These Stats were collected without histograms. Collect with them: "
-            "numerics.collect(fun, histogram=True)."
+            "These Stats were collected without histograms. Collect with them: numerics.collect(fun, histogram=True)."
         )
     groups = {name: [row for row in measured if row.direction == name] for name in DIRECTIONS}
     histograms = [_make_histogram(name, group, ranges) for name, group in groups.items() if group]

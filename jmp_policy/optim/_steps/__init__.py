@@ -2,8 +2,13 @@
 
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize
-from ._provenance import ProvenanceState as ProvenanceState, take_provenance as take_provenance
-from ._skip import SkippedStep as SkippedStep, check as check, is_search as is_search, last_skip as last_skip
+from ._origin import NonfiniteOriginState as NonfiniteOriginState, take_origin as take_origin
+from ._skip import (
+    SkippedStep as SkippedStep,
+    is_search as is_search,
+    last_skip as last_skip,
+    raise_if_stuck as raise_if_stuck,
+)
 from ._step import (
     ParameterUpdate as ParameterUpdate,
     Transformation as Transformation,

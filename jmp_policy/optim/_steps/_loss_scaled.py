@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
+from ..._base import AxisName, PyTree, describe, is_half, join_state, refuse_old_keywords, split_state, vary
 from ...loss_scale import (
     LossScale,
     LossScaledState,
@@ -18,8 +18,8 @@ from ...loss_scale import (
     register_with_flax,
     suggest_loss_scale,
 )
-from ...numerics._nonfinite import Provenance
-from ._provenance import ProvenanceState, begin_provenance, carry_provenance, has_provenance, take_provenance
+from ...numerics._nonfinite import NonfiniteOrigin
+from ._origin import NonfiniteOriginState, add_origin, carry_origin, records_origin, take_origin
 from ._skip import Operands, Result, make_skippable
 from ._step import (
     MASKED,
@@ -40,14 +40,14 @@ class LossScaledUpdate(ParameterUpdate):
 
     overwrites = True
 
-    def __init__(self, inner: Transformation, axis_name: AxisName | None, provenance: bool):
+    def __init__(self, inner: Transformation, axis_name: AxisName | None, debug_nonfinite: bool):
         self._inner = inner
         self._axis_name = axis_name
-        self._provenance = provenance
+        self._debug_nonfinite = debug_nonfinite
         self._update, self._update_and_apply = _update(inner, {}), _update_and_apply(inner, {})
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        provenance, extra = self._open(state, extra)
+        origin, extra = self._open(state, extra)
         updates, gradient = split_state(updates, MASKED)
         if gradient is not None and params is None:
             raise ValueError(
@@ -60,7 +60,7 @@ class LossScaledUpdate(ParameterUpdate):
         arrays, others = _split(extra)
         take_or_skip = _update(self._inner, others) if others else self._update
         operands = Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
-        new_updates, after = self._unless_nonfinite(take_or_skip, operands, state, provenance)
+        new_updates, after = self._unless_nonfinite(take_or_skip, operands, state, origin)
         # Adding the difference to float8 state gives the next state, up to rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
         return join_state(restore_float0(updates, new_updates, zeros), difference), after
@@ -74,27 +74,27 @@ class LossScaledUpdate(ParameterUpdate):
         self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, LossScaledState]:
         """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
-        provenance, extra = self._open(state, extra)
+        origin, extra = self._open(state, extra)
         (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
         arrays, others = _split(extra)
         take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
         operands = Operands(grads, scale, state.inner_state, params, arrays)
-        new_params, after = self._unless_nonfinite(take_or_skip, operands, state, provenance)
+        new_params, after = self._unless_nonfinite(take_or_skip, operands, state, origin)
         return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 
-    def _open(self, state: LossScaledState, extra: dict[str, Any]) -> tuple[Provenance | None, dict[str, Any]]:
-        """Checks a state, and takes the provenance of the step out of the extra arguments."""
+    def _open(self, state: LossScaledState, extra: dict[str, Any]) -> tuple[NonfiniteOrigin | None, dict[str, Any]]:
+        """Checks a state, and takes the origin of the step out of the extra arguments."""
         _check_state(state)
-        if self._provenance and not has_provenance(state):
-            raise TypeError(_WITHOUT_PROVENANCE)
-        return take_provenance(state, extra)
+        if self._debug_nonfinite and not records_origin(state):
+            raise TypeError(_WITHOUT_ORIGIN)
+        return take_origin(state, extra)
 
     def _unless_nonfinite(
         self,
         take_or_skip: Callable[[jax.Array, Operands], Result],
         operands: Operands,
         state: LossScaledState,
-        provenance: Provenance | None,
+        origin: NonfiniteOrigin | None,
     ) -> tuple[PyTree, LossScaledState]:
         finite = all_finite(operands.grads)
         if self._axis_name is not None:
@@ -108,7 +108,7 @@ class LossScaledUpdate(ParameterUpdate):
             state.skipped_steps + skipped,
             (state.consecutive_skips + skipped) * skipped,
         )
-        return out, carry_provenance(state, after, provenance, self._axis_name)
+        return out, carry_origin(state, after, origin, self._axis_name)
 
 
 def _check_state(state: PyTree) -> None:
@@ -179,8 +179,8 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
 
 
-_WITHOUT_PROVENANCE = (
-    "This optimizer carries the provenance of its steps, but its state was made without. Convert it: "
+_WITHOUT_ORIGIN = (
+    "This optimizer records the origin of non-finite gradients, but its state was made without. Convert it: "
     "opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
 )
 
@@ -192,24 +192,25 @@ if TYPE_CHECKING:
 
         init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    class LossScalingWithProvenance(LossScaling):
-        """Transformation with a state that carries provenance."""
+    class LossScalingWithOrigin(LossScaling):
+        """Transformation with a state that records the origin of non-finite gradients."""
 
-        init: Callable[[PyTree], ProvenanceState]  # pyright: ignore[reportIncompatibleVariableOverride]
+        init: Callable[[PyTree], NonfiniteOriginState]  # pyright: ignore[reportIncompatibleVariableOverride]
 else:
-    LossScaling = LossScalingWithProvenance = optax.GradientTransformationExtraArgs
+    LossScaling = LossScalingWithOrigin = optax.GradientTransformationExtraArgs
 
 
 @overload
 def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: Literal[True]
-) -> LossScalingWithProvenance: ...
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: Literal[True]
+) -> LossScalingWithOrigin: ...
 @overload
 def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling: ...
+@refuse_old_keywords(provenance="debug_nonfinite")
 def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling:
     """Carries a loss scale beside an optimizer's state, and skips steps with non-finite gradients.
 
@@ -232,14 +233,13 @@ def loss_scaled(
       loss_scale: the initial loss scale, for example `policy.loss_scale()`.
       axis_name: a mapped axis, or several, along which gradients differ between devices: a step that overflows on one
         of them is skipped on all. Not needed if gradients are averaged before.
-      provenance: whether the state records the origin of the last skipped step, for `optim.last_skip`. `update` and
-        `optim.step` then need the extra argument `provenance`, from `numerics.first_nonfinite`; `optim.minimize` finds
+      debug_nonfinite: whether the state records the origin of the last skipped step, for `optim.last_skip`. `update`
+        and `optim.step` then need the extra argument `origin`, from `numerics.first_nonfinite`; `optim.minimize` finds
         it.
 
     Returns:
-      A transformation with a `LossScaledState` as its state (with `provenance`, a `ProvenanceState`). Its `update`
-      passes
-      extra arguments on.
+      A transformation with a `LossScaledState` as its state (with `debug_nonfinite`, a `NonfiniteOriginState`). Its
+      `update` passes extra arguments on.
 
     Raises:
       TypeError: `inner` is not an optax transformation, or `loss_scale` is not a loss scale.
@@ -270,26 +270,27 @@ def loss_scaled(
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         state = LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
-        return begin_provenance(state) if provenance else state
+        return add_origin(state) if debug_nonfinite else state
 
-    return LossScaling(init, LossScaledUpdate(inner, axis_name, provenance))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name, debug_nonfinite))
 
 
 @overload
 def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, provenance: Literal[True]
-) -> LossScalingWithProvenance: ...
+    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: Literal[True]
+) -> LossScalingWithOrigin: ...
 @overload
 def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling: ...
+@refuse_old_keywords(provenance="debug_nonfinite")
 def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling:
     """Skips steps with non-finite gradients; `loss_scaled` without a scale, for bfloat16 and float32.
 
-    Unlike `optax.apply_if_finite`, it never applies a non-finite step; `optim.check` raises an error if it only skips.
-    It has the arguments, state and errors of `loss_scaled`.
+    Unlike `optax.apply_if_finite`, it never applies a non-finite step; `optim.raise_if_stuck` raises an error if it
+    only skips. It has the arguments, state and errors of `loss_scaled`.
 
     It also serves a loop that keeps its own loss scales. Several losses can have a scale each and share a step, which
     is skipped if one of them overflows:
@@ -306,7 +307,7 @@ def skip_nonfinite(
     Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip independently. Adjust the scale
     once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
-    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, provenance=provenance)
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, debug_nonfinite=debug_nonfinite)
 
 
 _WRAPPED_TWICE = (

@@ -12,11 +12,22 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ..._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, is_half, prepare_state, search_reduce_dtype
+from ..._base import (
+    Aux,
+    DTypeLike,
+    Loss,
+    P,
+    PyTree,
+    explain_reuse,
+    is_half,
+    prepare_state,
+    refuse_old_keywords,
+    search_reduce_dtype,
+)
 from ...gradients import scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
-from ._provenance import has_provenance
+from ._origin import records_origin
 from ._step import Params, Transformation, step
 
 
@@ -27,7 +38,7 @@ def minimize(
     has_aux: Literal[False] = False,
     *,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss]]: ...
 @overload
 def minimize(
@@ -36,15 +47,16 @@ def minimize(
     has_aux: Literal[True],
     *,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss, Aux]]: ...
+@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def minimize(
     fun: Callable[..., Any],
     tx: Transformation,
     has_aux: bool = False,
     *,
     reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
+    on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[..., tuple[Any, ...]]:
     """Builds the training step of a loss function that moves the fewest bytes.
 
@@ -54,8 +66,8 @@ def minimize(
     gradients belongs in the optimizer (`optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`); otherwise use
     the two functions.
 
-    If `tx` carries provenance, the step finds it, and its gradients are true. They are true with a `reduce_dtype` too:
-    gradients that were reduced in float32 are not rounded before the step.
+    If `tx` has `debug_nonfinite`, the step finds the origin, and its gradients are true. They are true with a
+    `reduce_dtype` too: gradients that were reduced in float32 are not rounded before the step.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -64,7 +76,7 @@ def minimize(
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`. By
         default it is the reduce dtype of the policies that `fun` uses.
-      strict: whether an op of unknown semantics between a gradient and its sum is an error, as in `value_and_grad`.
+      on_opaque: the response to an op of unknown semantics between a gradient and its sum, as in `value_and_grad`.
 
     Returns:
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary data
@@ -95,10 +107,10 @@ def minimize(
                 return _scaled_step(call_on_params, tx, has_aux, params, opt_state)
             return _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
 
-        reduction = {"reduce_dtype": reduce_dtype, "strict": strict}
+        reduction = {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
         # `first_nonfinite` reads module paths while it traces the modules; `extract_half_casts` has traced them before.
         is_scaled = isinstance(tx.update, LossScaledUpdate)
-        if is_scaled and reduce_dtype is None and not has_provenance(opt_state):
+        if is_scaled and reduce_dtype is None and not records_origin(opt_state):
             new_params, new_state, out = search_reduce_dtype(take_step)
         else:
             new_params, new_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
@@ -135,7 +147,7 @@ def _plain_step(
     # `optax.inject_hyperparams` outside of `loss_scaled` makes it anew in each step, so only the state tells.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
-    (out, grads), extra = _find_provenance(differentiated, opt_state, params)
+    (out, grads), extra = _find_origin(differentiated, opt_state, params)
     return *step(tx, grads, opt_state, params, **extra), out
 
 
@@ -155,16 +167,16 @@ def _scaled_step(
     return params, opt_state, out if has_aux else out[0]
 
 
-def _find_provenance(
+def _find_origin(
     differentiated: Callable[[PyTree], tuple[Any, PyTree]], opt_state: PyTree, params: PyTree
 ) -> tuple[tuple[Any, PyTree], dict[str, Any]]:
     """Calls a function that returns a loss and gradients, and finds the origin of non-finite gradients if asked for."""
-    if not has_provenance(opt_state):
+    if not records_origin(opt_state):
         return differentiated(params), {}
     from ...numerics import first_nonfinite  # loads most of the library
 
-    made, provenance = first_nonfinite(differentiated, of=lambda out: out[1])(params)
-    return made, {"provenance": provenance}
+    made, origin = first_nonfinite(differentiated, of=lambda out: out[1])(params)
+    return made, {"origin": origin}
 
 
 def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:

@@ -11,8 +11,8 @@ from jax import lax
 
 from ..._base import PyTree, is_half
 from ...loss_scale import DynamicLossScale, LossScale, find_scaled_state, select_tree
-from ...numerics._nonfinite import Provenance, has_pole
-from ._provenance import ProvenanceState
+from ...numerics._nonfinite import NonfiniteOrigin, has_pole
+from ._origin import NonfiniteOriginState
 
 
 class Operands(NamedTuple):
@@ -72,52 +72,52 @@ class SkippedStep:
 
     Attributes:
       step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count.
-      provenance: the origin of its infinities.
+      origin: the origin of its infinities.
       is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
         overflowed, under a dynamic scale that can still fall.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), provenance=True)
+    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True)
     >>> params = jnp.ones(2)
     >>> step = jax.jit(jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx))
     >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
     >>> skip = jmp.optim.last_skip(opt_state)
-    >>> skip.step, skip.provenance.primitive, skip.is_search
+    >>> skip.step, skip.origin.primitive, skip.is_search
     (1, 'div', False)
     """
 
     step: int
-    provenance: Provenance
+    origin: NonfiniteOrigin
     is_search: bool
 
     def __str__(self) -> str:
-        return f"step {self.step:,} skipped: {_say_why(self.provenance)}"
+        return f"step {self.step:,} skipped: {_say_why(self.origin)}"
 
     def describe(self) -> str:
         """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""
-        if not _has_reason(self.provenance):
-            return f"Step {self.step:,} was skipped: {_say_why(self.provenance)}."
-        return f"Step {self.step:,} was skipped. {self.provenance.describe()}"
+        if not _has_reason(self.origin):
+            return f"Step {self.step:,} was skipped: {_say_why(self.origin)}."
+        return f"Step {self.step:,} was skipped. {self.origin.describe()}"
 
 
 def last_skip(state: PyTree) -> SkippedStep | None:
     """Returns the last skipped step and its cause.
 
     Call it on the host: it reads a few numbers, and so waits for the device. `jmp_policy.metrics` has the number of the
-    step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.provenance)` has the rest.
+    step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.origin)` has the rest.
 
     Args:
-      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`, with `provenance=True`: an
-        optax state, a `TrainState`, an `nnx.Optimizer`.
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`, with
+        `debug_nonfinite=True`: an optax state, a `TrainState`, an `nnx.Optimizer`.
 
     Returns:
       The step; `None` if no step was skipped.
 
     Raises:
-      ValueError: `state` holds no such state, or several, or one without provenance.
+      ValueError: `state` holds no such state, or several, or one without `debug_nonfinite`.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), provenance=True)
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), debug_nonfinite=True)
     >>> def loss_fn(params, x):
     ...     with jax.named_scope("head"):
     ...         return jnp.sum(params / x)
@@ -127,29 +127,29 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
     ...     params, opt_state, loss = train_step(params, opt_state, x)
     >>> skip = jmp.optim.last_skip(opt_state)
-    >>> skip.step, skip.provenance.path, skip.provenance.primitive, skip.is_search
+    >>> skip.step, skip.origin.path, skip.origin.primitive, skip.is_search
     (2, 'head', 'div', False)
     """
     found = find_scaled_state(state)
-    if not isinstance(found, ProvenanceState):
+    if not isinstance(found, NonfiniteOriginState):
         raise ValueError(
-            f"{type(state).__name__} does not record why steps were skipped: make its optimizer with provenance, for "
-            "example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), provenance=True)."
+            f"{type(state).__name__} does not record why steps were skipped: make its optimizer with debug_nonfinite, "
+            "for example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True)."
         )
     step = int(found.nonfinite_step)
     if step == 0:
         return None
-    provenance = Provenance(*map(np.asarray, found.provenance))  # pyright: ignore[reportArgumentType]
-    return SkippedStep(step, provenance, is_search(provenance, found.loss_scale))
+    origin = NonfiniteOrigin(*map(np.asarray, found.origin))  # pyright: ignore[reportArgumentType]
+    return SkippedStep(step, origin, is_search(origin, found.loss_scale))
 
 
-def check(state: PyTree, *, patience: int = 10) -> None:
+def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
     """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
 
     Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
 
-    A dynamic scale is stuck if it is at its floor and the last two steps were skipped. With provenance it is stuck
-    earlier: after `patience` skips, if the scale did not cause the last one.
+    A dynamic scale is stuck if it is at its floor and the last two steps were skipped. With `debug_nonfinite` it is
+    stuck earlier: after `patience` skips, if the scale did not cause the last one.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
@@ -158,15 +158,15 @@ def check(state: PyTree, *, patience: int = 10) -> None:
         ceiling.
 
     Raises:
-      FloatingPointError: training is stuck. With provenance the error names the origin, and suggests a fix.
+      FloatingPointError: training is stuck. With `debug_nonfinite` the error names the origin, and suggests a fix.
       ValueError: `state` holds no such state, or several.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> jmp.optim.check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
+    >>> jmp.optim.raise_if_stuck(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
     """
     found = find_scaled_state(state)
     scale, skips = found.loss_scale, int(found.consecutive_skips)
-    last = last_skip(found) if skips and isinstance(found, ProvenanceState) else None
+    last = last_skip(found) if skips and isinstance(found, NonfiniteOriginState) else None
     value = float(scale.loss_scale)
     if not isinstance(scale, DynamicLossScale):
         stuck, where = skips >= patience, " and does not change"
@@ -182,27 +182,27 @@ def check(state: PyTree, *, patience: int = 10) -> None:
         )
 
 
-def is_search(provenance: Provenance, scale: LossScale) -> bool:
+def is_search(origin: NonfiniteOrigin, scale: LossScale) -> bool:
     """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
-    root = provenance.cause or provenance
+    root = origin.cause or origin
     overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
     return overflowed and root.direction == "backward"
 
 
 _ADVICE = (
-    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., provenance=True), finds the "
+    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., debug_nonfinite=True), finds the "
     "operation; a policy that computes in bfloat16 has the range of float32."
 )
 
 
-def _has_reason(provenance: Provenance) -> bool:
-    return bool(provenance.found or not provenance.reproduced)
+def _has_reason(origin: NonfiniteOrigin) -> bool:
+    return bool(origin.found or not origin.reproduced)
 
 
-def _say_why(provenance: Provenance) -> str:
-    if _has_reason(provenance):
-        cause = provenance.cause
-        return str(provenance) if cause is None else f"{provenance}; made of {cause}"
+def _say_why(origin: NonfiniteOrigin) -> str:
+    if _has_reason(origin):
+        cause = origin.cause
+        return str(origin) if cause is None else f"{origin}; made of {cause}"
     return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"

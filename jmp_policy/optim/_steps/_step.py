@@ -14,7 +14,7 @@ from jax import lax
 
 from ..._base import AxisName, PyTree, at_least_float32, describe, join_state, list_axes, next_state, split_state, vary
 from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
-from ._provenance import take_provenance
+from ._origin import take_origin
 
 MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
 
@@ -247,16 +247,16 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         sees zeros for it. Inside `loss_scaled` and `skip_nonfinite` it sees nothing, as optimizers that remember
         distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
       **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`, and the
-        `provenance` of the gradients, from `numerics.first_nonfinite`, if `tx` carries it.
+        `origin` of the gradients, from `numerics.first_nonfinite`, if `tx` has `debug_nonfinite`.
 
     Returns:
       `(params, opt_state)`.
 
     Raises:
       ValueError: gradients do not have the shapes of their parameters; `tx` is an optax transformation with a
-        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside); or provenance is given and
+        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside); or an origin is given and
         `tx` does not carry it.
-      TypeError: `tx` carries provenance, and none is given.
+      TypeError: `tx` has `debug_nonfinite`, and no origin is given.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
@@ -272,7 +272,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
             return restore_float0(grads, new_params, params), after
-        take_provenance(opt_state, extra)  # an optax transformation would ignore it silently
+        take_origin(opt_state, extra)  # an optax transformation would ignore it silently
         (rest, state), (rest_grads, gradient) = split_state(params), split_state(real_grads)
         filled, filled_grads = fill_zeros(rest, state), fill_zeros(rest_grads, gradient)
         after: Any

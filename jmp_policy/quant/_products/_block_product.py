@@ -153,8 +153,8 @@ def _forward_for_gradient(
         raise ValueError(
             f"{str(format)!r} rounds gradients stochastically, and a matmul that is differentiated has no key. Pass "
             f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "
-            f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding(model, nnx.Rngs({ROUNDING}=0)) in nnx; or "
-            "quant.dot_general(..., key=key)."
+            f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding_rngs(model, nnx.Rngs({ROUNDING}=0)) in "
+            "nnx; or quant.dot_general(..., key=key)."
         )
     return _forward(format, dtype, rows, weight, key)
 

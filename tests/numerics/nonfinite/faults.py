@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from oracle import Origin
 
-from jmp_policy.numerics import Provenance
+from jmp_policy.numerics import NonfiniteOrigin
 
 
 class Expected(NamedTuple):
@@ -146,7 +146,7 @@ def value_and_grads(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(lambda *args: jax.numpy.sum(fun(*args)))
 
 
-def assert_is(found: Provenance, expected: Expected, file: str) -> None:
+def assert_is(found: NonfiniteOrigin, expected: Expected, file: str) -> None:
     """Asserts that an origin is the one that a comment of a file says."""
     place = found.kind, found.primitive, found.direction, found.turns, found.source
     assert place == (*expected[:4], f"{file}:{expected.line}")
@@ -155,7 +155,7 @@ def assert_is(found: Provenance, expected: Expected, file: str) -> None:
     assert expected.code.startswith(code)
 
 
-def assert_ranges_are(found: Provenance, expected: Origin, has_loops: bool = False) -> None:
+def assert_ranges_are(found: NonfiniteOrigin, expected: Origin, has_loops: bool = False) -> None:
     """Asserts that the ranges of operands are those seen on the host, but for the last bits of a compiled program.
 
     Those of what a loop makes may be of all its turns.

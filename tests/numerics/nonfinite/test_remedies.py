@@ -1,4 +1,4 @@
-"""What `Provenance.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
+"""What `NonfiniteOrigin.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
 
 import jax
 import jax.numpy as jnp

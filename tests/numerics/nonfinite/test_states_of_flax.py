@@ -17,7 +17,7 @@ X = jnp.array([[1.0, -jnp.inf]])
 
 
 def make_transformation():
-    return jmp.optim.loss_scaled(optax.sgd(1e-3, momentum=0.9), jmp.DynamicLossScale(2.0**10), provenance=True)
+    return jmp.optim.loss_scaled(optax.sgd(1e-3, momentum=0.9), jmp.DynamicLossScale(2.0**10), debug_nonfinite=True)
 
 
 def save_and_restore(path, state, target):
@@ -47,7 +47,7 @@ def test_an_nnx_optimizer_comes_back(tmp_path):
 
     model, optimizer = make()
     (_, grads), origin = first_nonfinite(nnx.value_and_grad(loss))(model, X)
-    optimizer.update(model, grads, provenance=origin)
+    optimizer.update(model, grads, origin=origin)
     state, fresh = nnx.state((model, optimizer)), make()
     restored = save_and_restore(tmp_path / "state", state, nnx.state(fresh))
     assert_same(restored, state)
@@ -68,7 +68,7 @@ def test_a_linen_train_state_comes_back(tmp_path):
 
     state = make()
     (_, grads), origin = first_nonfinite(jax.value_and_grad(loss))(state.params, X)
-    state = state.apply_gradients(grads=grads, provenance=origin)
+    state = state.apply_gradients(grads=grads, origin=origin)
     restored = save_and_restore(tmp_path / "state", state, make().replace(tx=state.tx, apply_fn=state.apply_fn))
     assert_same(restored, state)
     assert_knows_why(restored)

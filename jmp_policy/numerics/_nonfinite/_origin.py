@@ -1,4 +1,4 @@
-"""`Provenance`: the origin of a non-finite value, as arrays of fixed shapes that a state can carry."""
+"""`NonfiniteOrigin`: the origin of a non-finite value, as arrays of fixed shapes that a state can carry."""
 
 import os
 from typing import Literal, NamedTuple, Optional
@@ -37,7 +37,7 @@ class _Fields(NamedTuple):
     ranges: jax.Array
 
 
-class Provenance(_Fields):
+class NonfiniteOrigin(_Fields):
     """Origin of the first non-finite value, as returned by `numerics.first_nonfinite`.
 
     A `NamedTuple` of five small integer arrays with the same shapes for all programs, so a state can carry it through
@@ -74,11 +74,11 @@ class Provenance(_Fields):
     __slots__ = ()
 
     @classmethod
-    def empty(cls) -> "Provenance":
+    def empty(cls) -> "NonfiniteOrigin":
         """Returns the initial value for a state: nothing was found.
 
-        >>> from jmp_policy.numerics import Provenance
-        >>> Provenance.empty().found, str(Provenance.empty())
+        >>> from jmp_policy.numerics import NonfiniteOrigin
+        >>> NonfiniteOrigin.empty().found, str(NonfiniteOrigin.empty())
         (False, 'every result is finite')
         """
         return cls(
@@ -144,13 +144,13 @@ class Provenance(_Fields):
         return _read_words(self).argument or None
 
     @property
-    def cause(self) -> Optional["Provenance"]:
+    def cause(self) -> Optional["NonfiniteOrigin"]:
         one = _read(self)
         if not one.kinds[1]:
             return None
-        empty = map(np.asarray, Provenance.empty()[1:])
+        empty = map(np.asarray, NonfiniteOrigin.empty()[1:])
         fields = [np.stack([field[1], none[1]]) for field, none in zip(one[1:], empty, strict=True)]
-        return Provenance(one.status, *fields)  # pyright: ignore[reportArgumentType]
+        return NonfiniteOrigin(one.status, *fields)  # pyright: ignore[reportArgumentType]
 
     def __str__(self) -> str:
         """Returns one line: the kind, the place and the pass."""
@@ -167,7 +167,7 @@ class Provenance(_Fields):
         return escape_controls(", ".join(filter(None, [*place, turns, self.direction])), keep="")
 
     def __repr__(self) -> str:
-        return f"<Provenance: {'inside of a program' if isinstance(self.status, Tracer) else self}>"
+        return f"<NonfiniteOrigin: {'inside of a program' if isinstance(self.status, Tracer) else self}>"
 
     def describe(self) -> str:
         """Returns a paragraph: the fault, the ranges of the operands, and a suggested fix if there is one.
@@ -196,7 +196,7 @@ class Provenance(_Fields):
         return escape_controls(" ".join(filter(None, [*sentences, remedy])))
 
 
-def _say_what_happened(one: Provenance) -> str:
+def _say_what_happened(one: NonfiniteOrigin) -> str:
     kind = {"nan": "A nan", "inf": "An infinity"}[one.kind]
     if one.argument:
         return f"{kind} came in with argument `{one.argument}`."
@@ -210,27 +210,27 @@ def _say_what_happened(one: Provenance) -> str:
     return f"{sentence}{', ' if where else ''}{where}{code}.{_say_ranges(one)}"
 
 
-def _say_ranges(one: Provenance) -> str:
+def _say_ranges(one: NonfiniteOrigin) -> str:
     ranges = [f"{pair[0]:.4g} to {pair[1]:.4g}" for pair in one.operands if pair is not None]
     if not ranges:
         return ""
     return f" Its operand{' ranges' if len(one.operands) == 1 else 's range'} from {' and '.join(ranges)}."
 
 
-def _read(provenance: Provenance) -> Provenance:
+def _read(origin: NonfiniteOrigin) -> NonfiniteOrigin:
     """Copies to the host. Of several stacked ones, takes the first one found."""
-    if isinstance(provenance.status, Tracer):
+    if isinstance(origin.status, Tracer):
         raise TypeError(
-            "A Provenance is read on the host, but this one is traced. Return it from the jitted function and read it "
-            "outside. For example: (out, origin) = jax.jit(first_nonfinite(fun))(x); origin.describe()."
+            "A NonfiniteOrigin is read on the host, but this one is traced. Return it from the jitted function and "
+            "read it outside. For example: (out, origin) = jax.jit(first_nonfinite(fun))(x); origin.describe()."
         )
-    arrays = [np.asarray(field) for field in provenance]
+    arrays = [np.asarray(field) for field in origin]
     status = arrays[0]
     if status.ndim:
         index = np.unravel_index(np.argmax(status == FOUND if (status == FOUND).any() else status), status.shape)
         arrays = [field[index] for field in arrays]
-    return Provenance(*arrays)  # type: ignore[arg-type]
+    return NonfiniteOrigin(*arrays)  # type: ignore[arg-type]
 
 
-def _read_words(provenance: Provenance) -> Words:
-    return read_words(np.asarray(_read(provenance).texts[0]))
+def _read_words(origin: NonfiniteOrigin) -> Words:
+    return read_words(np.asarray(_read(origin).texts[0]))

@@ -1,4 +1,4 @@
-"""A `Provenance` as data: the same shapes for every program, through everything that a state goes through."""
+"""A `NonfiniteOrigin` as data: the same shapes for every program, through everything that a state goes through."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.numerics import Provenance, first_nonfinite
+from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
 from jmp_policy.numerics._nonfinite._remedies import Words, read_words, write_words
 
 
@@ -26,15 +26,15 @@ find = jax.jit(first_nonfinite(divide))
 FOUND = find(jnp.ones(3), jnp.array([1.0, 0.0, 2.0]))[1]
 
 
-def shapes(provenance):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tuple(provenance))
+def shapes(origin):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tuple(origin))
 
 
 @pytest.mark.slow
 def test_every_program_has_the_shapes_of_nothing_found():
     other = first_nonfinite(lambda x: jnp.log(jnp.sum(x)))(-jnp.ones(2))[1]
-    assert shapes(FOUND) == shapes(other) == shapes(Provenance.empty())
-    assert jax.tree.structure(FOUND) == jax.tree.structure(Provenance.empty())
+    assert shapes(FOUND) == shapes(other) == shapes(NonfiniteOrigin.empty())
+    assert jax.tree.structure(FOUND) == jax.tree.structure(NonfiniteOrigin.empty())
 
 
 def test_it_holds_integers_alone_which_no_policy_casts():
@@ -48,7 +48,7 @@ def test_the_last_one_found_goes_around_a_scan_of_steps():
         return jax.tree.map(lambda new, old: jnp.where(now.status > 0, new, old), now, last), now
 
     ys = jnp.ones((4, 3)).at[2, 1].set(0.0)
-    last, each = jax.jit(lambda ys: lax.scan(step, Provenance.empty(), ys))(ys)
+    last, each = jax.jit(lambda ys: lax.scan(step, NonfiniteOrigin.empty(), ys))(ys)
     assert (last.primitive, last.path) == (each.primitive, each.path) == ("div", "ratio")
     assert each.status.tolist() == [0, 0, 1, 0]
 
@@ -61,7 +61,7 @@ def test_copies_say_the_same(carry):
 
 def test_flax_saves_it():
     state = serialization.to_bytes(FOUND)
-    assert str(serialization.from_bytes(Provenance.empty(), state)) == str(FOUND)
+    assert str(serialization.from_bytes(NonfiniteOrigin.empty(), state)) == str(FOUND)
 
 
 @pytest.mark.exhaustive
@@ -72,9 +72,9 @@ def test_under_vmap_the_first_that_was_found_speaks():
 
 
 def test_inside_of_jit_it_says_that_it_is_read_on_the_host():
-    with pytest.raises(TypeError, match=r"A Provenance is read on the host, but this one is traced.* origin.describe"):
+    with pytest.raises(TypeError, match=r"A NonfiniteOrigin is read on the host, but this one is traced.* origin.desc"):
         jax.jit(lambda origin: origin.found)(FOUND)
-    jax.jit(lambda origin: (repr(origin) == "<Provenance: inside of a program>") or 1 / 0)(FOUND)
+    jax.jit(lambda origin: (repr(origin) == "<NonfiniteOrigin: inside of a program>") or 1 / 0)(FOUND)
 
 
 def test_long_words_keep_their_end_and_code_its_beginning():
@@ -129,7 +129,7 @@ def test_what_may_not_run_twice_is_refused():
         return io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True)
 
     message = (
-        r"runs a function a second time .* and io_callback of .*test_provenance_as_data.py:\d+ \(.*would then act twice"
+        r"runs a function a second time .* and io_callback of .*test_origin_as_data.py:\d+ \(.*would then act twice"
     )
     with pytest.raises(ValueError, match=message):
         jax.jit(first_nonfinite(fun))(jnp.ones(2))
@@ -172,10 +172,10 @@ def test_closed_over_arrays_are_named_as_such():
 
 
 def test_a_second_run_that_is_finite_says_so():
-    origin = Provenance.empty()._replace(status=jnp.int32(2))
+    origin = NonfiniteOrigin.empty()._replace(status=jnp.int32(2))
     assert (origin.found, origin.reproduced) == (False, False)
     assert "ran again" in origin.describe()
-    assert jmp.numerics.Provenance is Provenance
+    assert jmp.numerics.NonfiniteOrigin is NonfiniteOrigin
 
 
 @pytest.mark.slow

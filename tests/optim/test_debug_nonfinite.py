@@ -1,4 +1,4 @@
-"""With provenance, the state of `loss_scaled` says which step was skipped last, and why; all else stays as it is."""
+"""With origin, the state of `loss_scaled` says which step was skipped last, and why; all else stays as it is."""
 
 import pickle
 
@@ -13,21 +13,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_registry import WAYS, bits, by_step, grads_of, params_of, types
 
 import jmp_policy as jmp
-from jmp_policy.numerics import Provenance
-from jmp_policy.numerics._nonfinite._provenance import FOUND, INFINITE, NAN
+from jmp_policy.numerics import NonfiniteOrigin
+from jmp_policy.numerics._nonfinite._origin import FOUND, INFINITE, NAN
 from jmp_policy.numerics._nonfinite._remedies import Words, write_words
-from jmp_policy.optim import LossScaledState, ProvenanceState
+from jmp_policy.optim import LossScaledState, NonfiniteOriginState
 
 INNER = optax.adamw(1e-2)
 SCALE = jmp.DynamicLossScale(2.0**10)
 PLAIN = jmp.optim.loss_scaled(INNER, SCALE)
-CARRYING = jmp.optim.loss_scaled(INNER, SCALE, provenance=True)
+CARRYING = jmp.optim.loss_scaled(INNER, SCALE, debug_nonfinite=True)
 
 
-def provenance_of(path, direction="backward", kind=INFINITE, primitive="mul", operands=()):
+def origin_of(path, direction="backward", kind=INFINITE, primitive="mul", operands=()):
     """What `first_nonfinite` finds of a product in the module at `path`."""
     words = Words(primitive, "/a/train.py:41", "loss", "x * 3000", path, direction, "float16")
-    empty = Provenance.empty()
+    empty = NonfiniteOrigin.empty()
     ranges = empty.ranges
     for index, pair in enumerate(operands):
         ranges = ranges.at[0, index].set(jnp.asarray(pair, jnp.float32).view(jnp.int32))
@@ -37,10 +37,10 @@ def provenance_of(path, direction="backward", kind=INFINITE, primitive="mul", op
 
 def take_steps(tx, bad, way=by_step, found=None):
     """Runs a jitted step for each number that is to stand among the gradients; `None` is a good one."""
-    step = jax.jit(lambda grads, state, params, provenance: way(tx, grads, state, params, provenance=provenance))
+    step = jax.jit(lambda grads, state, params, origin: way(tx, grads, state, params, origin=origin))
     params, state = params_of(), tx.init(params_of())
     for seed, number in enumerate(bad):
-        one = Provenance.empty() if number is None else found or provenance_of(f"block_{seed + 1}")
+        one = NonfiniteOrigin.empty() if number is None else found or origin_of(f"block_{seed + 1}")
         params, state = step(grads_of(seed, number), state, params, one)
     return params, state
 
@@ -50,11 +50,11 @@ STEPS = (None, INF, None, INF, None)
 
 
 @pytest.mark.slow
-def test_without_provenance_a_state_has_the_structure_that_it_always_had():
+def test_without_origins_a_state_has_the_structure_that_it_always_had():
     state = PLAIN.init(params_of())
     assert type(state) is LossScaledState
     names = ("inner_state", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips")
-    assert state._fields == names == ProvenanceState._fields[:5]
+    assert state._fields == names == NonfiniteOriginState._fields[:5]
     assert isinstance(CARRYING.init(params_of()), LossScaledState)
 
 
@@ -63,9 +63,9 @@ def test_without_provenance_a_state_has_the_structure_that_it_always_had():
 def test_the_last_skipped_step_is_known_and_a_good_one_changes_nothing_of_it(way):
     _, state = take_steps(CARRYING, STEPS, WAYS[way])
     assert (int(state.steps), int(state.nonfinite_step), int(state.skipped_steps)) == (5, 4, 2)
-    assert state.provenance.path == "block_4"
-    assert bits(state.provenance) == bits(provenance_of("block_4"))
-    assert type(state) is ProvenanceState
+    assert state.origin.path == "block_4"
+    assert bits(state.origin) == bits(origin_of("block_4"))
+    assert type(state) is NonfiniteOriginState
 
 
 @pytest.mark.slow
@@ -85,28 +85,28 @@ def test_a_step_costs_a_select_and_not_one_more_pass_over_the_parameters():
         step = jax.jit(lambda grads, state, params: by_step(tx, grads, state, params, **extra))
         return step.lower(params, tx.init(params), params).compile().cost_analysis()["bytes accessed"]
 
-    carried = sum(x.nbytes for x in jax.tree.leaves(Provenance.empty()))
-    assert cost(CARRYING, provenance=Provenance.empty()) <= cost(PLAIN) + 8 * carried
+    carried = sum(x.nbytes for x in jax.tree.leaves(NonfiniteOrigin.empty()))
+    assert cost(CARRYING, origin=NonfiniteOrigin.empty()) <= cost(PLAIN) + 8 * carried
     assert carried < 2048
 
 
 @pytest.mark.exhaustive
 def test_a_state_goes_through_scan_vmap_and_donation():
-    params, found = {"w": jnp.ones(2)}, provenance_of("block")
+    params, found = {"w": jnp.ones(2)}, origin_of("block")
     batches = {"w": jnp.array([[1.0, 1.0], [INF, 1.0], [1.0, 1.0]])}
 
     def run(params, state):
         def body(carry, grads):
-            return by_step(CARRYING, grads, *carry[::-1], provenance=found), None
+            return by_step(CARRYING, grads, *carry[::-1], origin=found), None
 
         return jax.lax.scan(body, (params, state), batches)[0]
 
     _, state = jax.jit(run, donate_argnums=(0, 1))({"w": jnp.ones(2)}, CARRYING.init(params))
-    assert (int(state.steps), int(state.nonfinite_step), state.provenance.path) == (3, 2, "block")
-    many = jax.vmap(lambda grads: by_step(CARRYING, grads, CARRYING.init(params), params, provenance=found))
+    assert (int(state.steps), int(state.nonfinite_step), state.origin.path) == (3, 2, "block")
+    many = jax.vmap(lambda grads: by_step(CARRYING, grads, CARRYING.init(params), params, origin=found))
     _, states = many(batches)
     assert states.nonfinite_step.tolist() == [0, 1, 0]
-    assert jax.tree.map(lambda x: x[1], states).provenance.path == "block"
+    assert jax.tree.map(lambda x: x[1], states).origin.path == "block"
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_the_second_step_compiles_nothing_again():
     @jax.jit
     def step(grads, state, params):
         traces.append(1)
-        return by_step(CARRYING, grads, state, params, provenance=Provenance.empty())
+        return by_step(CARRYING, grads, state, params, origin=NonfiniteOrigin.empty())
 
     params, state = params_of(), CARRYING.init(params_of())
     for seed in range(3):
@@ -129,39 +129,39 @@ def test_the_second_step_compiles_nothing_again():
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("bad_device", [0, 2])
 def test_of_several_devices_the_one_that_found_an_origin_decides(bad_device, averaged):
-    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, axis_name="d", provenance=True)
-    mesh, found = meshes.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,)), provenance_of("block")
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, axis_name="d", debug_nonfinite=True)
+    mesh, found = meshes.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,)), origin_of("block")
 
     def step(params, state, grads):
         bad = jax.lax.axis_index("d") == bad_device
-        one = jax.tree.map(lambda a, b: jnp.where(bad, a, b), found, Provenance.empty())
+        one = jax.tree.map(lambda a, b: jnp.where(bad, a, b), found, NonfiniteOrigin.empty())
         grads = {"w": jnp.where(bad, INF, grads)}
-        return by_step(tx, jax.lax.pmean(grads, "d") if averaged else grads, state, params, provenance=one)
+        return by_step(tx, jax.lax.pmean(grads, "d") if averaged else grads, state, params, origin=one)
 
     params, of_params = {"w": jnp.ones(4)}, PartitionSpec() if averaged else PartitionSpec("d")
     specs = of_params, PartitionSpec()
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(*specs, of_params), out_specs=specs)
     _, state = jax.jit(sharded)(params, tx.init(params), jnp.ones(4))
-    assert (int(state.nonfinite_step), state.provenance.path, state.provenance.kind) == (1, "block", "inf")
+    assert (int(state.nonfinite_step), state.origin.path, state.origin.kind) == (1, "block", "inf")
 
 
 @pytest.mark.slow
-def test_devices_of_jit_share_one_provenance():
+def test_devices_of_jit_share_one_origin():
     mesh = meshes.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     params = jax.device_put({"w": jnp.ones(8)}, sharding)
-    step = jax.jit(lambda grads, state, params, one: by_step(CARRYING, grads, state, params, provenance=one))
+    step = jax.jit(lambda grads, state, params, one: by_step(CARRYING, grads, state, params, origin=one))
     grads = jax.device_put({"w": jnp.ones(8).at[5].set(INF)}, sharding)
-    params, state = step(grads, CARRYING.init(params), params, provenance_of("block"))
-    assert (int(state.nonfinite_step), state.provenance.path) == (1, "block")
+    params, state = step(grads, CARRYING.init(params), params, origin_of("block"))
+    assert (int(state.nonfinite_step), state.origin.path) == (1, "block")
     assert params["w"].sharding == sharding
 
 
 @pytest.mark.slow
 def test_microbatches_are_counted():
-    tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), SCALE, provenance=True)
+    tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), SCALE, debug_nonfinite=True)
     _, state = take_steps(tx, STEPS)
-    assert (int(state.nonfinite_step), state.provenance.path) == (4, "block_4")
+    assert (int(state.nonfinite_step), state.origin.path) == (4, "block_4")
 
 
 def head_loss(params, x):
@@ -170,20 +170,20 @@ def head_loss(params, x):
         return jnp.sum((params["w"].astype(jnp.float16) / x).astype(jnp.float32)), x / 0
 
 
-INJECTED = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), SCALE, provenance=True))
+INJECTED = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), SCALE, debug_nonfinite=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tx", [CARRYING, INJECTED(0.1)], ids=["outermost", "injected"])
-def test_minimize_finds_the_provenance_itself_and_looks_at_gradients_alone(tx):
+def test_minimize_finds_the_origin_itself_and_looks_at_gradients_alone(tx):
     params = {"w": jnp.ones(2)}
     state, train_step = tx.init(params), jax.jit(jmp.optim.minimize(head_loss, tx, has_aux=True))
     for x in ([1.0, 2.0], [1.0, 0.0], [1.0, 2.0]):
         params, state, _, _ = train_step(params, state, jnp.float16(x))
     skip = jmp.optim.last_skip(state)
-    assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
-    assert skip.provenance.source.endswith(f"test_provenance.py:{LINE}")
-    assert (skip.provenance.direction, skip.provenance.dtype) == ("backward", "float16")
+    assert (skip.step, skip.origin.path, skip.origin.primitive) == (2, "head", "div")
+    assert skip.origin.source.endswith(f"test_debug_nonfinite.py:{LINE}")
+    assert (skip.origin.direction, skip.origin.dtype) == ("backward", "float16")
 
 
 LINE = head_loss.__code__.co_firstlineno + 3
@@ -234,9 +234,9 @@ def test_a_state_is_converted_from_without_to_with_and_back():
     _, plain = take_steps(CARRYING, STEPS)
     plain = LossScaledState(*plain[:5])
     carrying = jmp.convert_state(plain, CARRYING.init(params_of()))
-    assert (int(carrying.skipped_steps), int(carrying.nonfinite_step), carrying.provenance.found) == (2, 0, False)
+    assert (int(carrying.skipped_steps), int(carrying.nonfinite_step), carrying.origin.found) == (2, 0, False)
     abstract = jmp.convert_state(plain, jax.eval_shape(CARRYING.init, params_of()))
-    assert bits(abstract.provenance) == bits(Provenance.empty())
+    assert bits(abstract.origin) == bits(NonfiniteOrigin.empty())
     assert bits(jmp.convert_state(carrying, PLAIN.init(params_of()))) == bits(plain)
 
 
@@ -256,7 +256,7 @@ def test_last_skip_names_the_step_and_its_origin():
 
 
 def test_an_origin_that_is_not_in_the_gradient_is_sought_behind_it():
-    _, state = take_steps(CARRYING, [INF], found=Provenance.empty())
+    _, state = take_steps(CARRYING, [INF], found=NonfiniteOrigin.empty())
     why = "everything that first_nonfinite saw was finite, so the gradients became infinite after it"
     assert str(jmp.optim.last_skip(state)) == f"step 1 skipped: {why}"
     assert jmp.optim.last_skip(state).describe() == f"Step 1 was skipped: {why}."
@@ -266,24 +266,24 @@ def test_an_origin_that_is_not_in_the_gradient_is_sought_behind_it():
 @pytest.mark.parametrize(
     ("found", "scale", "is_search"),
     [
-        (provenance_of("block"), SCALE, True),
-        (provenance_of("block", "forward"), SCALE, False),
-        (provenance_of("block", kind=NAN), SCALE, False),
-        (provenance_of("block", primitive="div", operands=[(1, 1), (0, 2)]), SCALE, False),
-        (provenance_of("block", primitive="div", operands=[(1, 1), (1, 2)]), SCALE, True),
-        (provenance_of("block"), jmp.DynamicLossScale(2.0), False),
-        (provenance_of("block"), jmp.StaticLossScale(8.0), False),
-        (Provenance.empty(), SCALE, False),
+        (origin_of("block"), SCALE, True),
+        (origin_of("block", "forward"), SCALE, False),
+        (origin_of("block", kind=NAN), SCALE, False),
+        (origin_of("block", primitive="div", operands=[(1, 1), (0, 2)]), SCALE, False),
+        (origin_of("block", primitive="div", operands=[(1, 1), (1, 2)]), SCALE, True),
+        (origin_of("block"), jmp.DynamicLossScale(2.0), False),
+        (origin_of("block"), jmp.StaticLossScale(8.0), False),
+        (NonfiniteOrigin.empty(), SCALE, False),
     ],
 )
 def test_an_infinity_of_the_backward_pass_is_part_of_the_search_for_a_scale(found, scale, is_search):
-    tx = jmp.optim.loss_scaled(optax.sgd(0.1), scale, provenance=True)
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), scale, debug_nonfinite=True)
     _, state = take_steps(tx, [INF], found=found)
     assert jmp.optim.last_skip(state).is_search is is_search
 
 
 def test_check_names_the_origin_and_what_helps_as_soon_as_no_smaller_scale_can():
-    forward = provenance_of("block", "forward")
+    forward = origin_of("block", "forward")
     _, state = take_steps(CARRYING, [INF] * 3, found=forward)
     message = (
         r"the last 3 steps were skipped \(3 in all\).*The loss scale is 128\.0, which is not to blame, so the model.*"
@@ -291,50 +291,50 @@ def test_check_names_the_origin_and_what_helps_as_soon_as_no_smaller_scale_can()
         r"\(loss\): `x \* 3000`\..*PolicyMap"
     )
     with pytest.raises(FloatingPointError, match=message):
-        jmp.optim.check(state, patience=3)
-    jmp.optim.check(state, patience=4)
+        jmp.optim.raise_if_stuck(state, patience=3)
+    jmp.optim.raise_if_stuck(state, patience=4)
     _, searching = take_steps(CARRYING, [INF] * 3)
-    jmp.optim.check(searching, patience=3)
+    jmp.optim.raise_if_stuck(searching, patience=3)
 
 
-def test_last_skip_wants_a_state_with_provenance():
-    with pytest.raises(ValueError, match=r"^LossScaledState does not record why .*loss_scaled\(.*, provenance=True"):
+def test_last_skip_wants_a_state_with_origins():
+    with pytest.raises(ValueError, match=r"^LossScaledState does not record why .*loss_scaled\(.*debug_nonfinite=True"):
         jmp.optim.last_skip(PLAIN.init(params_of()))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_without_its_provenance_is_an_error(way):
+def test_a_step_without_its_origin_is_an_error(way):
     params = params_of()
-    with pytest.raises(TypeError, match=r"carries the provenance .*, and got none\. Compose jmp_policy\.numerics"):
+    with pytest.raises(TypeError, match=r"records the origin .*, and got none\. Compose jmp_policy\.numerics"):
         WAYS[way](CARRYING, grads_of(0), CARRYING.init(params), params)
     with pytest.raises(TypeError, match=r"and got .*5.*first_nonfinite\(grad_fn\)\(params, batch\)"):
-        WAYS[way](CARRYING, grads_of(0), CARRYING.init(params), params, provenance=5)
+        WAYS[way](CARRYING, grads_of(0), CARRYING.init(params), params, origin=5)
 
 
 @pytest.mark.parametrize("tx", [PLAIN, optax.adamw(1e-2)])
-def test_a_provenance_that_nothing_carries_is_an_error(tx):
+def test_an_origin_that_nothing_records_is_an_error(tx):
     params = params_of()
-    with pytest.raises(ValueError, match=r"but its state, a (LossScaledState|tuple), does not carry it\. .*nance=True"):
-        by_step(tx, grads_of(0), tx.init(params), params, provenance=Provenance.empty())
+    with pytest.raises(ValueError, match=r"but its state, a (LossScaledState|tuple), does not record it\. .*finite=True"):
+        by_step(tx, grads_of(0), tx.init(params), params, origin=NonfiniteOrigin.empty())
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_state_that_was_made_without_is_to_be_converted(way):
     params = params_of()
     with pytest.raises(TypeError, match=r"was made without\. Convert it: opt_state = jmp_policy\.convert_state\(opt"):
-        WAYS[way](CARRYING, grads_of(0), PLAIN.init(params), params, provenance=Provenance.empty())
+        WAYS[way](CARRYING, grads_of(0), PLAIN.init(params), params, origin=NonfiniteOrigin.empty())
 
 
 @pytest.mark.slow
 def test_an_extra_argument_of_that_name_that_is_none_reaches_the_optimizer():
     seen = []
 
-    def update(updates, state, params=None, *, provenance):
-        seen.append(provenance)
+    def update(updates, state, params=None, *, origin):
+        seen.append(origin)
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
     tx = jmp.optim.skip_nonfinite(inner)
     params = params_of()
-    by_step(tx, grads_of(0), tx.init(params), params, provenance="of the data")
+    by_step(tx, grads_of(0), tx.init(params), params, origin="of the data")
     assert set(seen) == {"of the data"}

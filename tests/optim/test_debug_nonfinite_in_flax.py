@@ -1,4 +1,4 @@
-"""Flax's train state and nnx's optimizer carry provenance as any state does."""
+"""Flax's train state and nnx's optimizer carry origin as any state does."""
 
 import pickle
 
@@ -15,7 +15,7 @@ import jmp_policy as jmp
 from jmp_policy.numerics import first_nonfinite
 
 SCALE = jmp.DynamicLossScale(2.0**10)
-TX = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, provenance=True)
+TX = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, debug_nonfinite=True)
 GOOD, BAD = jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])
 
 
@@ -45,8 +45,8 @@ def trained_state():
     @jax.jit
     def train_step(state, x):
         grad_fn = first_nonfinite(jmp.value_and_grad(_loss, loss_scale=state))
-        (_, grads), provenance = grad_fn(state.params["w"], x)
-        return state.apply_gradients(grads={"w": grads}, provenance=provenance)
+        (_, grads), origin = grad_fn(state.params["w"], x)
+        return state.apply_gradients(grads={"w": grads}, origin=origin)
 
     state = jmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TX)
     for x in (GOOD, BAD, GOOD):
@@ -59,8 +59,8 @@ def trained_optimizer():
     @nnx.jit
     def train_step(model, optimizer, x):
         grad_fn = first_nonfinite(jmp.nnx.value_and_grad(lambda model, x: model(x), loss_scale=optimizer))
-        (loss, grads), provenance = grad_fn(model, x)
-        optimizer.update(model, grads, provenance=provenance)
+        (loss, grads), origin = grad_fn(model, x)
+        optimizer.update(model, grads, origin=origin)
         return loss
 
     model = Model()
@@ -73,14 +73,14 @@ def trained_optimizer():
 @pytest.mark.slow
 def test_a_train_state_names_the_step_and_its_origin(trained_state):
     skip = jmp.optim.last_skip(trained_state)
-    assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
+    assert (skip.step, skip.origin.path, skip.origin.primitive) == (2, "head", "div")
     assert int(jmp.metrics(trained_state)["nonfinite_step"]) == 2
     assert int(trained_state.step) == 2
 
 
 def test_an_nnx_optimizer_names_the_step_and_its_origin(trained_optimizer):
     skip = jmp.optim.last_skip(trained_optimizer)
-    assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
+    assert (skip.step, skip.origin.path, skip.origin.primitive) == (2, "head", "div")
     assert int(jmp.metrics(trained_optimizer)["nonfinite_step"]) == 2
     assert int(trained_optimizer.step[...]) == 2
 
@@ -97,7 +97,7 @@ def test_minimize_names_modules_by_the_paths_that_a_map_has():
     params = model.init(jax.random.key(0), GOOD)
     train_step = jax.jit(jmp.optim.minimize(model.apply, TX))
     _, state, _ = train_step(params, TX.init(params), jnp.full(2, 1e30))
-    origin = jmp.optim.last_skip(state).provenance
+    origin = jmp.optim.last_skip(state).origin
     assert (origin.path, origin.primitive, origin.direction) == ("head", "dot_general", "backward")
 
 
@@ -106,7 +106,7 @@ def test_a_train_state_is_saved_and_restored(trained_state):
     fresh = jmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TX)
     restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(trained_state))
     assert bits(restored.opt_state) == bits(trained_state.opt_state)
-    assert jmp.optim.last_skip(restored).provenance.path == "head"
+    assert jmp.optim.last_skip(restored).origin.path == "head"
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_an_nnx_optimizer_is_saved_and_restored(trained_optimizer):
     assert str(jmp.optim.last_skip(fresh)) == str(jmp.optim.last_skip(trained_optimizer))
 
 
-def test_an_nnx_optimizer_that_was_saved_without_goes_on_with_provenance(trained_optimizer):
+def test_an_nnx_optimizer_that_was_saved_without_goes_on_with_origins(trained_optimizer):
     plain = jmp.nnx.Optimizer(Model(), jmp.optim.loss_scaled(optax.sgd(0.1), SCALE), wrt=nnx.Param)
     target = jmp.nnx.Optimizer(Model(), TX, wrt=nnx.Param)
     nnx.update(target, jmp.convert_state(nnx.state(plain), nnx.state(target)))
@@ -128,22 +128,22 @@ def test_an_nnx_optimizer_that_was_saved_without_goes_on_with_provenance(trained
 
 def test_a_train_state_of_flax_itself_says_what_is_missing():
     state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TX)
-    with pytest.raises(TypeError, match=r"carries the provenance of its steps, and got none"):
+    with pytest.raises(TypeError, match=r"records the origin of non-finite gradients, and got none"):
         state.apply_gradients(grads={"w": jnp.ones(2)})
 
 
 @pytest.mark.slow
-def test_an_nnx_optimizer_that_carries_none_refuses_a_provenance():
+def test_an_nnx_optimizer_that_carries_none_refuses_an_origin():
     model = Model()
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     grads = jmp.nnx.grad(lambda model: model(GOOD), loss_scale=jmp.NoOpLossScale())(model)
-    with pytest.raises(ValueError, match=r"but its state, a \w+, does not carry it"):
-        optimizer.update(model, grads, provenance=jmp.numerics.Provenance.empty())
+    with pytest.raises(ValueError, match=r"but its state, a \w+, does not record it"):
+        optimizer.update(model, grads, origin=jmp.numerics.NonfiniteOrigin.empty())
 
 
 @pytest.mark.slow
-def test_a_float8_train_state_hands_its_provenance_on():
+def test_a_float8_train_state_hands_its_origin_on():
     params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"input_scale": jnp.ones(1)}}
     state = jmp.linen.TrainState.create(apply_fn=None, params=params, tx=TX)
-    state = state.apply_gradients(grads=params, provenance=jmp.numerics.Provenance.empty())
+    state = state.apply_gradients(grads=params, origin=jmp.numerics.NonfiniteOrigin.empty())
     assert (int(state.opt_state.steps), int(state.step)) == (1, 1)
