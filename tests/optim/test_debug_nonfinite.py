@@ -314,7 +314,7 @@ def test_a_step_without_its_origin_is_an_error(way):
 @pytest.mark.parametrize("tx", [PLAIN, optax.adamw(1e-2)])
 def test_an_origin_that_nothing_records_is_an_error(tx):
     params = params_of()
-    with pytest.raises(ValueError, match=r"but its state, a (LossScaledState|tuple), does not record it\. .*finite=True"):
+    with pytest.raises(ValueError, match=r"but its state, a (LossScaledState|tuple), does not record it\. .*te=True"):
         by_step(tx, grads_of(0), tx.init(params), params, origin=NonfiniteOrigin.empty())
 
 

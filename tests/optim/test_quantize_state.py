@@ -1,6 +1,8 @@
 """`quantize_state` stores what a model in NumPy stores, and steps on pieces as on the whole."""
 
+import cProfile
 import functools
+import pstats
 
 import jax
 import numpy as np
@@ -110,3 +112,17 @@ def test_a_large_parameter_takes_the_steps_of_an_optimizer_in_numpy(tx, model):
         is_same = np.abs(np.asarray(updates["w"]) - expected) < 1e-6
         assert is_same.mean() > 1 - 1e-3 * n
         params = {"w": (params["w"] + np.asarray(updates["w"])).astype(np.float32)}
+
+
+def _count_calls_of_init(leaves):
+    tx = quantize(optax.adam(1e-3))
+    params = {f"w{index}": jax.ShapeDtypeStruct((64, 64), "float32") for index in range(leaves)}
+    profile = cProfile.Profile()
+    profile.runcall(jax.eval_shape, tx.init, params)
+    return pstats.Stats(profile).total_calls
+
+
+def test_tracing_init_is_linear_in_the_number_of_parameters():
+    """Counts Python calls, which do not depend on the machine. Quadratic work took six times as many."""
+    _count_calls_of_init(1)  # fills caches
+    assert _count_calls_of_init(16) <= 4.5 * _count_calls_of_init(4)

@@ -85,9 +85,9 @@ def scale_shape(shape: Shape, sides: Shape) -> Shape:
 
 def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
     """Puts a new scale on the devices of its moment, if they hold whole blocks."""
-    sharding = getattr(moment, "sharding", None)
-    is_traced = isinstance(moment, Tracer)
-    if is_traced or not isinstance(sharding, NamedSharding):
+    # A tracer composes an error message over the whole jaxpr when it is asked for its sharding.
+    sharding = None if isinstance(moment, Tracer) else getattr(moment, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
         return scale
     try:
         sharding.shard_shape(scale.shape)
