@@ -32,9 +32,10 @@ def reduce_gradients_in(
     >>> import jax, jax.numpy as jnp
     >>> from jmp_policy.gradients._reduce import reduce_gradients_in
     >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.bfloat16) * x).astype(jnp.float32))
-    >>> reduced = reduce_gradients_in("float32", jax.value_and_grad(loss_fn), lambda args: [args[0]], strict=True)
+    >>> differentiated, parameters_of = jax.value_and_grad(loss_fn), lambda args: [args[0]]
+    >>> reduced = reduce_gradients_in("float32", differentiated, parameters_of, on_opaque="error")
     >>> x = jnp.array([256.0, 1, 1], jnp.bfloat16)  # the sum is 256 in bfloat16
-    >>> [float(grad(jnp.float32(1), x)[1]) for grad in (jax.value_and_grad(loss_fn), reduced)]
+    >>> [float(grad(jnp.float32(1), x)[1]) for grad in (differentiated, reduced)]
     [256.0, 258.0]
     """
     try:
