@@ -7,6 +7,8 @@
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
+import typing as _typing
+
 from .._base import load_lazily as _load_lazily
 from ..quant._weights import register_with_flax as _register_with_flax
 from ._decorate import cast_params as cast_params
@@ -17,4 +19,5 @@ from ._quantized import QuantizedParam as QuantizedParam
 from ._rounding import set_rounding_rngs as set_rounding_rngs
 
 _register_with_flax()
-__getattr__, __dir__ = _load_lazily(__name__, {}, globals(), elsewhere={"set_rounding": "nnx.set_rounding_rngs"})
+if not _typing.TYPE_CHECKING:  # a type checker would take any name
+    __getattr__, __dir__ = _load_lazily(__name__, {}, globals(), elsewhere={"set_rounding": "nnx.set_rounding_rngs"})

@@ -9,6 +9,8 @@
   and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
 """
 
+import typing as _typing
+
 from .._base import load_lazily as _load_lazily
 from ..policy import (
     MXFP4 as MXFP4,
@@ -32,6 +34,7 @@ from ._operations import (
 from ._quantize import quantize as quantize
 from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 
-__getattr__, __dir__ = _load_lazily(
-    __name__, {}, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
-)
+if not _typing.TYPE_CHECKING:  # a type checker would take any name
+    __getattr__, __dir__ = _load_lazily(
+        __name__, {}, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
+    )
