@@ -38,8 +38,8 @@ EXPENSIVE = {
     "tests/policy/test_grammar.py": "property tests draw many policies",
     "tests/optim/test_random_faults.py": "a run of faults takes many steps",
     "tests/numerics/nonfinite/": "the search for an origin is compiled with the program",
-    "tests/numerics/prediction/": "a program is measured and then runs under the prediction",
-    "tests/numerics/tuning/test_tune.py": "a trial compiles a program in two dtypes",
+    "tests/numerics/predict/": "a program is measured and then runs under the prediction",
+    "tests/numerics/tune/test_tune.py": "a trial compiles a program in two dtypes",
 }
 """Files and folders whose tests may take longer, with the reason."""
 

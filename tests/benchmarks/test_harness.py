@@ -15,7 +15,7 @@ from benchmarks._results import ResultTable, hash_sources, print_tables
 from benchmarks._suites import SUITES, Suite
 
 TESTED_ELSEWHERE = {
-    "predict": "tests/numerics/prediction",
+    "predict": "tests/numerics/predict",
     "tune_models": "test_tune_benchmark.py", "quant_training": "test_quant_accuracy.py",
     "autocast_training": "tests/autocast/test_models.py", "architectures": "tests/architectures",
     "drill": "test_drill.py",

@@ -167,7 +167,7 @@ def test_a_file_has_notes_of_one_line_each(unset):
 
 
 def test_every_kind_of_report_is_looked_at():
-    # A Tuning prints code below its table, whose lines stay as they are: tests/numerics/tuning looks at it.
+    # A Tuning prints code below its table, whose lines stay as they are: tests/numerics/tune looks at it.
     assert {*map(type, REPORTS.values()), Tuning} == {
         kind
         for kind in Report.__subclasses__()
