@@ -15,7 +15,15 @@ from ..policy import Float8, Policy, stored_format_of
 from ..quant import QuantizedArray, dot_general, embedding_lookup
 from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, find_accumulate_dtype, is_narrower
 from ..quant._products import ROUNDING, Dot, Einsum, label_dot, label_einsum, wide_product
-from ..quant._weights import Layout, Unquantized, fake_quantize, kernel_layout, prepare_weight, table_layout, why_left
+from ..quant._weights import (
+    FakeQuantized,
+    Layout,
+    fake_quantize,
+    kernel_layout,
+    prepare_weight,
+    reason_unquantized,
+    table_layout,
+)
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import find_state, has_no_state, share_state, spare_state
 from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
@@ -92,7 +100,7 @@ def _make_product(
         format = None if has_no_state(module, format) else format
     elif format is not None:
         # A mask rewrites the weight before it is used.
-        is_left = layout is not None and why_left(tuple(module.shape), layout, format) is not None
+        is_left = layout is not None and reason_unquantized(tuple(module.shape), layout, format) is not None
         is_fit = is_promotion_open(module) and getattr(module, "mask", None) is None and not is_left
         format = format if is_fit else None
     if format is None and accumulate is None:
@@ -105,7 +113,7 @@ def _make_product(
         promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
         as_tuple=False,
         layout=layout,
-        key=functools.partial(_draw_key, module) if layer.draws_noise(format) else None,
+        key=functools.partial(_draw_key, module) if layer.needs_rng(format) else None,
         state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
@@ -169,13 +177,13 @@ def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], quer
     return wide_product(label_dot(inputs.ndim, 2, Dot(dimensions)), inputs, table, accumulate, inputs.dtype)
 
 
-def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | Unquantized | None:
+def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | FakeQuantized | None:
     """Returns the stored table (`module.embedding` may be dequantized), or `None`."""
     format, stored = stored_format_of(policy.quantization), find_stored(module, "embedding")
     if format is None or stored is None or not is_promotion_open(module):
         return None
     table = prepare_weight(stored, format, table_layout(stored.shape), quote_path(module, "embedding"))
-    return table if isinstance(table, QuantizedArray | Unquantized) else None
+    return table if isinstance(table, QuantizedArray | FakeQuantized) else None
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {

@@ -16,16 +16,16 @@ from ..quant import QuantizedArray
 from ..quant._layers import WHY_AS_NUMBERS, spell_format
 from ..quant._weights import (
     WEIGHT_NAMES,
+    FakeQuantized,
     Layout,
     Misread,
-    Unquantized,
     choose_format,
     fake_quantize,
     is_quantized,
     match_format,
     prepare_weight,
+    reason_unquantized,
     weight_layout,
-    why_left,
 )
 from ._fields import temporarily_set
 from ._float8 import explain_float8_layer
@@ -74,7 +74,7 @@ def _read_param(
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
     weight = prepare_weight(value, format, _find_layout(module, name, value.shape), quote_path(module, name))
-    return fake_quantize(weight) if isinstance(weight, Unquantized) else value
+    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else value
 
 
 def quantization_of(module: nn.Module, policy: Policy) -> str:
@@ -87,7 +87,7 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     layout = _find_layout(module, name, shape)
     if isinstance(format, Float8):
         return explain_float8_layer(module, format, shape, layout)
-    format, left = choose_format(format, layout), why_left(shape, layout, format)
+    format, left = choose_format(format, layout), reason_unquantized(shape, layout, format)
     if left is not None:
         return f"left: {left}"
     return spell_format(format, layer_of(type(module)), _explain_as_numbers(module))

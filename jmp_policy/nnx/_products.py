@@ -26,7 +26,7 @@ from ..quant._layers import (
     why_layer_wide,
 )
 from ..quant._products import Dot, label_dot, wide_product
-from ..quant._weights import Layout, fake_quantize, prepare_weight, table_layout, why_left
+from ..quant._weights import Layout, fake_quantize, prepare_weight, reason_unquantized, table_layout
 from ._float8 import read_state
 from ._layer_table import LAYERS, default_promote, find_layer, find_weight
 from ._rounding import draw_key
@@ -74,7 +74,7 @@ def choose_weight_format(
     is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
     if format is None or not is_open:
         return None
-    return format if is_stored or why_left(weight.value.shape, weight.layout, format) is None else None
+    return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
 
 
 def why_not_float8(

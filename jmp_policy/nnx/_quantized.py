@@ -7,7 +7,7 @@ from flax import nnx
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray
 from ..quant._layers import WHY_AS_NUMBERS, spell_format
-from ..quant._weights import WHY_TABLES_WIDE, choose_format, match_format, prepare_weight, why_left
+from ..quant._weights import WHY_TABLES_WIDE, choose_format, match_format, prepare_weight, reason_unquantized
 from ._float8 import make_state
 from ._layer_table import find_layer, find_weight
 from ._module_spec import Product
@@ -42,7 +42,7 @@ def choose_product(base: type, attributes: Attributes, quantization: Quantizatio
         return Product.FLOAT8
     if issubclass(base, nnx.Embed):  # its matmul is in methods, which no attribute replaces
         return Product.QUANTIZED_ROWS
-    return Product.ROUNDED_AT_RANDOM if layer.field is not None and layer.draws_noise(format) else Product.OWN
+    return Product.ROUNDED_AT_RANDOM if layer.field is not None and layer.needs_rng(format) else Product.OWN
 
 
 def has_stored_format(promote: Any) -> bool:
@@ -64,7 +64,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     if has_stored_format(attributes.get("promote_dtype")):
         is_replaced = layer.field is not None or issubclass(base, nnx.Embed)
         return spell_format(choose_format(format, weight.layout), layer, None if is_replaced else WHY_AS_NUMBERS)
-    return f"left: {why_left(weight.value.shape, weight.layout, format) or WRITTEN}"
+    return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
 
 
 def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:

@@ -5,7 +5,7 @@ from ._block_formats import (
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
     BlockFormat as BlockFormat,
-    draws_noise as draws_noise,
+    needs_rng as needs_rng,
 )
 from ._float8_format import (
     MULTIPLE as MULTIPLE,

@@ -168,7 +168,7 @@ BlockFormat = MXFP8 | MXFP4 | NVFP4
 """Formats in which a block of elements shares a scale."""
 
 
-def draws_noise(format: object) -> bool:
+def needs_rng(format: object) -> bool:
     """True if differentiated matmuls in this format need a PRNG key."""
     return isinstance(format, NVFP4) and format.activations and format.stochastic_rounding
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
-from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, draws_noise
+from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
 from .._operations import OPERATIONS
 from .._products import (
     Call,
@@ -20,11 +20,11 @@ from .._products import (
     is_block_product,
     is_integer_product,
     needs_state,
+    reason_not_float8,
     why_sizes_wide,
-    why_weight_wide,
     wide_product,
 )
-from .._weights import Layout, QuantizedArray, Unquantized, fake_quantize, kernel_layout, layer_size, prepare_weight
+from .._weights import FakeQuantized, Layout, QuantizedArray, fake_quantize, kernel_layout, layer_size, prepare_weight
 
 WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
 
@@ -52,9 +52,9 @@ class WeightedLayer:
         """The matmul of the layer, unless its author gave it another one."""
         return None if self.operation is None else OPERATIONS[self.operation].default
 
-    def draws_noise(self, format: object) -> bool:
+    def needs_rng(self, format: object) -> bool:
         """True if the format rounds gradients at random; it does not in convolutions."""
-        return self.operation in ("dot_general", "einsum") and draws_noise(format)
+        return self.operation in ("dot_general", "einsum") and needs_rng(format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Promote:
         if product.stored_format is not None:
             layout = product.layout or kernel_layout(weight.shape, None if bias is None else bias.shape)
             weight = prepare_weight(weight, product.stored_format, layout, product.where)
-            is_stored = isinstance(weight, QuantizedArray | Unquantized)
+            is_stored = isinstance(weight, QuantizedArray | FakeQuantized)
 
         # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
         is_uncast = product.stored_format is None and product.accumulate is not None
@@ -144,7 +144,7 @@ class Multiply:
         product, format = self.product, self.product.format
         assert product.operation is not None
         kind = OPERATIONS[product.operation]
-        is_stored = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
+        is_stored = any(isinstance(operand, QuantizedArray | FakeQuantized) for operand in operands)
         if product.accumulate is None and not isinstance(format, Float8):
             multiply, options = (kind.quantized, self._add_key(options)) if is_stored else (kind.default, options)
             return multiply(*operands, **options)
@@ -157,7 +157,7 @@ class Multiply:
         wide_options = options if dtype is None else options | {"preferred_element_type": dtype}
         if is_stored and (dtype is None or _multiplies_stored(call)):
             out = kind.quantized(*operands, **self._add_key(wide_options))
-        elif float8 is not None and why_weight_wide(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
+        elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
             operation = kind.describe(*operands, **wide_options).operation
             state = product.state() if product.state is not None and needs_state(float8) else None
             out = float8_product(operation, call.lhs, call.rhs, float8, state)
@@ -180,7 +180,7 @@ def _multiplies_stored(call: Call) -> bool:
 def _dequantize(weight: Any) -> jax.Array:
     if isinstance(weight, QuantizedArray):
         return lax.stop_gradient(weight.dequantize())
-    return fake_quantize(weight) if isinstance(weight, Unquantized) else weight
+    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else weight
 
 
 def is_own(function: object) -> bool:

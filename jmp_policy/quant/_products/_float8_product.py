@@ -39,7 +39,7 @@ def float8_product(
     """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
     If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
-    `why_weight_wide`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
+    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
     `left`, or the operation's preferred one.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
@@ -199,7 +199,7 @@ def _has_float8(given: Policy | PolicyMap) -> bool:
     return any(map(_has_float8, policies)) or (given.default is not None and _has_float8(given.default))
 
 
-def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
+def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
     """Returns the reason why matmuls with a weight stay in the compute dtype whatever the input, or None."""
     if isinstance(operation.compute, Convolution):
         return _why_convolution_wide(dict(operation.compute.options), right, format)
