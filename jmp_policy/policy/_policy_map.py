@@ -14,7 +14,7 @@ import jax
 from .._base import describe, list_paths_to, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._grammar import parse_policy
-from ._policy import Policy, read_default
+from ._policy import Policy, default_policy
 
 _SHOWN = 5  # paths in a message
 
@@ -189,7 +189,7 @@ class PolicyMap:
         >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
-        default = self.default or read_default()
+        default = self.default or default_policy()
         scales = [spec.loss_scale() for spec in (default, *(rule.policy for rule in self.rules))]
         return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
 
@@ -267,7 +267,7 @@ class PolicyMap:
         return None if hiding is None else hiding.key
 
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
-        default = self.default or read_default()
+        default = self.default or default_policy()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
 
     def __repr__(self) -> str:
