@@ -42,6 +42,7 @@ from ._policy_map import (
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
+    list_policies as list_policies,
     match_policy as match_policy,
     spell_key as spell_key,
 )

@@ -189,8 +189,7 @@ class PolicyMap:
         >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
-        default = self.default or default_policy()
-        scales = [spec.loss_scale() for spec in (default, *(rule.policy for rule in self.rules))]
+        scales = [policy.loss_scale() for policy in list_policies(self.with_default(default_policy()))]
         return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
 
     def unused(self, modules: Iterable[str] | Mapping[str, type]) -> tuple[Key, ...]:
@@ -283,6 +282,14 @@ def match_policy(given: Policy | PolicyMap, path: str, module_type: type | Mappi
     if isinstance(given, PolicyMap):
         return given.match(path, module_type)
     return Match(given, None, boundary=False)
+
+
+def list_policies(given: Policy | PolicyMap) -> list[Policy]:
+    """Lists a policy itself, or the policies of a map."""
+    if isinstance(given, Policy):
+        return [given]
+    policies = [rule.policy for rule in given.rules]
+    return policies if given.default is None else [*policies, given.default]
 
 
 _INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()
