@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,11 +44,6 @@ class ClassPolicy:
     owner: type[nn.Module]
 
 
-def find_class_policy(target: object) -> ClassPolicy | None:
-    """Returns the `ClassPolicy` of a class or module, or `None`."""
-    return getattr(target, CLASS_POLICY, None)
-
-
 def read_class_policy(target: object) -> ClassPolicy:
     return getattr(target, CLASS_POLICY)
 
@@ -79,7 +74,7 @@ class _CurrentPolicy:
 CURRENT = _CurrentPolicy()
 
 
-class CallNotes:
+class CallNotes(NamedTuple):
     """The modules that the running call of an attached module has met, by path.
 
     No cache may depend on it: everything that decides about a program is in `ActivePolicy.rule` too.
@@ -89,9 +84,8 @@ class CallNotes:
       layers: for each layer with a weight, the author's dtype if it is wider than the policy's, else `None`.
     """
 
-    def __init__(self) -> None:
-        self.types: dict[str, type[nn.Module]] = {}
-        self.layers: dict[str, np.dtype | None] = {}
+    types: dict[str, type[nn.Module]]
+    layers: dict[str, np.dtype | None]
 
 
 NOTES: contextvars.ContextVar[CallNotes] = contextvars.ContextVar("NOTES")
@@ -116,7 +110,7 @@ class ActivePolicy:
     inferred: np.dtype | None
     rule: MapRule | None
 
-    @functools.cached_property
+    @property
     def policy(self) -> Policy | PolicyMap:
         """The policy or map that the attached module was given."""
         return self.given.policy
@@ -170,17 +164,14 @@ class ActivePolicy:
         is_outermost = names == () and place.boundary
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
-    def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
+    def replace(self, inferred: np.dtype | None, rule: MapRule | None) -> "ActivePolicy":
         """Returns the active policy for the methods of a module that this rule covers.
 
         The rule is part of the jit key, so equal jitted modules under different rules do not share a program.
         """
-        if rule is self.rule:
+        if rule is self.rule and inferred is self.inferred:
             return self
-        return intern_active_policy(self.given.owner, self.path, self.inferred, rule)
-
-    def replace_inferred(self, dtype: np.dtype | None) -> "ActivePolicy":
-        return intern_active_policy(self.given.owner, self.path, dtype, self.rule)
+        return intern_active_policy(self.given.owner, self.path, inferred, rule)
 
     def explain_unused(self, module: nn.Module) -> list[str]:
         """Returns warnings about rules that cover no module, at the end of a call of the attached module."""
@@ -222,7 +213,7 @@ def intern_active_policy(
 @contextlib.contextmanager
 def activate_policy(active: ActivePolicy, module: nn.Module) -> Iterator[None]:
     """Activates the policy of an attached module, without any modules met so far."""
-    before = NOTES.set(CallNotes())
+    before = NOTES.set(CallNotes({}, {}))
     try:
         with calling(module), CURRENT(active):
             yield

@@ -13,7 +13,7 @@ from .._base import Args, Kwargs, PyTree, forget_warnings
 from ..modules import Adapter, Hook, Method
 from ..policy import Policy, PolicyMap
 from ..quant._weights import WEIGHT_NAMES, is_quantized
-from ._active_policy import find_class_policy
+from ._active_policy import CLASS_POLICY, ClassPolicy
 from ._calls import hook_calls
 from ._classes import make_policied_class, unpolicied_class
 from ._explain import examine
@@ -38,7 +38,7 @@ class _Linen:
         return cls if isinstance(target, type) else _change_class(target, cls)
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
-        given = find_class_policy(target)
+        given: ClassPolicy | None = getattr(target, CLASS_POLICY, None)
         return None if given is None else given.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:

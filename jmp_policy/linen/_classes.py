@@ -17,9 +17,9 @@ from ..modules import check_no_cast
 from ..modules.common import find_by_name, make_subclass
 from ..policy import Policy, PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
-from ._float8 import has_float8_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import ModulePlace
+from ._quantized import has_float8_state
 
 
 def make_policied_class(

@@ -14,15 +14,14 @@ from .._base import Args, Kwargs, PyTree, list_paths_to
 from ..modules import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
 from ..modules.common import eval_shapes
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
-from ..quant._layers import find_accumulate_dtype
 from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
+from ._interceptor import is_bridge
 from ._place import calling, explain_unknown, path_of, path_text
-from ._products import has_wide_sums
+from ._products import find_sums_dtype
 from ._quantized import quantization_of
-from ._variables import is_bridge
 
 
 def examine(
@@ -122,8 +121,9 @@ class _CalledModules:
         match: Match = active.match(module)
         by_map = isinstance(active.policy, PolicyMap)
         info = describe_module(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
-        sums = str(find_accumulate_dtype(match.policy)) if has_wide_sums(module, match.policy) else ""
-        return dataclasses.replace(info, quantization=quantization_of(module, match.policy), accumulate_dtype=sums)
+        sums = find_sums_dtype(module, match.policy)
+        quantization = quantization_of(module, match.policy)
+        return dataclasses.replace(info, quantization=quantization, accumulate_dtype="" if sums is None else str(sums))
 
 
 def _name_keys(rngs: Any) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from .._base import Args, Kwargs, cast_floating, warn_once
 from ..modules import cast_arguments, cast_result, matmul_precision, widen_policy
 from ..modules.common import keep_wide_results
 from ..policy import Policy
-from ..quant._products import warn_of_odd_rows
+from ..quant._products import has_float8, warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
 from ._calls import BOUNDARY_HOOK, describe_call
-from ._float8 import has_float8
 from ._interceptor import make_interceptor
 from ._place import path_of
 from ._quantized import note_quantized_weights
@@ -30,7 +29,7 @@ def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
     """Makes the public methods of a class boundaries, and runs its other methods under the policy."""
     names = tuple(names)
     for name, method in list_methods(cls, names):
-        setattr(cls, name, _make_boundary(method) if is_public(name) else _make_inner_method(method))
+        setattr(cls, name, _wrap_method(method, is_public(name)))
     if issubclass(cls, nn.RNNCellBase) and "initialize_carry" in names:
         cls.initialize_carry = _cast_first_carry(cls.initialize_carry)
 
@@ -50,8 +49,7 @@ def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kw
     name = getattr(fun, "__name__", "")
     if not any(inspect.unwrap(vars(base).get(name, call)) is inspect.unwrap(fun) for base in type(self).__mro__):
         return call(self, *args, **kwargs)  # a function of the module, given to a transform
-    method = functools.wraps(fun)(call)
-    return (_make_boundary if is_public(name) else _make_inner_method)(method)(self, *args, **kwargs)
+    return _wrap_method(functools.wraps(fun)(call), is_public(name))(self, *args, **kwargs)
 
 
 def wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +68,7 @@ def _wrap_method_argument(cls: type, method: Any) -> Any:
     if isinstance(method, str):
         method = getattr(cls, method, method)  # Flax rejects an unknown name
     fun = method.__func__ if inspect.ismethod(method) else method
-    return _make_boundary(fun) if inspect.isfunction(fun) else method
+    return _wrap_method(fun, casts=True) if inspect.isfunction(fun) else method
 
 
 def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -89,18 +87,9 @@ def is_public(name: str) -> bool:
     return name == "__call__" or (name != "setup" and not name.startswith("_"))
 
 
-def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method, or a function of a module: casts at the outermost call, and runs under the module's policy."""
-    return _wrap_method(method, _call_boundary)
-
-
-def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `setup` or a private method: runs under the policy of the module, without casts."""
-    return _wrap_method(method, _call_without_casts)
-
-
-def _wrap_method(method: Callable[..., Any], call_outermost: Callable[..., Any]) -> Callable[..., Any]:
-    if _is_ours(method):
+def _wrap_method(method: Callable[..., Any], casts: bool) -> Callable[..., Any]:
+    """Wraps a method, or a function of a module: runs under the module's policy, and may cast at the outermost call."""
+    if getattr(method, _OURS, None) is method:  # not after a decorator such as `nn.remat` wrapped it
         return method
 
     @functools.wraps(method)
@@ -108,27 +97,18 @@ def _wrap_method(method: Callable[..., Any], call_outermost: Callable[..., Any])
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        return call_outermost(method, self, args, kwargs)
+        # A linen module inside a model of nnx is not a boundary where no rule names it.
+        if not casts or not read_class_policy(self).place.boundary:
+            return _call_without_casts(method, self, args, kwargs)
+        hook = BOUNDARY_HOOK.get()
+        if hook is None:
+            return _call_with_casts(method, self, args, kwargs)
+        # The hook sees the inputs before they are cast.
+        call = lambda *args, **kwargs: _call_with_casts(method, self, args, kwargs)
+        return hook(describe_call(self, method.__name__), call, args, kwargs)
 
     setattr(call_method, _OURS, call_method)
     return call_method
-
-
-def _is_ours(method: Callable[..., Any]) -> bool:
-    """True for a method that we made. False once a decorator such as `nn.remat` wrapped it."""
-    return getattr(method, _OURS, None) is method
-
-
-def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    # A linen module inside a model of nnx is not a boundary where no rule names it.
-    if not read_class_policy(module).place.boundary:
-        return _call_without_casts(method, module, args, kwargs)
-    hook = BOUNDARY_HOOK.get()
-    if hook is None:
-        return _call_with_casts(method, module, args, kwargs)
-    # The hook sees the inputs before they are cast.
-    call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
-    return hook(describe_call(module, method.__name__), call, args, kwargs)
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

@@ -12,14 +12,30 @@ from flax import linen as nn
 
 from ..modules.common import round_result
 from ..policy import Float8, Policy, stored_format_of
-from ..quant import QuantizedArray, dot_general, embedding_lookup
-from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, find_accumulate_dtype, is_narrower
-from ..quant._products import ROUNDING, Dot, Einsum, label_dot, label_einsum, wide_product
-from ..quant._weights import Layout, Unquantized, fake_quantize, kernel_layout, prepare_weight, table_layout, why_left
+from ..quant import QuantizedArray, embedding_lookup
+from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, attend, find_accumulate_dtype
+from ..quant._products import ROUNDING, Einsum, label_einsum
+from ..quant._weights import (
+    FakeQuantized,
+    Layout,
+    fake_quantize,
+    kernel_layout,
+    prepare_weight,
+    reason_unquantized,
+    table_layout,
+)
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
-from ._float8 import find_state, has_no_state, share_state, spare_state
 from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
-from ._quantized import MULTIPLIES, check_is_rewritable, find_stored, quote_path
+from ._quantized import (
+    MULTIPLIES,
+    check_is_rewritable,
+    find_state,
+    find_stored,
+    has_no_state,
+    quote_path,
+    share_state,
+    spare_state,
+)
 
 
 def multiply_by_policy(
@@ -53,21 +69,18 @@ def multiply_by_policy(
     return call_layer
 
 
-def has_wide_sums(module: nn.Module, policy: Policy) -> bool:
-    """True if a bound module returns its sums in the accumulate dtype of its policy."""
+def find_sums_dtype(module: nn.Module, policy: Policy) -> np.dtype | None:
+    """Returns the dtype in which a bound module returns its sums, if that is the accumulate dtype of its policy."""
     layer = layer_of(type(module))
-    if layer is None or _choose_accumulate_dtype(module, policy) is None:
-        return False
-    return layer.operation == "einsum" or isinstance(module, nn.Embed) or open_layer(module) is not None
+    is_wide = layer is not None and (layer.operation == "einsum" or layer.weight == "embedding" or open_layer(module))
+    return _choose_accumulate_dtype(module, policy) if is_wide else None
 
 
 def _choose_accumulate_dtype(module: Any, policy: Policy) -> np.dtype | None:
     """Returns the accumulate dtype, unless the layer computes in it anyway or its author chose the output dtype."""
-    dtype = find_accumulate_dtype(policy)
-    if dtype is None or (module.dtype is not None and np.dtype(module.dtype).itemsize >= dtype.itemsize):
-        return None
-    is_open = is_promotion_open(module) and getattr(module, "preferred_element_type", None) is None
-    return dtype if is_open else None
+    dtype = find_accumulate_dtype(policy, module.dtype)
+    is_open = getattr(module, "preferred_element_type", None) is None
+    return dtype if dtype is not None and is_open and is_promotion_open(module) else None
 
 
 def _make_fields(module: nn.Module, policy: Policy) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def _make_product(
         format = None if has_no_state(module, format) else format
     elif format is not None:
         # A mask rewrites the weight before it is used.
-        is_left = layout is not None and why_left(tuple(module.shape), layout, format) is not None
+        is_left = layout is not None and reason_unquantized(tuple(module.shape), layout, format) is not None
         is_fit = is_promotion_open(module) and getattr(module, "mask", None) is None and not is_left
         format = format if is_fit else None
     if format is None and accumulate is None:
@@ -105,7 +118,7 @@ def _make_product(
         promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
         as_tuple=False,
         layout=layout,
-        key=functools.partial(_draw_key, module) if layer.draws_noise(format) else None,
+        key=functools.partial(_draw_key, module) if layer.needs_rng(format) else None,
         state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
@@ -158,24 +171,18 @@ def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], quer
     accumulate = find_accumulate_dtype(policy) if stored is not None else _choose_accumulate_dtype(module, policy)
     if stored is None and accumulate is None:
         return own(query)
-    table: Any = jnp.asarray(module.embedding) if stored is None else stored
-    # The dtype of the table counts in the promotion, its values stay.
-    inputs: Any = module.promote_dtype(query, jnp.zeros((), table.dtype), dtype=module.dtype)[0]  # type: ignore[misc]
-    dimensions = (((inputs.ndim - 1,), (1,)), ((), ()))
-    if stored is not None:
-        return dot_general(inputs, stored, dimensions, preferred_element_type=accumulate)
-    if accumulate is None or not is_narrower(inputs, accumulate):
-        return own(query)
-    return wide_product(label_dot(inputs.ndim, 2, Dot(dimensions)), inputs, table, accumulate, inputs.dtype)
+    product = LayerProduct(None, None, accumulate, module.promote_dtype, as_tuple=False)
+    out = attend(product, query, jnp.asarray(module.embedding) if stored is None else stored, module.dtype)
+    return own(query) if out is None else out
 
 
-def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | Unquantized | None:
+def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | FakeQuantized | None:
     """Returns the stored table (`module.embedding` may be dequantized), or `None`."""
     format, stored = stored_format_of(policy.quantization), find_stored(module, "embedding")
     if format is None or stored is None or not is_promotion_open(module):
         return None
     table = prepare_weight(stored, format, table_layout(stored.shape), quote_path(module, "embedding"))
-    return table if isinstance(table, QuantizedArray | Unquantized) else None
+    return table if isinstance(table, QuantizedArray | FakeQuantized) else None
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Quantized weights among the variables of linen modules: reading, describing, and errors."""
+"""Quantized weights and float8 state among the variables of linen modules: reading, describing, and errors."""
 
 import functools
 from collections.abc import Callable
@@ -10,27 +10,28 @@ from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
-from .._base import Args
-from ..policy import Float8, Policy, StoredFormat, stored_format_of
+from .._base import OVERWRITE, Args, remember_weakly
+from ..policy import Float8, Policy, PolicyMap, StoredFormat, list_policies, stored_format_of
 from ..quant import QuantizedArray
-from ..quant._layers import WHY_AS_NUMBERS, spell_format
+from ..quant._layers import WHY_AS_NUMBERS, spell_format, why_layer_wide
+from ..quant._products import State, needs_state, new_state
 from ..quant._weights import (
     WEIGHT_NAMES,
+    FakeQuantized,
     Layout,
     Misread,
-    Unquantized,
     choose_format,
     fake_quantize,
     is_quantized,
     match_format,
     prepare_weight,
+    reason_unquantized,
     weight_layout,
-    why_left,
 )
+from ._active_policy import CURRENT
 from ._fields import temporarily_set
-from ._float8 import explain_float8_layer
 from ._layer_table import is_default, layer_of, open_layer, rewritten_by
-from ._place import path_of, path_text
+from ._place import is_applied_inside, path_of, path_text
 
 MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a Flax method that multiplies by its quantized weight runs."""
@@ -74,7 +75,7 @@ def _read_param(
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
     weight = prepare_weight(value, format, _find_layout(module, name, value.shape), quote_path(module, name))
-    return fake_quantize(weight) if isinstance(weight, Unquantized) else value
+    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else value
 
 
 def quantization_of(module: nn.Module, policy: Policy) -> str:
@@ -85,12 +86,16 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
         return ""
     name, shape = weight
     layout = _find_layout(module, name, shape)
+    layer = layer_of(type(module))
     if isinstance(format, Float8):
-        return explain_float8_layer(module, format, shape, layout)
-    format, left = choose_format(format, layout), why_left(shape, layout, format)
-    if left is not None:
-        return f"left: {left}"
-    return spell_format(format, layer_of(type(module)), _explain_as_numbers(module))
+        is_open = isinstance(module, nn.Einsum) or open_layer(module) is not None
+        groups = getattr(module, "feature_group_count", 1)
+        left = why_layer_wide(layer, shape, layout, format, is_open=is_open, groups=groups)
+        if has_no_state(module, format) and not isinstance(module, nn.Embed):
+            left = "it runs through .apply without state to scale by, and would lose what it made"
+        return str(format) if left is None else f"left: {left}"
+    left = reason_unquantized(shape, layout, format)
+    return f"left: {left}" if left else spell_format(choose_format(format, layout), layer, _explain_as_numbers(module))
 
 
 def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
@@ -186,3 +191,72 @@ def _is_flax_embedding(module: nn.Module) -> bool:
     modules = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
     is_flax = isinstance(module, nn.Embed) and all(base.__module__.startswith("flax.") for base in modules)
     return is_flax and is_default(module, "promote_dtype")
+
+
+_REWRITES = ("_l2_normalize", "_spectral_normalize")
+"""The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite variables of the layer inside."""
+
+
+def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps an `nn.WeightNorm` or `nn.SpectralNorm` from rewriting float8 state, such as `kernel_scale`."""
+    if not has_float8_state(CURRENT.value.policy):
+        return next_fun
+
+    def spare(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(rewrite)
+        def rewrite_others(path: tuple[Any, ...], variable: Any, **options: Any) -> Any:
+            return variable if path[0].key == OVERWRITE else rewrite(path, variable, **options)
+
+        return rewrite_others
+
+    fields = {name: spare(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
+    return _call_with_fields(module, fields, next_fun)
+
+
+def share_state(module: nn.RNN, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands the float8 state of an RNN on to its steps, beside the collections that they share already."""
+    shared = module.variable_broadcast
+    shared = (shared,) if isinstance(shared, str) else shared
+    if has_no_state(module, format) or not isinstance(shared, tuple | list):
+        return next_fun
+    return _call_with_fields(module, {"variable_broadcast": (*shared, OVERWRITE)}, next_fun)
+
+
+def _call_with_fields(module: nn.Module, fields: dict[str, Any], next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    def call_with_fields(*args: Any, **kwargs: Any) -> Any:
+        with temporarily_set(module, fields):
+            return next_fun(*args, **kwargs)
+
+    return call_with_fields
+
+
+@remember_weakly
+def has_float8_state(given: Policy | PolicyMap) -> bool:
+    return any(needs_state(policy.quantization) for policy in list_policies(given))
+
+
+def has_no_state(module: nn.Module, format: Float8) -> bool:
+    """True for a module that runs through `.apply` inside another one and was not given its float8 state."""
+    if not needs_state(format) or module.is_mutable_collection(OVERWRITE):
+        return False
+    is_empty = module.scope.is_collection_empty(OVERWRITE)  # type: ignore[union-attr]
+    return is_empty and is_applied_inside(module, CURRENT.value.path)
+
+
+def find_state(module: nn.Module, format: Float8) -> State:
+    """Returns the state of a layer; makes it while the model is initialized, else rejects a missing one."""
+    assert module.scope is not None
+    state: State = {}
+    for name, initial in jax.eval_shape(functools.partial(new_state, format)).items():
+        if not module.scope.has_variable(OVERWRITE, name) and not module.is_mutable_collection(OVERWRITE):
+            raise ValueError(
+                f"The layer {path_text(module)!r} scales by an amax history ({str(format)!r}) and finds none: its "
+                f"variables have no collection {OVERWRITE!r}, or it is inside of a transform that does not pass it "
+                "on. For example: variables = model.init(key, x) | {'params': params}; or nn.scan(Layer, "
+                f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}, ...); or the policy "
+                "'float8(recipe=current)_from_mixed_bfloat16', which has no state. Differentiate the state beside the "
+                "parameters: its gradient is the next state."
+            )
+        make = jnp.ones if name.endswith("scale") else jnp.zeros
+        state[name] = module.variable(OVERWRITE, name, make, initial.shape, initial.dtype).value
+    return state

@@ -11,7 +11,6 @@ from .._base import OVERWRITE, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
-from ..quant._layers import find_accumulate_dtype
 from ..quant._weights import WEIGHT_NAMES
 from ._layers import (
     WRAPPERS,
@@ -25,9 +24,9 @@ from ._layers import (
     make_linen_attributes,
 )
 from ._methods import list_public_methods, run_method
-from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
-from ._products import has_wide_sums
-from ._quantized import check_weight, choose_product, make_float8_attributes
+from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, find_spec
+from ._products import choose_layer_class, find_sums_dtype, make_bound_layer
+from ._quantized import check_weight, make_float8_attributes
 from ._shadow import (
     Attributes,
     Node,
@@ -190,13 +189,13 @@ class Attachment:
         policy = match.policy
         if rewritten and stored_format_of(policy.quantization) is not None:
             policy = policy.replace(quantization=None)
-        product = choose_product(base, attributes, policy.quantization)
+        layer_class = choose_layer_class(base, attributes, policy.quantization)
         # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
         if is_root:
             effect = CallEffect.CASTS_AT_ROOT
         elif match.boundary and not has_written_dtype(base, attributes, is_open):
             effect = CallEffect.CASTS
-        elif policy.compute_dtype is None or product is Product.FLOAT8 or not is_plain_layer(base, attributes):
+        elif policy.compute_dtype is None or layer_class is make_bound_layer or not is_plain_layer(base, attributes):
             effect = CallEffect.COMPUTES
         else:
             effect = CallEffect.NOTHING
@@ -208,8 +207,8 @@ class Attachment:
             effect=effect,
             no_cast=self.no_cast if is_root else (),
             dtype_source=source,
-            product=product,
-            accumulate_dtype=find_accumulate_dtype(policy) if has_wide_sums(base, attributes, policy) else None,
+            layer_class=layer_class,
+            accumulate_dtype=find_sums_dtype(base, attributes, policy),
             authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
         )
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..policy import Policy, PolicyMap
-from ._products import make_bound_layer, make_quantized_embed, make_wide_layer
+from ._products import make_wide_layer
 
 SPEC = "__jmp_spec__"
 """The attribute of a policied class that holds its spec.
@@ -43,19 +44,6 @@ class DtypeSource(enum.Enum):
     """The wrapped linen module, which has the policy."""
 
 
-class Product(enum.Enum):
-    """The ways in which a layer multiplies by its weight."""
-
-    OWN = enum.auto()
-    """By the functions in its attributes."""
-    FLOAT8 = enum.auto()
-    """In float8, in a subclass that reads the state of the layer."""
-    ROUNDED_AT_RANDOM = enum.auto()
-    """In blocks with stochastic rounding, in a subclass that draws from the stream of the layer."""
-    QUANTIZED_ROWS = enum.auto()
-    """By a quantized table, in a subclass of the embedding."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ModuleSpec:
     """The effects of a policy on one module.
@@ -68,7 +56,7 @@ class ModuleSpec:
       effect: the effect on a call of its methods.
       no_cast: names of arguments that are not cast.
       dtype_source: where its code reads the compute dtype.
-      product: how it multiplies by its weight.
+      layer_class: makes the subclass that multiplies by its weight; `None` if the attributes are enough.
       accumulate_dtype: the output dtype of its matmul before it is cast down, or `None`.
       authored: attributes that the policy replaced, with their original values.
     """
@@ -80,18 +68,14 @@ class ModuleSpec:
     effect: CallEffect = CallEffect.COMPUTES
     no_cast: tuple[str, ...] = ()
     dtype_source: DtypeSource = DtypeSource.AUTHOR
-    product: Product = Product.OWN
+    layer_class: Callable[[Any], type] | None = None
     accumulate_dtype: np.dtype | None = None
     authored: tuple[tuple[str, Any], ...] = ()
 
     @property
     def runs(self) -> type:
         """The class whose methods run. Not a field, because pickle could not find it by name."""
-        runs = self.base
-        if self.product in (Product.FLOAT8, Product.ROUNDED_AT_RANDOM):
-            runs = make_bound_layer(runs)
-        elif self.product is Product.QUANTIZED_ROWS:
-            runs = make_quantized_embed(runs)
+        runs = self.base if self.layer_class is None else self.layer_class(self.base)
         return runs if self.accumulate_dtype is None else make_wide_layer(runs, self.accumulate_dtype)
 
     @property

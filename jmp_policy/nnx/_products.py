@@ -15,18 +15,19 @@ from jax.typing import DTypeLike
 from .._base import Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
-from ..quant import QuantizedArray, dot_general, embedding_lookup
+from ..quant import QuantizedArray, embedding_lookup
 from ..quant._layers import (
     LayerProduct,
     Multiply,
     Promote,
+    attend,
     find_accumulate_dtype,
     is_narrower,
     is_own,
+    multiply_wide,
     why_layer_wide,
 )
-from ..quant._products import Dot, label_dot, wide_product
-from ..quant._weights import Layout, fake_quantize, prepare_weight, table_layout, why_left
+from ..quant._weights import Layout, fake_quantize, prepare_weight, reason_unquantized, table_layout
 from ._float8 import read_state
 from ._layer_table import LAYERS, default_promote, find_layer, find_weight
 from ._rounding import draw_key
@@ -41,8 +42,8 @@ def make_product_attributes(base: type, attributes: Attributes, policy: Policy) 
     if layer is None or weight is None:
         return {}
     format, accumulate = choose_weight_format(base, attributes, policy.quantization), None
-    if layer.field is not None and has_wide_sums(base, attributes, policy):
-        accumulate = find_accumulate_dtype(policy)
+    if layer.field is not None:
+        accumulate = find_sums_dtype(base, attributes, policy)
     if format is None and accumulate is None:
         return {}
     product = LayerProduct(
@@ -74,7 +75,7 @@ def choose_weight_format(
     is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
     if format is None or not is_open:
         return None
-    return format if is_stored or why_left(weight.value.shape, weight.layout, format) is None else None
+    return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
 
 
 def why_not_float8(
@@ -82,23 +83,25 @@ def why_not_float8(
 ) -> str | None:
     """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
     layer = find_layer(base)
-    if layer is None or layer.field not in attributes or not _is_matmul_open(base, attributes):
-        return "it multiplies by a function of its own, or by none that could be another"
-    is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
-    return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
+    is_open = layer is not None and layer.field in attributes and _is_matmul_open(base, attributes)
+    return why_layer_wide(
+        layer, shape, layout, format, is_open=is_open, groups=attributes.get("feature_group_count", 1)
+    )
 
 
-def has_wide_sums(base: type, attributes: Attributes, policy: Policy) -> bool:
-    """True if a layer returns its sums in the accumulate dtype of its policy: its author left the output dtype open."""
-    dtype, layer = find_accumulate_dtype(policy), find_layer(base)
-    if dtype is None or (policy.compute_dtype is not None and policy.compute_dtype.itemsize >= dtype.itemsize):
-        return False
-    promote = attributes.get("promote_dtype")
-    if attributes.get("preferred_element_type") is not None or not (promote is default_promote() or is_own(promote)):
-        return False
-    if layer is None or layer.field is None:
-        return issubclass(base, nnx.Embed | nnx.LoRA) and attributes.get("dot_general_cls") is None
-    return _is_matmul_open(base, attributes)
+def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dtype | None:
+    """Returns the accumulate dtype of its policy if a layer returns its sums in it: its author left that open."""
+    dtype, layer, promote = (
+        find_accumulate_dtype(policy, policy.compute_dtype),
+        find_layer(base),
+        attributes.get("promote_dtype"),
+    )
+    is_open = promote is default_promote() or is_own(promote)
+    if dtype is None or not is_open or attributes.get("preferred_element_type") is not None:
+        return None
+    if layer is not None and layer.field is not None:
+        return dtype if _is_matmul_open(base, attributes) else None
+    return dtype if issubclass(base, nnx.Embed | nnx.LoRA) and attributes.get("dot_general_cls") is None else None
 
 
 def _is_matmul_open(base: type, attributes: Attributes) -> bool:
@@ -108,6 +111,19 @@ def _is_matmul_open(base: type, attributes: Attributes) -> bool:
         return False
     function = attributes[layer.field] if layer.field is not None else None
     return function is None or function is layer.default or is_own(function)
+
+
+def choose_layer_class(
+    base: type, attributes: Attributes, quantization: Quantization | None
+) -> Callable[[Any], type[nnx.Module]] | None:
+    """Returns the function that makes the subclass with the matmul of a layer; `None` if attributes are enough."""
+    layer, format = find_layer(base), choose_weight_format(base, attributes, quantization)
+    if layer is None or format is None:
+        return None
+    if issubclass(base, nnx.Embed):  # its matmul is in methods, which no attribute replaces
+        return make_quantized_embed
+    is_bound = isinstance(format, Float8) or (layer.field is not None and layer.needs_rng(format))
+    return make_bound_layer if is_bound else None
 
 
 @remember_on_class
@@ -137,23 +153,19 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
 class PromoteTable(Promote):
     """The `promote_dtype` of a quantized embedding: dequantizes the table, which is the last of the arrays.
 
-    Methods of an author's subclass call it. Flax's own methods use `read_rows` and `prepare_operands`.
+    Methods of an author's subclass call it. Flax's own methods use `read_rows` and `prepare`.
     """
 
     def __call__(self, arrays: Args, *, dtype: DTypeLike | None = None, **options: Any) -> tuple[Any, ...]:
         *others, table = arrays
-        return self.product.promote((*others, fake_quantize(self._prepare(table), dtype)), dtype=dtype, **options)
+        return self.product.promote((*others, fake_quantize(self.prepare(table), dtype)), dtype=dtype, **options)
 
     def read_rows(self, table: Any, indices: jax.Array, dtype: DTypeLike | None) -> jax.Array:
         """Dequantizes the rows that are read."""
-        return embedding_lookup(self._prepare(table), indices, dtype)
+        return embedding_lookup(self.prepare(table), indices, dtype)
 
-    def prepare_operands(self, query: jax.Array, table: Any, dtype: DTypeLike | None) -> tuple[Any, ...]:
-        """Returns the operands of the matmul with the whole table: the query in the compute dtype, and the table."""
-        table = self._prepare(table)
-        return self.product.promote((query, jnp.zeros((), table.dtype), None), dtype=dtype)[0], table
-
-    def _prepare(self, table: Any) -> Any:
+    def prepare(self, table: Any) -> Any:
+        """Returns the table as it is stored, or as one that will be."""
         assert self.product.stored_format is not None
         return prepare_weight(table, self.product.stored_format, table_layout(table.shape))
 
@@ -178,12 +190,8 @@ def _call_quantized(self: Any, inputs: jax.Array, out_sharding: OutSharding = No
     return read(self.embedding[...], inputs)
 
 
-def _attend_quantized(
-    self: Any, query: jax.Array, out_sharding: OutSharding = None, dtype: np.dtype | None = None
-) -> jax.Array:
-    query, table = self.promote_dtype.prepare_operands(query, self.embedding[...], self.dtype)
-    options: dict[str, Any] = {"out_sharding": out_sharding, "preferred_element_type": dtype}
-    return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
+def _attend_quantized(self: Any, query: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
+    return _attend(nnx.Embed.attend, None, self, query, out_sharding)
 
 
 @remember_on_class
@@ -231,26 +239,16 @@ def _call_lora(own: Callable[..., Any], dtype: np.dtype, self: nnx.LoRA, x: jax.
     inputs, *_ = self.promote_dtype((x, *(jnp.zeros((), w.dtype) for w in stored)), dtype=self.dtype)
     if not is_narrower(inputs, dtype) or not (self.base_module is None or callable(self.base_module)):
         return own(self, x, **options)
-    hidden = _multiply_wide(inputs, stored[0], 0, dtype).astype(inputs.dtype)
-    out = _multiply_wide(hidden, stored[1], 0, dtype)
+    hidden = multiply_wide(inputs, stored[0], 0, dtype).astype(inputs.dtype)
+    out = multiply_wide(hidden, stored[1], 0, dtype)
     return out if self.base_module is None else out + read_wide(self.base_module(inputs, **options), dtype)
 
 
 def _attend(
-    own: Callable[..., Any], dtype: np.dtype, self: Any, query: jax.Array, out_sharding: OutSharding = None
+    own: Callable[..., Any], dtype: np.dtype | None, self: Any, query: jax.Array, out_sharding: OutSharding = None
 ) -> jax.Array:
-    if isinstance(self.promote_dtype, PromoteTable):
-        return _attend_quantized(self, query, out_sharding, dtype)
-    table = self.embedding[...]
-    inputs, _ = self.promote_dtype((query, jnp.zeros((), table.dtype)), dtype=self.dtype)
-    if not is_narrower(inputs, dtype):
-        return own(self, query, out_sharding=out_sharding)
-    return _multiply_wide(inputs, table, 1, dtype, out_sharding)
-
-
-def _multiply_wide(
-    inputs: jax.Array, matrix: jax.Array, axis: int, dtype: np.dtype, out_sharding: OutSharding = None
-) -> jax.Array:
-    """Contracts the last axis of the inputs with one axis of a matrix."""
-    compute = Dot((((inputs.ndim - 1,), (axis,)), ((), ())), out_sharding=out_sharding)
-    return wide_product(label_dot(inputs.ndim, 2, compute), inputs, matrix, dtype, inputs.dtype)
+    promote, table = self.promote_dtype, self.embedding[...]
+    if isinstance(promote, PromoteTable):
+        table, promote = promote.prepare(table), promote.product.promote
+    out = attend(LayerProduct(None, None, dtype, promote, as_tuple=True), query, table, self.dtype, out_sharding)
+    return own(self, query, out_sharding=out_sharding) if out is None else out

@@ -7,10 +7,9 @@ from flax import nnx
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray
 from ..quant._layers import WHY_AS_NUMBERS, spell_format
-from ..quant._weights import WHY_TABLES_WIDE, choose_format, match_format, prepare_weight, why_left
+from ..quant._weights import choose_format, match_format, prepare_weight, reason_unquantized
 from ._float8 import make_state
 from ._layer_table import find_layer, find_weight
-from ._module_spec import Product
 from ._products import choose_weight_format, why_not_float8
 from ._shadow import Attributes
 
@@ -34,17 +33,6 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
-    layer, format = find_layer(base), choose_weight_format(base, attributes, quantization)
-    if layer is None or format is None:
-        return Product.OWN
-    if isinstance(format, Float8):
-        return Product.FLOAT8
-    if issubclass(base, nnx.Embed):  # its matmul is in methods, which no attribute replaces
-        return Product.QUANTIZED_ROWS
-    return Product.ROUNDED_AT_RANDOM if layer.field is not None and layer.draws_noise(format) else Product.OWN
-
-
 def has_stored_format(promote: Any) -> bool:
     """True if a policy quantizes the weight of the layer with this `promote_dtype`."""
     return getattr(getattr(promote, "product", None), "stored_format", None) is not None
@@ -54,9 +42,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     """Describes the weight of a layer for `Row.quantization`."""
     format, weight = policy.quantization, find_weight(base, attributes)
     if isinstance(format, Float8) and weight is not None:
-        is_table = issubclass(base, nnx.Embed)
-        shape, layout = weight.value.shape, weight.layout
-        left = WHY_TABLES_WIDE if is_table else why_not_float8(base, attributes, shape, layout, format)
+        left = why_not_float8(base, attributes, weight.value.shape, weight.layout, format)
         return str(format) if left is None else f"left: {left}"
     format, layer = stored_format_of(format), find_layer(base)
     if format is None or weight is None or layer is None:
@@ -64,7 +50,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     if has_stored_format(attributes.get("promote_dtype")):
         is_replaced = layer.field is not None or issubclass(base, nnx.Embed)
         return spell_format(choose_format(format, weight.layout), layer, None if is_replaced else WHY_AS_NUMBERS)
-    return f"left: {why_left(weight.value.shape, weight.layout, format) or WRITTEN}"
+    return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
 
 
 def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:

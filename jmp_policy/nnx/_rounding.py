@@ -55,7 +55,7 @@ def set_rounding_rngs(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) 
 def _rounds_at_random(module: Any) -> bool:
     layer = find_layer(type(module))
     function = vars(module).get(layer.field) if layer is not None and layer.field is not None else None
-    return layer is not None and isinstance(function, Multiply) and layer.draws_noise(function.product.format)
+    return layer is not None and isinstance(function, Multiply) and layer.needs_rng(function.product.format)
 
 
 def draw_key(layer: nnx.Module) -> jax.Array | None:

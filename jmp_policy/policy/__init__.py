@@ -5,7 +5,7 @@ from ._block_formats import (
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
     BlockFormat as BlockFormat,
-    draws_noise as draws_noise,
+    needs_rng as needs_rng,
 )
 from ._float8_format import (
     MULTIPLE as MULTIPLE,
@@ -25,20 +25,24 @@ from ._formats import (
     stored_format_of as stored_format_of,
 )
 from ._get_policy import (
-    default_origin as default_origin,
-    default_policy as default_policy,
     get_policy as get_policy,
     is_policy_spec as is_policy_spec,
     set_default_policy as set_default_policy,
     use_policy as use_policy,
 )
 from ._grammar import parse_policy as parse_policy
-from ._policy import FROM as FROM, Policy as Policy
+from ._policy import (
+    FROM as FROM,
+    Policy as Policy,
+    default_origin as default_origin,
+    default_policy as default_policy,
+)
 from ._policy_map import (
     Key as Key,
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
+    list_policies as list_policies,
     match_policy as match_policy,
     spell_key as spell_key,
 )

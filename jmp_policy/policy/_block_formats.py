@@ -1,15 +1,32 @@
 """Block-scaled formats MXFP8, MXFP4 and NVFP4. Data only."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
-from ._float8_format import check_count, check_flag, check_word, spell_options
+from ._float8_format import CheckedFormat
 
-_MIN_SIZE = 4096
+
+class _Blocks(CheckedFormat):
+    """Base class of formats in which a block of elements shares a scale."""
+
+    bits: ClassVar[int]
+    """Bits per stored element."""
+
+    slash = "block_size"
+    least = {"block_size": 2}  # noqa: RUF012  # `lax.scaled_dot` takes no fewer
+    block_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == 4 and self.block_size % 2:  # two elements share a byte
+            raise ValueError(
+                f"block_size of a 4-bit format must be even, got {self.block_size}. "
+                f"For example: {type(self).__name__}(block_size=16)."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8:
+class MXFP8(_Blocks):
     """8-bit elements in blocks of 32, each with a power-of-two scale: for training and storage.
 
     Each operand of each matmul of a layer, forward and backward, is rounded in blocks along the axis that the matmul
@@ -42,28 +59,18 @@ class MXFP8:
     ('mxfp8', 'mxfp8/64(gradients=e5m2)')
     """
 
+    kind = "mxfp8"
+    bits = 8
+
     activations: bool = True
     block_size: int = 32
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
-    scale_rounding: Literal["up", "floor"] = "up"
-    min_size: int = _MIN_SIZE
-
-    def __post_init__(self) -> None:
-        _check_common(self)
-        check_word(self, "gradients", ("e4m3", "e5m2"))
-        check_word(self, "scale_rounding", ("floor", "up"))
-
-    @property
-    def bits(self) -> int:
-        """Bits per stored element."""
-        return 8
-
-    def __str__(self) -> str:
-        return _spell(self, "mxfp8", 32, "activations", "gradients", "scale_rounding", "min_size")
+    scale_rounding: Literal["floor", "up"] = "up"
+    min_size: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4:
+class MXFP4(_Blocks):
     """4-bit floating-point weights in blocks of 32, each with a power-of-two scale: for storage.
 
     Like `MXFP8`, except that matmuls run in the compute dtype by default: 4 bits save memory, not time.
@@ -84,26 +91,17 @@ class MXFP4:
     ('mxfp4', 'mxfp4/16')
     """
 
+    kind = "mxfp4"
+    bits = 4
+
     activations: bool = False
     block_size: int = 32
-    scale_rounding: Literal["up", "floor"] = "up"
-    min_size: int = _MIN_SIZE
-
-    def __post_init__(self) -> None:
-        _check_common(self)
-        check_word(self, "scale_rounding", ("floor", "up"))
-
-    @property
-    def bits(self) -> int:
-        """Bits per stored element."""
-        return 4
-
-    def __str__(self) -> str:
-        return _spell(self, "mxfp4", 32, "activations", "scale_rounding", "min_size")
+    scale_rounding: Literal["floor", "up"] = "up"
+    min_size: int = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4:
+class NVFP4(_Blocks):
     """4-bit floating-point elements in blocks of 16: for training and storage.
 
     Each block has an e4m3 scale, and the whole tensor a float32 scale that keeps the block scales in range. Otherwise
@@ -137,53 +135,29 @@ class NVFP4:
     (True, 'nvfp4')
     """
 
+    kind = "nvfp4"
+    bits = 4
+
     activations: bool = True
     block_size: int = 16
     square_weights: bool = True
     hadamard: bool = False
     stochastic_rounding: bool = False
-    min_size: int = _MIN_SIZE
+    min_size: int = 4096
 
     def __post_init__(self) -> None:
-        _check_common(self)
-        for name in ("square_weights", "hadamard", "stochastic_rounding"):
-            check_flag(self, name)
+        super().__post_init__()
         if self.hadamard and self.block_size & (self.block_size - 1):
             raise ValueError(
                 f"The Hadamard transform needs a block_size that is a power of two, got {self.block_size}. "
                 "For example: NVFP4(block_size=16, hadamard=True)."
             )
 
-    @property
-    def bits(self) -> int:
-        """Bits per stored element."""
-        return 4
-
-    def __str__(self) -> str:
-        options = ("activations", "square_weights", "hadamard", "stochastic_rounding", "min_size")
-        return _spell(self, "nvfp4", 16, *options)
-
 
 BlockFormat = MXFP8 | MXFP4 | NVFP4
 """Formats in which a block of elements shares a scale."""
 
 
-def draws_noise(format: object) -> bool:
+def needs_rng(format: object) -> bool:
     """True if differentiated matmuls in this format need a PRNG key."""
     return isinstance(format, NVFP4) and format.activations and format.stochastic_rounding
-
-
-def _check_common(format: BlockFormat) -> None:
-    check_flag(format, "activations")
-    check_count(format, "block_size", 2, such_as=32)  # `lax.scaled_dot` takes no fewer
-    check_count(format, "min_size", 0)
-    if format.bits == 4 and format.block_size % 2:  # two elements share a byte
-        raise ValueError(
-            f"block_size of a 4-bit format must be even, got {format.block_size}. "
-            f"For example: {type(format).__name__}(block_size=16)."
-        )
-
-
-def _spell(format: BlockFormat, name: str, block_size: int, *options: str) -> str:
-    slash = "" if format.block_size == block_size else f"/{format.block_size}"
-    return f"{name}{slash}" + spell_options(format, *options)

@@ -1,29 +1,54 @@
-"""Float8 training: the format, its scaling recipes, and validation of format fields. Data only."""
+"""The base class of quantized formats, which checks and spells their fields; `Float8` and its recipes. Data only."""
 
 import dataclasses
+import typing
+from typing import Any, ClassVar, Literal, cast
 
 from .._base import did_you_mean, quote
 
 MULTIPLE = 16  # hardware multiplies 8-bit floats only if all matmul sizes are multiples of this
 ODD_ROWS = f"the number of its rows is not a multiple of {MULTIPLE}"
-_MIN_SIZE = 2**14
 
 
-def check_count(format: object, name: str, least: int, *, such_as: int = 128) -> None:
-    """Raises unless a field is an int of at least `least`."""
-    value = getattr(format, name)
-    example = f"For example: {type(format).__name__}({name}={such_as})."
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
+class CheckedFormat:
+    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default.
 
+    Attributes:
+      kind: the name in policy strings.
+      slash: the field that a number after a slash sets.
+      least: the least values of the fields that cannot be 0.
+    """
 
-def check_flag(format: object, name: str) -> None:
-    """Raises unless a field is a bool."""
-    value = getattr(format, name)
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(format).__name__}().")
+    kind: ClassVar[str]
+    slash: ClassVar[str] = ""
+    least: ClassVar[dict[str, int]] = {}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(cast(Any, self)):
+            name, value = field.name, getattr(self, field.name)
+            example = f"For example: {type(self).__name__}({name}={field.default or 1})."
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(self).__name__}().")
+            if typing.get_origin(field.type) is Literal:
+                check_word(self, name, typing.get_args(field.type))
+            if field.type is not int:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
+            if value < (least := self.least.get(name, 0)) and not self.allows(name, value):
+                raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
+
+    def allows(self, name: str, value: int) -> bool:
+        """True if a field may have this value, although it is less than the least one."""
+        del name, value
+        return False
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(cast(Any, self))
+        given = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
+        slash = f"/{given.pop(self.slash)}" if self.slash in given else ""
+        options = ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
+        return f"{self.kind}{slash}" + (f"({options})" if options else "")
 
 
 def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
@@ -32,14 +57,6 @@ def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
         example = f"For example: {type(format).__name__}({name}={known[-1]!r})."
         raise ValueError(f"Unknown {name} {quote(value)}. {did_you_mean(value, known)} {example}")
-
-
-def spell_options(format: object, *names: str) -> str:
-    """Spells the fields that differ from their defaults: `"(activations=false)"`, or an empty string."""
-    default = type(format)()
-    differing = [name for name in names if getattr(format, name) != getattr(default, name)]
-    options = [f"{name}={str(getattr(format, name)).lower()}" for name in differing]
-    return f"({','.join(options)})" if options else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,19 +140,8 @@ class DelayedScaling:
 
 Recipe = CurrentScaling | DelayedScaling
 
-_RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(),
-    "delayed/2": DelayedScaling(delay=2),
-    "delayed/most_recent": DelayedScaling("most_recent"),
-    "delayed/most_recent/2": DelayedScaling("most_recent", delay=2),
-    "current": CurrentScaling(),
-    "current/row": CurrentScaling("row"),
-}
-_LONGER = {
-    "delayed/max": DelayedScaling(),
-    "delayed/max/2": DelayedScaling(delay=2),
-    "current/tensor": CurrentScaling(),
-}
+_DELAYED = [DelayedScaling(amax, delay) for amax in ("max", "most_recent") for delay in (1, 2)]
+_RECIPES: dict[str, Recipe] = {str(x): x for x in (*_DELAYED, CurrentScaling(), CurrentScaling("row"))}
 
 
 def parse_recipe(spec: object) -> Recipe:
@@ -147,15 +153,14 @@ def parse_recipe(spec: object) -> Recipe:
     if isinstance(spec, Recipe):
         return spec
     text = "/".join(word.strip() for word in spec.lower().split("/")) if isinstance(spec, str) else ""
-    recipe = _RECIPES.get(text, _LONGER.get(text))
+    recipe = _RECIPES.get(text.replace("delayed/max", "delayed").replace("current/tensor", "current"))
     if recipe is None:
         raise ValueError(f"Unknown recipe {quote(spec)}. {did_you_mean(spec, _RECIPES)} For example: 'current/row'.")
     return recipe
 
 
-# Written by hand, because a recipe may be given as a string.
-@dataclasses.dataclass(frozen=True, init=False)
-class Float8:
+@dataclasses.dataclass(frozen=True)
+class Float8(CheckedFormat):
     """Training in float8: e4m3 matmuls in the forward pass, e5m2 times e4m3 in the backward pass.
 
     Weights stay in the parameter dtype: the operands of each matmul are scaled, saturated and rounded when it runs.
@@ -184,32 +189,16 @@ class Float8:
     'float8(recipe=current/row,margin=1)'
     """
 
-    recipe: Recipe
-    amax_history_length: int
-    margin: int
-    weight_grad: bool
-    min_size: int
+    kind = "float8"
+    slash = "amax_history_length"
+    least = {"amax_history_length": 1}  # noqa: RUF012
 
-    def __init__(
-        self,
-        recipe: Recipe | str = DelayedScaling(),  # frozen
-        amax_history_length: int = 1024,
-        margin: int = 0,
-        weight_grad: bool = True,
-        min_size: int = _MIN_SIZE,
-    ) -> None:
-        vars(self).update(
-            recipe=parse_recipe(recipe),
-            amax_history_length=amax_history_length,
-            margin=margin,
-            weight_grad=weight_grad,
-            min_size=min_size,
-        )
-        check_count(self, "amax_history_length", 1)
-        check_count(self, "margin", 0, such_as=1)
-        check_flag(self, "weight_grad")
-        check_count(self, "min_size", 0)
+    recipe: Recipe | str = DelayedScaling()
+    amax_history_length: int = 1024
+    margin: int = 0
+    weight_grad: bool = True
+    min_size: int = 2**14
 
-    def __str__(self) -> str:
-        length = "" if self.amax_history_length == Float8().amax_history_length else f"/{self.amax_history_length}"
-        return f"float8{length}" + spell_options(self, "recipe", "margin", "weight_grad", "min_size")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", parse_recipe(self.recipe))
+        super().__post_init__()

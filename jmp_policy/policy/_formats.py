@@ -2,17 +2,15 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from .._base import did_you_mean, quote
 from ._block_formats import MXFP4, MXFP8, NVFP4, BlockFormat
-from ._float8_format import Float8, check_count, check_flag, spell_options
-
-_MIN_SIZE = 4096
+from ._float8_format import CheckedFormat, Float8
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(CheckedFormat):
     """Symmetric 8-bit integer weights with a scale per output channel; by default int8 activations too.
 
     With `activations`, each row of a layer's input is quantized dynamically, with its own scale, and the matmul
@@ -34,25 +32,17 @@ class Int8:
     ('int8', 'int8(activations=false)')
     """
 
+    kind = "int8"
+    bits: ClassVar[int] = 8
+    """Bits per stored weight."""
+
     activations: bool = True
-    min_size: int = _MIN_SIZE
-
-    def __post_init__(self) -> None:
-        check_flag(self, "activations")
-        check_count(self, "min_size", 0)
-
-    @property
-    def bits(self) -> int:
-        """Bits per stored weight."""
-        return 8
+    min_size: int = 4096
 
     @property
     def for_tables(self) -> "Int8":
         """The format of embedding tables."""
         return self
-
-    def __str__(self) -> str:
-        return "int8" + spell_options(self, "activations", "min_size")
 
 
 PER_CHANNEL = -1
@@ -60,7 +50,7 @@ PER_CHANNEL = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4:
+class Int4(CheckedFormat):
     """Asymmetric 4-bit integer weights; each block of inputs of an output channel has a scale and a zero point.
 
     Activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8 bits by
@@ -82,21 +72,23 @@ class Int4:
     ('int4/128', 'int4/64', 'int4/-1')
     """
 
+    kind = "int4"
+    slash = "block_size"
+    least = {"block_size": 1}  # noqa: RUF012
+    bits: ClassVar[int] = 4
+    """Bits per stored weight."""
+
     block_size: int = 128
-    min_size: int = _MIN_SIZE
+    min_size: int = 4096
     table_bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.block_size != PER_CHANNEL:
-            check_count(self, "block_size", 1)
-        check_count(self, "min_size", 0)
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
+        super().__post_init__()
 
-    @property
-    def bits(self) -> int:
-        """Bits per stored weight."""
-        return 4
+    def allows(self, name: str, value: int) -> bool:
+        return name == "block_size" and value == PER_CHANNEL
 
     @property
     def for_tables(self) -> "Int8 | Int4":
@@ -104,7 +96,8 @@ class Int4:
         return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
 
     def __str__(self) -> str:
-        return f"int4/{self.block_size}" + spell_options(self, "min_size", "table_bits")
+        spelled = super().__str__()
+        return spelled if "/" in spelled else spelled.replace("int4", f"int4/{self.block_size}")
 
 
 StoredFormat = Int8 | Int4 | BlockFormat
@@ -112,21 +105,9 @@ StoredFormat = Int8 | Int4 | BlockFormat
 
 Quantization = StoredFormat | Float8
 
-_KINDS: dict[str, type[Quantization]] = {
-    "int8": Int8,
-    "int4": Int4,
-    "float8": Float8,
-    "mxfp8": MXFP8,
-    "mxfp4": MXFP4,
-    "nvfp4": NVFP4,
-}
+_KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, Float8, MXFP8, MXFP4, NVFP4)}
 KINDS = tuple(_KINDS)
 
-# The field that a number after a slash sets; other fields are options in parentheses.
-_SLASH = {"int4": "block_size", "float8": "amax_history_length"} | dict.fromkeys(
-    ("mxfp8", "mxfp4", "nvfp4"), "block_size"
-)
-_WORDS = ("recipe", "gradients", "scale_rounding")
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
@@ -150,16 +131,17 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     kind, place = found["kind"], f" in {quote(spec)}{where}"
     pairs = []
     if found["slash"] is not None:
-        if kind not in _SLASH:
+        if not _KINDS[kind].slash:
             raise ValueError(f"{kind} takes no '/{found['slash'].strip()}'{place}. For example: {_show_example(kind)}.")
-        pairs.append((_SLASH[kind], found["slash"]))
+        pairs.append((_KINDS[kind].slash, found["slash"]))
     options = (found["options"] or "").strip()
     pairs += [_parse_option(kind, piece, place) for piece in options.split(",") if options]
     given: dict[str, Any] = {}
     for name, value in pairs:
         if name in given:
             raise ValueError(f"{quote(name)} is given twice{place}. For example: {_show_example(kind)}.")
-        given[name] = value if name in _WORDS else _parse_value(value, kind, place)
+        is_number = _KINDS[kind].__annotations__[name] in (int, bool)
+        given[name] = _parse_value(value, kind, place) if is_number else value
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._base import parse_dtype, quote
 from ._grammar import parse_policy
-from ._policy import Policy, read_default, read_origin, set_default, temporarily_set_default
+from ._policy import Policy, default_policy, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
 from ._signatures import PolicySpec, SupportsPolicy
 
@@ -63,19 +63,15 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
                 f"__jmp_policy__() of {quote(spec)} returns the object itself. For example: 'mixed_bfloat16'."
             )
         return get_policy(answer)
-    if isinstance(spec, Mapping):
-        return get_policy(_from_config(spec))
-    dtype: Any = spec
-    return Policy(*[parse_dtype(dtype, example="'mixed_bfloat16'")] * 3)
-
-
-def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
-    if "rules" in config:
-        return PolicyMap.from_config(config)
-    if "param_dtype" in config:
-        return Policy.from_config(config)
+    if not isinstance(spec, Mapping):
+        dtype: Any = spec
+        return Policy(*[parse_dtype(dtype, example="'mixed_bfloat16'")] * 3)
+    if "rules" in spec:
+        return PolicyMap.from_config(spec).with_default(default_policy())
+    if "param_dtype" in spec:
+        return Policy.from_config(spec)
     raise ValueError(
-        f"{quote(config)} is not the config of a policy or map. "
+        f"{quote(spec)} is not the config of a policy or map. "
         "For rules by path or type: PolicyMap({'head': 'float32'})."
     )
 
@@ -93,28 +89,6 @@ def is_policy_spec(value: Any) -> bool:
     except (ValueError, TypeError):
         return False
     return True
-
-
-def default_policy() -> Policy | PolicyMap:
-    """Returns the policy that `None` means: float32 unless `set_default_policy` or `use_policy` set another.
-
-    `with_policy` and `autocast` read it when they are applied. Other code is not affected.
-
-    >>> import jmp_policy as jmp
-    >>> jmp.default_policy().name
-    'float32'
-    """
-    return read_default()
-
-
-def default_origin() -> Any:
-    """Returns the object with a `__jmp_key__()` that the default policy was made from, or None.
-
-    >>> with use_policy("mixed_bfloat16"):
-    ...     default_origin() is None
-    True
-    """
-    return read_origin()
 
 
 def set_default_policy(spec: PolicySpec) -> None:

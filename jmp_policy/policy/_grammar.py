@@ -47,6 +47,7 @@ _INFERRING = {
     "infer_float32_vars": ("float32", None, None),
     "infer_with_float32_vars": ("float32", None, None),
 }
+_DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
 _KIND = re.compile(rf"({'|'.join(KINDS)})\b")
 _QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
 _LIGHTNING = re.compile("(bf16|bfloat16|fp16|float16|16|32|64)-(mixed|true)")
@@ -59,8 +60,29 @@ def parse_policy(text: str) -> Policy:
     >>> parse_policy("C = bf16")
     Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
     """
-    if quantized := _QUANTIZED.match(text):
-        return _parse_quantized(quantized["format"], quantized["source"], text)
+    quantized = _QUANTIZED.match(text)
+    if quantized is None:
+        return _make_policy(text, _parse_plain(text))
+    format, source, where = quantized["format"], quantized["source"], f" in policy {quote(text)}"
+    if nested := _QUANTIZED.match(source):
+        parse_quantization(nested["format"], where=where)
+        _fail(f"{quote(source.strip())} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
+    try:
+        fields = _parse_plain(source)
+    except ValueError as error:
+        raise ValueError(f"In policy {quote(text)}: {error}") from None
+    return _make_policy(text, fields | {"quantization": parse_quantization(format, where=where)})
+
+
+def _make_policy(text: str, fields: dict[str, Any]) -> Policy:
+    try:
+        return Policy(**fields)
+    except ValueError as error:  # an unknown precision, or dtypes that do not fit together
+        raise ValueError(f"In policy {quote(text)}: {error}") from None
+
+
+def _parse_plain(text: str) -> dict[str, Any]:
+    """Returns the fields of a policy without quantization."""
     name = text.strip().lower()
     if kind := _KIND.match(name):
         example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
@@ -73,15 +95,13 @@ def parse_policy(text: str) -> Policy:
     if "=" in name:
         return _parse_fields(text)
     if name in _INFERRING:
-        return Policy(*_INFERRING[name])
+        return dict(zip(_DTYPES, _INFERRING[name], strict=True))
     if name.startswith("mixed_"):
-        half = _parse_half(name, text)
-        return Policy("float32", half, half)
+        return {"compute_dtype": _parse_half(name, text)}
     if name.endswith(_FLOAT32_VARS):
         base = name.removesuffix(_FLOAT32_VARS)
-        dtype = parse_dtype(base, where=f" in policy {quote(text)}", example=repr(EXAMPLE))
-        return Policy("float32", dtype, dtype)
-    return Policy(*[_parse_whole(name, text)] * 3)
+        return {"compute_dtype": parse_dtype(base, where=f" in policy {quote(text)}", example=repr(EXAMPLE))}
+    return {"param_dtype": _parse_whole(name, text)}
 
 
 def _translate_lightning(word: str, kind: str) -> str:
@@ -92,19 +112,7 @@ def _translate_lightning(word: str, kind: str) -> str:
     return f"mixed_{dtype}" if dtype in ("float16", "bfloat16") else ""
 
 
-def _parse_quantized(format: str, source: str, text: str) -> Policy:
-    where = f" in policy {quote(text)}"
-    if nested := _QUANTIZED.match(source):  # checked here, so that parse_policy recurses only once
-        parse_quantization(nested["format"], where=where)
-        _fail(f"{quote(source.strip())} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
-    try:
-        plain = parse_policy(source)
-    except ValueError as error:
-        raise ValueError(f"In policy {quote(text)}: {error}") from None
-    return plain.replace(quantization=parse_quantization(format, where=where))
-
-
-def _parse_fields(text: str) -> Policy:
+def _parse_fields(text: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -123,13 +131,7 @@ def _parse_fields(text: str) -> Policy:
         else:
             where = f" in {quote(part.strip())} of policy {quote(text)}"
             given[field] = parse_dtype(value, where=where, example=repr(EXAMPLE))
-    given.setdefault("param_dtype", np.dtype(np.float32))
-    given.setdefault("compute_dtype", given["param_dtype"])
-    given.setdefault("output_dtype", given["compute_dtype"])
-    try:
-        return Policy(**given)
-    except ValueError as error:  # an unknown precision, or dtypes that do not fit together
-        raise ValueError(f"In policy {quote(text)}: {error}") from None
+    return given
 
 
 def _parse_half(name: str, text: str) -> np.dtype:

@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ import numpy as np
 from .._base import DTypeLike, cast_floating, did_you_mean, first_floating_dtype, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._formats import Quantization, parse_quantization
+
+if TYPE_CHECKING:
+    from ._policy_map import PolicyMap
 
 T = TypeVar("T")
 
@@ -278,7 +281,7 @@ def _parse_precision(precision: Precision) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyedDefault:
+class _KeyedDefault:
     """A default policy and the object (of `compat.keras`, say) that it was made from.
 
     Compiled functions are keyed by the object's `__jmp_key__()` at the time it became the default, not by the object.
@@ -298,17 +301,30 @@ _SCOPED: contextvars.ContextVar[tuple[int, Any] | None] = contextvars.ContextVar
 _GLOBAL = [_CONTEXT.value]
 
 
-def read_default() -> Any:
-    """Returns the default policy or map."""
-    value = _CONTEXT.value
+def default_policy() -> "Policy | PolicyMap":
+    """Returns the policy that `None` means: float32 unless `set_default_policy` or `use_policy` set another.
+
+    `with_policy` and `autocast` read it when they are applied. Other code is not affected.
+
+    >>> import jmp_policy as jmp
+    >>> jmp.default_policy().name
+    'float32'
+    """
+    value: Any = _CONTEXT.value
     _check_task(value)
-    return value.policy if isinstance(value, KeyedDefault) else value
+    return value.policy if isinstance(value, _KeyedDefault) else value
 
 
-def read_origin() -> Any:
-    """Returns the object that the default policy was made from, or None if there is none or it has changed since."""
-    value = _CONTEXT.value
-    is_origin_kept = isinstance(value, KeyedDefault) and value.origin.__jmp_key__() == value.key
+def default_origin() -> Any:
+    """Returns the object that the default policy was made from, or None if there is none or it has changed since.
+
+    >>> import jmp_policy as jmp
+    >>> with jmp.use_policy("mixed_bfloat16"):
+    ...     default_origin() is None
+    True
+    """
+    value: Any = _CONTEXT.value
+    is_origin_kept = isinstance(value, _KeyedDefault) and value.origin.__jmp_key__() == value.key
     return value.origin if is_origin_kept else None
 
 
@@ -342,4 +358,4 @@ def _check_task(value: Any) -> None:
 
 
 def _key_by_origin(policy: Hashable, spec: Any) -> Any:
-    return KeyedDefault(policy, spec.__jmp_key__(), spec) if hasattr(spec, "__jmp_key__") else policy
+    return _KeyedDefault(policy, spec.__jmp_key__(), spec) if hasattr(spec, "__jmp_key__") else policy

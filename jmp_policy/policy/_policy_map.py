@@ -14,7 +14,7 @@ import jax
 from .._base import describe, list_paths_to, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._grammar import parse_policy
-from ._policy import Policy, read_default
+from ._policy import Policy, default_policy
 
 _SHOWN = 5  # paths in a message
 
@@ -189,8 +189,7 @@ class PolicyMap:
         >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
-        default = self.default or read_default()
-        scales = [spec.loss_scale() for spec in (default, *(rule.policy for rule in self.rules))]
+        scales = [policy.loss_scale() for policy in list_policies(self.with_default(default_policy()))]
         return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
 
     def unused(self, modules: Iterable[str] | Mapping[str, type]) -> tuple[Key, ...]:
@@ -267,7 +266,7 @@ class PolicyMap:
         return None if hiding is None else hiding.key
 
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
-        default = self.default or read_default()
+        default = self.default or default_policy()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
 
     def __repr__(self) -> str:
@@ -283,6 +282,14 @@ def match_policy(given: Policy | PolicyMap, path: str, module_type: type | Mappi
     if isinstance(given, PolicyMap):
         return given.match(path, module_type)
     return Match(given, None, boundary=False)
+
+
+def list_policies(given: Policy | PolicyMap) -> list[Policy]:
+    """Lists a policy itself, or the policies of a map."""
+    if isinstance(given, Policy):
+        return [given]
+    policies = [rule.policy for rule in given.rules]
+    return policies if given.default is None else [*policies, given.default]
 
 
 _INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._base import DTypeLike, is_floating_dtype
-from ..policy import BlockFormat, Float8, Quantization, draws_noise, parse_quantization
+from ..policy import BlockFormat, Float8, Quantization, needs_rng, parse_quantization
 from ._products import (
     Bilinear,
     Call,
@@ -25,9 +25,9 @@ from ._products import (
     multiply_quantized,
     needs_state,
     new_state,
-    why_weight_wide,
+    reason_not_float8,
 )
-from ._weights import Layout, QuantizedArray, StoredWeight, Unquantized, block_length, fake_quantize, table_layout
+from ._weights import FakeQuantized, Layout, QuantizedArray, StoredWeight, block_length, fake_quantize, table_layout
 
 
 def dot_general(
@@ -135,7 +135,7 @@ def embedding_lookup(table: StoredWeight, indices: jax.Array, dtype: DTypeLike |
     """Looks up rows of a quantized embedding table, and dequantizes only these.
 
     Args:
-      table: a `QuantizedArray` of shape `(rows, features)` with a scale per row, or an `Unquantized`.
+      table: a `QuantizedArray` of shape `(rows, features)` with a scale per row, or an `FakeQuantized`.
       indices: integers of any shape.
       dtype: dtype of the output; by default the dtype of the table.
 
@@ -154,7 +154,7 @@ def embedding_lookup(table: StoredWeight, indices: jax.Array, dtype: DTypeLike |
     if isinstance(table, QuantizedArray):
         rows: StoredWeight = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
     else:
-        rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
+        rows = FakeQuantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
     return fake_quantize(rows, dtype)
 
 
@@ -215,7 +215,7 @@ def _multiply(
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
-    if isinstance(rhs, QuantizedArray | Unquantized):
+    if isinstance(rhs, QuantizedArray | FakeQuantized):
         _check_format(rhs, format)
         _check_key(rhs.format, key)
         _check_floating(lhs)
@@ -226,7 +226,7 @@ def _multiply(
     _check_floating(lhs)
     if isinstance(format, Float8):
         _check_floating(rhs)
-        if why_weight_wide(operation, lhs.shape, rhs.shape, format) is not None:
+        if reason_not_float8(operation, lhs.shape, rhs.shape, format) is not None:
             return operation.compute(lhs, rhs.astype(lhs.dtype))
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))
     if isinstance(format, BlockFormat):
@@ -236,7 +236,7 @@ def _multiply(
             inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
             block_length(Layout((inputs,), 1), format)
             return block_product(operation, lhs, rhs, format, key)
-    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)), key)
+    return multiply_quantized(operation, lhs, FakeQuantized(rhs, format, _find_layout(operation, rhs.shape)), key)
 
 
 def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
@@ -267,7 +267,7 @@ def _check_state(format: Quantization | None, state: State | None) -> None:
 
 def _check_key(format: Quantization | None, key: jax.Array | None) -> None:
     """Rejects a key unless the format rounds stochastically; the derivative reports a missing key."""
-    if key is not None and not draws_noise(format):
+    if key is not None and not needs_rng(format):
         raise ValueError(
             f"{format and str(format)!r} uses no stochastic rounding, but got a key. For example: "
             "quantization='nvfp4(stochastic_rounding=true)'."

@@ -7,7 +7,7 @@ from typing import Any
 from .._base import did_you_mean, is_floating_dtype
 from ..policy import Policy, PolicyMap, default_policy, stored_format_of
 from ._numbers import Clip, check_clip
-from ._weights import Layout, QuantizedArray, choose_format, quantize_array, why_left
+from ._weights import Layout, QuantizedArray, choose_format, quantize_array, reason_unquantized
 
 _SHOWN = 5  # unquantized weights in an error
 
@@ -87,7 +87,7 @@ def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
         return None
     if not is_floating_dtype(array.dtype):
         return "it is not floating"
-    return why_left(array.shape, layout, format)
+    return reason_unquantized(array.shape, layout, format)
 
 
 def _parse_magnitude(path: str, value: Any) -> float:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_reduce_dtype, spread_specs
-from ..policy import Policy, PolicyMap, PolicySpec, get_policy
+from ..policy import PolicySpec, get_policy, list_policies
 
 
 def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:
@@ -23,12 +23,12 @@ def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
 
 
 def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
-    return {one.compute_dtype for one in list_policies(policy) if one.compute_dtype is not None}
+    return {one.compute_dtype for one in list_policies(get_policy(policy)) if one.compute_dtype is not None}
 
 
 def apply_reduce_dtype(spec: PolicySpec) -> None:
     """Makes the matmuls of gradients output the reduce dtype, if it is wider than the compute dtype."""
-    for policy in list_policies(spec):
+    for policy in list_policies(get_policy(spec)):
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
             meet_reduce_dtype(policy.reduce_dtype)
@@ -42,7 +42,7 @@ def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
 
 
 def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
-    found = {getattr(policy, field) for policy in list_policies(spec)}
+    found = {getattr(policy, field) for policy in list_policies(get_policy(spec))}
     if len(found) > 1:
         names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
         raise ValueError(
@@ -51,15 +51,6 @@ def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
             "'params=float32,compute=bfloat16,reduce=float32'."
         )
     return next(iter(found))
-
-
-def list_policies(spec: PolicySpec) -> list[Policy]:
-    """Lists the policies of a map, or the single policy of a spec."""
-    policy = get_policy(spec)
-    if not isinstance(policy, PolicyMap):
-        return [policy]
-    default = [] if policy.default is None else [policy.default]
-    return [*(rule.policy for rule in policy.rules), *default]
 
 
 Path = tuple[Any, ...]

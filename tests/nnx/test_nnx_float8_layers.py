@@ -77,7 +77,7 @@ LEFT = {  # how to make it, what it takes, and why its products stay as they are
     "few rows": (lambda rngs: nnx.Linear(16, 32, rngs=rngs), X[:3], "the number of its rows is not a multiple of 16"),
     "groups": (lambda rngs: nnx.Conv(16, 32, (3,), feature_group_count=2, rngs=rngs), BATCH, "one of groups"),
     "written function": (lambda rngs: nnx.Linear(16, 32, dot_general=product, rngs=rngs), BATCH, "function of its own"),
-    "ConvTranspose": (lambda rngs: nnx.ConvTranspose(16, 32, (3,), rngs=rngs), BATCH, "none that could be another"),
+    "ConvTranspose": (lambda rngs: nnx.ConvTranspose(16, 32, (3,), rngs=rngs), BATCH, "function of its own"),
     "Embed": (lambda rngs: nnx.Embed(32, 16, rngs=rngs), jnp.zeros((4, 4), jnp.int32), "the rows of a table are read"),
 }
 

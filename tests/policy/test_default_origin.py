@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy.policy._get_policy import default_origin
+from jmp_policy.policy import default_origin
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from quant_reference import fresh
 
 from jmp_policy.quant import Int8, conv_general_dilated, dot_general, embedding_lookup, quantize_array
 from jmp_policy.quant._weights._layout import Layout, kernel_layout, table_layout
-from jmp_policy.quant._weights._weight import Unquantized
+from jmp_policy.quant._weights._weight import FakeQuantized
 
 ROWS = (((1,), (0,)), ((), ()))
 FORMATS = ("int8", "int8(activations=false)", "int4/8")
@@ -80,7 +80,7 @@ def test_a_stored_weight_gets_no_gradient_and_the_input_gets_its_own(format):
 @pytest.mark.slow
 def test_a_table_passes_gradients_to_the_rows_that_were_read():
     table, indices = array(7, 16), jnp.array([0, 3, 3])
-    weight = lambda table: Unquantized(table, Int8(), table_layout(table.shape))
+    weight = lambda table: FakeQuantized(table, Int8(), table_layout(table.shape))
     gradient = jax.jit(jax.grad(lambda table: jnp.sum(embedding_lookup(weight(table), indices))))(table)
     np.testing.assert_array_equal(gradient, jnp.zeros((7, 16)).at[indices].add(1.0))
 

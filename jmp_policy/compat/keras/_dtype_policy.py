@@ -109,20 +109,14 @@ def _parse(name: object) -> JmpPolicy:
         )
     try:
         policy = parse_policy(name)
+        if policy.quantization is not None:
+            raise ValueError("It is quantized. For example: QuantizedDTypePolicy('int8', 'mixed_bfloat16').")
     except ValueError as error:
-        raise ValueError(f"{_cannot_convert(name)} {error}") from None
-    if policy.quantization is not None:
         raise ValueError(
-            f"{_cannot_convert(name)} It is quantized. For example: QuantizedDTypePolicy('int8', 'mixed_bfloat16')."
-        )
+            f"Cannot convert {quote(name)} to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
+            f"'mixed_bfloat16', and the name of any float dtype such as 'float32'. {error}"
+        ) from None
     return policy
-
-
-def _cannot_convert(name: str) -> str:
-    return (
-        f"Cannot convert {quote(name)} to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
-        "'mixed_bfloat16', and the name of any float dtype such as 'float32'."
-    )
 
 
 def _name(dtype: np.dtype | None) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._base import did_you_mean, quote
-from ...policy import FROM, KINDS, Float8, Policy as JmpPolicy, PolicySpec, get_policy, is_policy_spec
+from ...policy import FROM, Float8, Policy as JmpPolicy, PolicySpec, get_policy, is_policy_spec
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
 from ._loss_scale import Policy
 from ._quantized_dtype_policy import (
@@ -15,13 +15,11 @@ from ._quantized_dtype_policy import (
     read_block_size,
 )
 
-_IN_KERAS = (DTypePolicy, FloatDTypePolicy)
-_IN_DTYPE_POLICIES = (QuantizedDTypePolicy, QuantizedFloat8DTypePolicy, Int4DTypePolicy)
-_CLASSES: dict[str, type] = {kind.__name__: kind for kind in (*_IN_KERAS, *_IN_DTYPE_POLICIES, Policy)}
+_QUANTIZED = (QuantizedDTypePolicy, QuantizedFloat8DTypePolicy, Int4DTypePolicy)
+_CLASSES: dict[str, type] = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, *_QUANTIZED, Policy)}
 _CLASSES["PolicyV1"] = Policy  # in files of TensorFlow 2.4
-_MODULES = dict.fromkeys((kind.__name__ for kind in _IN_KERAS), "keras") | dict.fromkeys(
-    ("DTypePolicyMap", *(kind.__name__ for kind in _IN_DTYPE_POLICIES)), "keras.dtype_policies"
-)
+_MODULES = {"DTypePolicy": "keras", "FloatDTypePolicy": "keras", "DTypePolicyMap": "keras.dtype_policies"}
+_MODULES |= {kind.__name__: "keras.dtype_policies" for kind in _QUANTIZED}
 _EXAMPLE = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
 
 
@@ -56,7 +54,7 @@ def parse_dtype_policy(name: str | None) -> DTypePolicy:
     if name is None:
         return convert_policy(default_jmp_policy())
     if not isinstance(name, str) or FROM not in name.lower():
-        return _make_unquantized(name)
+        return DTypePolicy(name)
     at = name.lower().index(FROM)
     mode, source_name = name[:at], name[at + len(FROM) :]
     if mode.strip().lower() == FLOAT8:
@@ -83,18 +81,6 @@ def convert_policy(policy: JmpPolicy) -> DTypePolicy:
     return _make_quantized(mode, source_name)
 
 
-def _make_unquantized(name: str) -> DTypePolicy:
-    try:
-        return DTypePolicy(name)
-    except ValueError:
-        if not name.strip().lower().startswith(KINDS):
-            raise
-    raise ValueError(
-        f"Cannot convert `policy` into a valid pair of mode and source name. Received: {quote(name)}. "
-        "For example: 'int8_from_mixed_bfloat16'."
-    )
-
-
 def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
     kind = QuantizedDTypePolicy if read_block_size(mode) is None else Int4DTypePolicy
     return kind(mode, source_name)
@@ -108,12 +94,7 @@ def serialize_policy(policy: DTypePolicy) -> dict[str, Any]:
     """
     name = type(policy).__name__
     # For an unknown class, Keras raises only if the module is missing.
-    return {
-        "module": _MODULES.get(name),
-        "class_name": name,
-        "config": policy.get_config(),
-        "registered_name": None,
-    }
+    return {"module": _MODULES.get(name), "class_name": name, "config": policy.get_config(), "registered_name": None}
 
 
 def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> Any:

@@ -50,38 +50,24 @@ def LossScaleOptimizer(
     >>> float(state.loss_scale.loss_scale), state.loss_scale.period
     (32768.0, 2000)
     """
-    scale = _check_scale(initial_scale)
+    scale: Any = initial_scale
+    if not isinstance(scale, jax.Array):
+        _check("initial_scale", scale, int | float | np.integer | np.floating, "a positive finite number")
+        scale = float(scale)
     if not dynamic:
         return loss_scaled(inner_optimizer, StaticLossScale(scale))
-    return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, _check_steps(dynamic_growth_steps)))
+    _check("dynamic_growth_steps", dynamic_growth_steps, int | np.integer, "a positive int")
+    return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, int(dynamic_growth_steps)))
 
 
-def _check_scale(value: object) -> Any:
-    if isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"`initial_scale` must be a number, got {value}: `dynamic`, the second argument in tf.keras, is by keyword "
-            f"here. For example: LossScaleOptimizer(inner, dynamic={value})."
+def _check(name: str, value: Any, kinds: Any, must_be: str) -> None:
+    is_kind = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_kind or not 0 < value < float("inf"):
+        raise (ValueError if is_kind else TypeError)(
+            f"`{name}` must be {must_be}, got {quote(value)}. For example: "
+            "LossScaleOptimizer(inner, 2.0**15, dynamic_growth_steps=2000, dynamic=True). A loss scale of another kind "
+            "goes to jmp_policy.optim.loss_scaled(inner, loss_scale)."
         )
-    if isinstance(value, jax.Array):
-        return value
-    received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, 2.0**15)."
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(
-            f"`initial_scale` must be a number, {received} "
-            "A loss scale of another kind goes to jmp_policy.optim.loss_scaled(inner, loss_scale)."
-        )
-    if not 0 < value < float("inf"):
-        raise ValueError(f"`initial_scale` must be positive and finite, {received}")
-    return float(value)
-
-
-def _check_steps(value: object) -> int:
-    received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, dynamic_growth_steps=2000)."
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`dynamic_growth_steps` must be an int, {received}")
-    if value < 1:
-        raise ValueError(f"`dynamic_growth_steps` must be at least one, {received}")
-    return int(value)
 
 
 def make_dynamic_loss_scale(scale: Any, period: int, factor: float = 2.0) -> DynamicLossScale:

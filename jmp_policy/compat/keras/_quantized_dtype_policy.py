@@ -61,12 +61,12 @@ class QuantizedDTypePolicy(DTypePolicy):
 def _format(mode: object, compute_dtype: str | None) -> Quantization:
     if isinstance(mode, str) and mode.strip().lower() == FLOAT8:
         return KERAS_FLOAT8
+    if not isinstance(mode, str):
+        raise ValueError(explain_mode(mode))
     try:
-        format = parse_quantization(mode) if isinstance(mode, str) else None
+        format = parse_quantization(mode)
     except ValueError as error:
         raise ValueError(f"{explain_mode(mode)} {error}") from None
-    if format is None:
-        raise ValueError(explain_mode(mode))
     if isinstance(format, Int8) and compute_dtype == "float16":
         raise ValueError(
             f"Quantization mode={quote(mode)} doesn't work well with compute_dtype='float16' in Keras. For example: "
@@ -116,7 +116,7 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
         if mode != FLOAT8:
             raise ValueError(explain_mode(mode, (FLOAT8,)))
         super().__init__(mode, source_name)
-        self._amax_history_length = _check_length(amax_history_length)
+        self._amax_history_length = amax_history_length
         format = dataclasses.replace(KERAS_FLOAT8, amax_history_length=amax_history_length)
         self._policy = self._policy.replace(quantization=format)
 
@@ -128,15 +128,6 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of this policy, for JSON."""
         return super().get_config() | {"amax_history_length": self.amax_history_length}
-
-
-def _check_length(amax_history_length: object) -> int:
-    received = f"Received: amax_history_length={quote(amax_history_length)}. For example: 1024."
-    if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
-        raise TypeError(f"`amax_history_length` must be an integer. {received}")
-    if amax_history_length < 1:
-        raise ValueError(f"`amax_history_length` must be positive. {received}")
-    return amax_history_length
 
 
 class Int4DTypePolicy(QuantizedDTypePolicy):

@@ -1,15 +1,14 @@
 """Finds the sums of a gradient jaxpr to upcast, from the gradients backwards."""
 
 import enum
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, sub_jaxprs
+from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
 
 PRODUCTS = MATMULS
 SUMS = having(Fact.SUMS)
@@ -36,55 +35,47 @@ class Origin(enum.IntEnum):
     DATA = 2
 
 
-def find_origins(program: Jaxpr, arguments: Sequence[Origin]) -> dict[Var, Origin]:
+@remember_by_jaxpr
+def find_origins(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Origin]:
     """Finds the origins of the values of a jaxpr. Looks into its sub-jaxprs, but does not list their values.
 
     Captured arrays count as data: a loss function may capture its batch.
 
     >>> import jax
     >>> body = jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 1.0).jaxpr
-    >>> origins = find_origins(body, [Origin.PARAMETER, Origin.DATA])
+    >>> origins = find_origins(body, (Origin.PARAMETER, Origin.DATA))
     >>> [origins[var].name for var in body.outvars]
     ['PARAMETER', 'DATA']
     """
-    known, key = _ORIGINS.setdefault(program, {}), tuple(arguments)
-    if key not in known:
-        known[key] = _find(program, key)
-    return known[key]
-
-
-_ORIGINS: weakref.WeakKeyDictionary[Any, dict[tuple[Origin, ...], dict[Var, Origin]]] = weakref.WeakKeyDictionary()
-
-
-def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
-    """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
-    arguments = [read_origin(outer, origins) for outer, _ in body.inputs]
-    while body.carry and body.outputs:
-        inside = find_origins(body.program, arguments)
-        after = list(arguments)
-        for i in body.carry:
-            after[i] = max(after[i], read_origin(body.program.outvars[i - body.carry.start], inside))
-        if after == arguments:
-            break
-        arguments = after
-    return tuple(arguments)
-
-
-def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
-    return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
-
-
-def _find(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Origin]:
     origins = dict(zip(program.invars, arguments, strict=True)) | dict.fromkeys(program.constvars, Origin.DATA)
     for eqn in program.eqns:
         origins |= _find_results(eqn, origins)
     return origins
 
 
+def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
+    """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
+    arguments = tuple(read_origin(outer, origins) for outer, _ in body.inputs)
+    while body.carry and body.outputs:
+        inside = find_origins(body.program, arguments)
+        after = list(arguments)
+        for i in body.carry:
+            after[i] = max(after[i], read_origin(body.program.outvars[i - body.carry.start], inside))
+        if tuple(after) == arguments:
+            break
+        arguments = tuple(after)
+    return arguments
+
+
+def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
+    return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
+
+
 def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin]:
     bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
     if not bodies:
-        return dict.fromkeys(eqn.outvars, _join(read_origin(atom, origins) for atom in eqn.invars))
+        origin = max((read_origin(atom, origins) for atom in eqn.invars), default=Origin.CONSTANT)
+        return dict.fromkeys(eqn.outvars, origin)
     # An output may come from any of several sub-jaxprs, such as the branches of a cond.
     results = dict.fromkeys(eqn.outvars, Origin.CONSTANT)
     if eqn.primitive.name == "cond":
@@ -96,10 +87,6 @@ def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin
     return results
 
 
-def _join(origins: Iterable[Origin]) -> Origin:
-    return max(origins, default=Origin.CONSTANT)
-
-
 class Need(enum.IntEnum):
     """Reason to upcast a value; the greatest one counts."""
 
@@ -109,7 +96,7 @@ class Need(enum.IntEnum):
     GRADIENT = 3  # it is a gradient, up to moves, and not yet summed
 
 
-class Place(NamedTuple):
+class Upcasts(NamedTuple):
     """Upcast outputs of an equation.
 
     Attributes:
@@ -134,21 +121,15 @@ class Obstacle(NamedTuple):
 class Marks(NamedTuple):
     """Result for one jaxpr: the place of each equation (or None), the need of each input, and the ends of walks."""
 
-    places: list[Place | None]
+    places: list[Upcasts | None]
     arguments: tuple[Need, ...]
     obstacles: tuple[Obstacle, ...]
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Marks]] = weakref.WeakKeyDictionary()
-
-
-def find_marks(program: Jaxpr, needs: Sequence[Need], origins: Sequence[Origin], dtype: np.dtype) -> Marks:
+@remember_by_jaxpr
+def find_marks(program: Jaxpr, needs: tuple[Need, ...], origins: tuple[Origin, ...], dtype: np.dtype) -> Marks:
     """Finds the values of a jaxpr to upcast to `dtype`, from the needs of its outputs and the origins of its inputs."""
-    known = _KNOWN.setdefault(program, {})
-    key = tuple(needs), tuple(origins), dtype
-    if key not in known:
-        known[key] = _Walk(program, origins, dtype).go_back(needs)
-    return known[key]
+    return _Walk(program, origins, dtype).go_back(needs)
 
 
 def is_narrower(dtype: Any, other: np.dtype) -> bool:
@@ -167,7 +148,7 @@ def is_narrower(dtype: Any, other: np.dtype) -> bool:
 class _Walk:
     """Walks through one jaxpr, from its last equation to its first."""
 
-    def __init__(self, program: Jaxpr, origins: Sequence[Origin], dtype: np.dtype):
+    def __init__(self, program: Jaxpr, origins: tuple[Origin, ...], dtype: np.dtype):
         self._program, self._dtype = program, dtype
         self._origins = find_origins(program, origins)
         self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
@@ -181,18 +162,17 @@ class _Walk:
 
     def go_back(self, needs: Sequence[Need]) -> Marks:
         for atom, need in zip(self._program.outvars, needs, strict=True):
-            self._ask(atom, need)
+            self._ask(need, atom)
         places = [self._visit(eqn) for eqn in reversed(self._program.eqns)][::-1]
         arguments = tuple(self._need_of(var) for var in self._program.invars)
         return Marks(places, arguments, tuple(self._obstacles))
 
-    def _ask(self, atom: Var | Literal, need: Need) -> None:
-        """Requests that a value is upcast, unless it is made from parameters alone, which are not summed over the
-        batch.
-        """
-        if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is not Origin.PARAMETER:
-            self._needs[atom] = max(need, self._need_of(atom))
-            self._asked[atom] = self._asked.get(atom, 0) + 1
+    def _ask(self, need: Need, *atoms: Var | Literal) -> None:
+        """Requests upcasts of values. Those made from parameters alone are not summed over the batch, and stay."""
+        for atom in atoms:
+            if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is not Origin.PARAMETER:
+                self._needs[atom] = max(need, self._need_of(atom))
+                self._asked[atom] = self._asked.get(atom, 0) + 1
 
     def _origin(self, atom: Var | Literal) -> Origin:
         return read_origin(atom, self._origins)
@@ -200,7 +180,7 @@ class _Walk:
     def _need_of(self, atom: Any) -> Need:
         return self._needs.get(atom, Need.NONE)
 
-    def _visit(self, eqn: JaxprEqn) -> Place | None:
+    def _visit(self, eqn: JaxprEqn) -> Upcasts | None:
         """Decides which outputs of `eqn` to upcast (all its consumers have been visited), and propagates this to its
         inputs.
         """
@@ -216,12 +196,12 @@ class _Walk:
         if name in PRODUCTS:
             return self._visit_product(eqn, need)
         if name in SUMS:
-            self._ask_all(eqn.invars, Need.SUMMED)
+            self._ask(Need.SUMMED, *eqn.invars)
             return self._widen(eqn, needs)
         if name == SCATTERED_SUM:
             table, _, rows = eqn.invars
-            self._ask(table, need)
-            self._ask(rows, Need.SUMMED)
+            self._ask(need, table)
+            self._ask(Need.SUMMED, rows)
             return self._widen(eqn, needs)
         if name in MULTIPLICATIONS:
             return self._visit_multiplication(eqn, need)
@@ -231,38 +211,38 @@ class _Walk:
             self._check_opaque(eqn)
         return None
 
-    def _widen(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place:
+    def _widen(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Upcasts:
         """Returns the place of an equation that sums. A reduce dtype that is narrower than its dtype is an obstacle."""
         for var in eqn.outvars:
             dtype = float_dtype(var)
             if dtype is not None and dtype != self._dtype and not is_narrower(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=False))
-        return Place(tuple(needs))
+        return Upcasts(tuple(needs))
 
-    def _visit_product(self, eqn: JaxprEqn, need: Need) -> Place | None:
+    def _visit_product(self, eqn: JaxprEqn, need: Need) -> Upcasts | None:
         """Visits a matmul. With data it sums over the batch; with a parameter its other operand may still be a
         gradient.
         """
         factors = [atom for atom in eqn.invars[:2] if self._origin(atom) is not Origin.PARAMETER]
         if len(factors) < 2 and need is not Need.GRADIENT:
             return None
-        self._ask_all(factors, need if len(factors) == 1 else Need.SUMMED)
+        self._ask(need if len(factors) == 1 else Need.SUMMED, *factors)
         return self._widen(eqn, [need])
 
-    def _visit_multiplication(self, eqn: JaxprEqn, need: Need) -> Place:
+    def _visit_multiplication(self, eqn: JaxprEqn, need: Need) -> Upcasts:
         candidates = [atom for atom in eqn.invars if _has_axes(atom) and self._origin(atom) is Origin.DATA]
-        self._ask_all(candidates, need if len(candidates) == 1 else min(need, Need.PERHAPS))
-        return Place((need,))
+        self._ask(need if len(candidates) == 1 else min(need, Need.PERHAPS), *candidates)
+        return Upcasts((need,))
 
-    def _visit_move(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place:
+    def _visit_move(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Upcasts:
         if is_pairwise(eqn):
             for atom, own in zip(eqn.invars, needs, strict=True):
-                self._ask(atom, own)
-            return Place(tuple(needs))
-        self._ask_all(eqn.invars, max(needs))
-        return Place((max(needs),) * len(needs))
+                self._ask(own, atom)
+            return Upcasts(tuple(needs))
+        self._ask(max(needs), *eqn.invars)
+        return Upcasts((max(needs),) * len(needs))
 
-    def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place | None:
+    def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Upcasts | None:
         """Visits an equation with sub-jaxprs, with a fixed point over the carry of a loop."""
         bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
         wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
@@ -270,7 +250,7 @@ class _Walk:
         if not bodies or not any(wanted.values()):
             return None
         origins = tuple(map(max, zip(*(list_argument_origins(body, self._origins) for body in bodies), strict=True)))
-        inner = [wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs]
+        inner = tuple(wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs)
         while True:
             found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
             after = _go_around(bodies[0], found[0].arguments, inner)
@@ -281,14 +261,10 @@ class _Walk:
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
             for (outer, _), need in zip(body.inputs, marks.arguments, strict=True):
-                self._ask(outer, need)
+                self._ask(need, outer)
                 if need is not Need.NONE and isinstance(outer, Var):
                     entering.add(outer)
-        return Place(tuple(inner), origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
-
-    def _ask_all(self, atoms: Sequence[Var | Literal], need: Need) -> None:
-        for atom in atoms:
-            self._ask(atom, need)
+        return Upcasts(inner, origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
 
     def _is_read_for_this(self, var: Var) -> bool:
         """True if all consumers of a value requested the upcast."""
@@ -314,13 +290,13 @@ class _Walk:
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))
 
 
-def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> list[Need]:
+def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> tuple[Need, ...]:
     """Adds the needs of the carry inputs of a loop to its carry outputs."""
     after = list(needs)
     for i in body.carry:
         result = i - body.carry.start
         after[result] = max(after[result], arguments[i])
-    return after
+    return tuple(after)
 
 
 def _has_axes(atom: Var | Literal) -> bool:

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import Args, DTypeLike, Kwargs, PyTree, is_array, name_state, parse_dtype, warn_once, warn_user
 from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
-from ._marks import Need, Obstacle, Origin, Place, find_marks
+from ._marks import Need, Obstacle, Origin, Upcasts, find_marks
 from ._widening import Widening
 
 KeyPath = tuple[Any, ...]
@@ -70,21 +70,21 @@ def _trace_and_run(
     with explain_tracing("value_and_grad", ", reduce_dtype='float32'"):
         traced = trace(results.take_arrays(fun), args, kwargs)
     old, names = traced.program, results.names
-    origins = [Origin.PARAMETER if id(leaf) in parameters else Origin.DATA for leaf in traced.leaves]
+    origins = tuple([Origin.PARAMETER if id(leaf) in parameters else Origin.DATA for leaf in traced.leaves])
     marks = find_marks(old.jaxpr, _list_needs(names), origins, dtype)
     if marks.obstacles and _is_refused(old.jaxpr, names, origins, dtype, on_opaque):
         return results.put_back(evaluate(old, *traced.leaves))
     # Inputs and outputs keep their dtypes: gradients have the dtype of their parameter.
     kinds, wanted = [[float_dtype(var) for var in atoms] for atoms in (old.jaxpr.invars, old.jaxpr.outvars)]
-    place = Place(_list_needs(names), tuple(origins))
-    new = Rewriter(Widening(dtype)).rewrite(old, [*map(AbstractValue, kinds)], place, wanted).program
+    upcasts = Upcasts(_list_needs(names), origins)
+    new = Rewriter(Widening(dtype)).rewrite(old, [*map(AbstractValue, kinds)], upcasts, wanted).program
     return results.put_back(evaluate(new, *traced.leaves))
 
 
 def _is_refused(
     program: Jaxpr,
     names: Sequence[str | None],
-    origins: Sequence[Origin],
+    origins: tuple[Origin, ...],
     dtype: np.dtype,
     on_opaque: Literal["error", "warn"] | None,
 ) -> bool:

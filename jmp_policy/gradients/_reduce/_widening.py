@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.extend.source_info_util import new_name_stack
 
 from ..._jaxpr import AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
-from ._marks import PRODUCTS, SCATTERED_SUM, Place, find_marks, is_narrower, is_pairwise
+from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower, is_pairwise
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
@@ -89,12 +89,12 @@ class Widening(Rule):
 
     dtype: np.dtype
 
-    def contexts(self, outer: Place | None, program: Jaxpr) -> Sequence[Place | None]:
+    def contexts(self, outer: Upcasts | None, program: Jaxpr) -> Sequence[Upcasts | None]:
         if outer is None or len(outer.needs) != len(program.outvars):  # the latter is the condition of a `while`
             return [None] * len(program.eqns)
         return find_marks(program, outer.needs, outer.origins, self.dtype).places
 
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Place | None) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Upcasts | None) -> list[Value]:
         traced = [AbstractValue(float_dtype(var)) for var in eqn.outvars]
         if context is None:
             return body.append(eqn, self._restore(eqn, values, body), traced)
@@ -120,7 +120,7 @@ class Widening(Rule):
         return body.append(eqn, atoms, kinds, make_scatter_params(eqn, self.dtype) if is_sum else None)
 
     def cast_operands(
-        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Place | None
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Upcasts | None
     ) -> list[Value]:
         if context is None:
             return self._restore_values(eqn, values, body, [False] * len(values))
@@ -138,10 +138,10 @@ class Widening(Rule):
     def accumulated(self, kind: AbstractValue) -> AbstractValue:
         return kind
 
-    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Place | None) -> bool:
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Upcasts | None) -> bool:
         return False
 
-    def rewrites_primal_only(self, eqn: JaxprEqn, context: Place | None) -> bool:
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: Upcasts | None) -> bool:
         return False
 
     def _convert(self, eqn: JaxprEqn, value: Value, body: JaxprBuilder, kind: AbstractValue) -> list[Value]:

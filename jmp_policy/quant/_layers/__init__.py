@@ -6,10 +6,12 @@ from ._layer import (
     Multiply as Multiply,
     Promote as Promote,
     WeightedLayer as WeightedLayer,
+    attend as attend,
     find_accumulate_dtype as find_accumulate_dtype,
     find_row as find_row,
     is_narrower as is_narrower,
     is_own as is_own,
+    multiply_wide as multiply_wide,
     spell_format as spell_format,
     why_layer_wide as why_layer_wide,
 )

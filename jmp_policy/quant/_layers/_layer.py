@@ -1,6 +1,7 @@
 """Matmuls of Flax layers under a policy: quantized, in float8, or with an accumulate dtype."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,20 +12,31 @@ import numpy as np
 from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
-from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, draws_noise
-from .._operations import OPERATIONS
+from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
+from .._operations import OPERATIONS, dot_general
 from .._products import (
     Call,
+    Dot,
     State,
     float8_product,
     is_block_product,
     is_integer_product,
+    label_dot,
     needs_state,
+    reason_not_float8,
     why_sizes_wide,
-    why_weight_wide,
     wide_product,
 )
-from .._weights import Layout, QuantizedArray, Unquantized, fake_quantize, kernel_layout, layer_size, prepare_weight
+from .._weights import (
+    WHY_TABLES_WIDE,
+    FakeQuantized,
+    Layout,
+    QuantizedArray,
+    fake_quantize,
+    kernel_layout,
+    layer_size,
+    prepare_weight,
+)
 
 WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
 
@@ -52,9 +64,9 @@ class WeightedLayer:
         """The matmul of the layer, unless its author gave it another one."""
         return None if self.operation is None else OPERATIONS[self.operation].default
 
-    def draws_noise(self, format: object) -> bool:
+    def needs_rng(self, format: object) -> bool:
         """True if the format rounds gradients at random; it does not in convolutions."""
-        return self.operation in ("dot_general", "einsum") and draws_noise(format)
+        return self.operation in ("dot_general", "einsum") and needs_rng(format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +104,10 @@ class LayerProduct:
     def stored_format(self) -> StoredFormat | None:
         return None if isinstance(self.format, Float8) else self.format
 
+    def promote_arrays(self, *arrays: Any, **options: Any) -> tuple[Any, ...]:
+        """Calls the `promote_dtype` of the layer."""
+        return tuple(self.promote(*((arrays,) if self.as_tuple else arrays), **options))
+
 
 @dataclasses.dataclass(frozen=True)
 class Promote:
@@ -102,9 +118,7 @@ class Promote:
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         product = self.product
         given = arrays[0] if product.as_tuple else arrays
-        promote = lambda *arrays: tuple(
-            product.promote(*((arrays,) if product.as_tuple else arrays), dtype=dtype, **options)
-        )
+        promote = functools.partial(product.promote_arrays, dtype=dtype, **options)
         if len(given) != 3:  # not an (inputs, weight, bias) call
             return promote(*given)
         inputs, weight, bias = given
@@ -112,7 +126,7 @@ class Promote:
         if product.stored_format is not None:
             layout = product.layout or kernel_layout(weight.shape, None if bias is None else bias.shape)
             weight = prepare_weight(weight, product.stored_format, layout, product.where)
-            is_stored = isinstance(weight, QuantizedArray | Unquantized)
+            is_stored = isinstance(weight, QuantizedArray | FakeQuantized)
 
         # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
         is_uncast = product.stored_format is None and product.accumulate is not None
@@ -144,7 +158,7 @@ class Multiply:
         product, format = self.product, self.product.format
         assert product.operation is not None
         kind = OPERATIONS[product.operation]
-        is_stored = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
+        is_stored = any(isinstance(operand, QuantizedArray | FakeQuantized) for operand in operands)
         if product.accumulate is None and not isinstance(format, Float8):
             multiply, options = (kind.quantized, self._add_key(options)) if is_stored else (kind.default, options)
             return multiply(*operands, **options)
@@ -157,7 +171,7 @@ class Multiply:
         wide_options = options if dtype is None else options | {"preferred_element_type": dtype}
         if is_stored and (dtype is None or _multiplies_stored(call)):
             out = kind.quantized(*operands, **self._add_key(wide_options))
-        elif float8 is not None and why_weight_wide(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
+        elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
             operation = kind.describe(*operands, **wide_options).operation
             state = product.state() if product.state is not None and needs_state(float8) else None
             out = float8_product(operation, call.lhs, call.rhs, float8, state)
@@ -180,7 +194,30 @@ def _multiplies_stored(call: Call) -> bool:
 def _dequantize(weight: Any) -> jax.Array:
     if isinstance(weight, QuantizedArray):
         return lax.stop_gradient(weight.dequantize())
-    return fake_quantize(weight) if isinstance(weight, Unquantized) else weight
+    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else weight
+
+
+def attend(product: LayerProduct, query: jax.Array, table: Any, dtype: Any, out_sharding: Any = None) -> Any:
+    """Multiplies a query by the table of an embedding; returns `None` if the layer's own method does the same.
+
+    A stored table is multiplied as it is, and any other with sums in the accumulate dtype.
+    """
+    # The dtype of the table counts in the promotion, its values stay.
+    inputs = product.promote_arrays(query, jnp.zeros((), table.dtype), dtype=dtype)[0]
+    if isinstance(table, QuantizedArray | FakeQuantized):
+        options: dict[str, Any] = {"preferred_element_type": product.accumulate, "out_sharding": out_sharding}
+        return dot_general(inputs, table, (((inputs.ndim - 1,), (1,)), ((), ())), **options)
+    if product.accumulate is None or not is_narrower(inputs, product.accumulate):
+        return None
+    return multiply_wide(inputs, table, 1, product.accumulate, out_sharding)
+
+
+def multiply_wide(
+    inputs: jax.Array, matrix: jax.Array, axis: int, dtype: np.dtype, out_sharding: Any = None
+) -> jax.Array:
+    """Contracts the last axis of the inputs with one axis of a matrix, with sums in `dtype`."""
+    compute = Dot((((inputs.ndim - 1,), (axis,)), ((), ())), out_sharding=out_sharding)
+    return wide_product(label_dot(inputs.ndim, 2, compute), inputs, matrix, dtype, inputs.dtype)
 
 
 def is_own(function: object) -> bool:
@@ -197,10 +234,15 @@ def is_narrower(x: jax.Array, dtype: np.dtype) -> bool:
     return is_floating_dtype(x.dtype) and x.dtype.itemsize < dtype.itemsize
 
 
-def find_accumulate_dtype(policy: Policy) -> np.dtype | None:
-    """Returns the accumulate dtype of a policy: float32 instead of float64, unless x64 is enabled."""
-    dtype = policy.accumulate_dtype
-    return None if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype | None:
+    """Returns the accumulate dtype of a policy, unless a layer computes in it anyway.
+
+    It is float32 instead of float64, unless x64 is enabled.
+    """
+    if policy.accumulate_dtype is None:
+        return None
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(policy.accumulate_dtype))
+    return dtype if compute_dtype is None or np.dtype(compute_dtype).itemsize < dtype.itemsize else None
 
 
 def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
@@ -213,16 +255,24 @@ def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer |
 
 
 def why_layer_wide(
-    shape: tuple[int, ...], layout: Layout, format: Float8, *, is_convolution: bool = False, groups: int = 1
+    layer: WeightedLayer | None, shape: tuple[int, ...], layout: Layout, format: Float8, *, is_open: bool, groups: int
 ) -> str | None:
     """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`.
 
-    >>> why_layer_wide((3, 3, 3, 64), Layout((3, 3, 3), 1), Float8(min_size=0), is_convolution=True)
+    `is_open`: its author left its matmul to the default.
+
+    >>> convolution = WeightedLayer("kernel", "conv_general_dilated", "conv_general_dilated")
+    >>> layout, format = Layout((3, 3, 3), 1), Float8(min_size=0)
+    >>> why_layer_wide(convolution, (3, 3, 3, 64), layout, format, is_open=True, groups=1)
     'the length 3 is not a multiple of 16'
     """
+    if layer is not None and layer.weight == "embedding":
+        return WHY_TABLES_WIDE
+    if layer is None or not is_open:
+        return "it multiplies by a function of its own"
     if groups != 1:
         return "its convolution is one of groups"
-    inputs = layout.contracted[-1] if is_convolution else layout.length
+    inputs = layout.contracted[-1] if layer.operation == "conv_general_dilated" else layout.length
     return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
 
 

@@ -19,9 +19,10 @@ from ._bilinear import (
 from ._block_product import ROUNDING as ROUNDING, block_product as block_product
 from ._float8_product import (
     float8_product as float8_product,
+    has_float8 as has_float8,
+    reason_not_float8 as reason_not_float8,
     warn_of_odd_rows as warn_of_odd_rows,
     why_sizes_wide as why_sizes_wide,
-    why_weight_wide as why_weight_wide,
 )
 from ._product import (
     is_block_product as is_block_product,

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from ..._base import vary
 from ..._jaxpr import ROUNDING_SCOPE
-from ...policy import NVFP4, BlockFormat, draws_noise
+from ...policy import NVFP4, BlockFormat, needs_rng
 from .._numbers import Blocks, dequantize, fence_on_cpu, mix_rows, pad_axis, round_gradient, round_input, round_weight
 from .._weights import QuantizedArray
 from ._amax_history import varying_axes
@@ -31,9 +31,9 @@ def block_product(
 ) -> jax.Array:
     """Computes `operation(left, weight)` with both operands in blocks, and likewise in the backward pass.
 
-    The caller has checked `why_left` and `is_matmul`. A floating weight is rounded from its own dtype; its gradient is
-    summed in float32 and has the dtype of the weight. The output has the dtype of `left`, or the operation's preferred
-    one.
+    The caller has checked `reason_unquantized` and `is_matmul`. A floating weight is rounded from its own dtype; its
+    gradient is summed in float32 and has the dtype of the weight. The output has the dtype of `left`, or the
+    operation's preferred one.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
@@ -149,7 +149,7 @@ def _forward(
 def _forward_for_gradient(
     format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    if key is None and draws_noise(format):
+    if key is None and needs_rng(format):
         raise ValueError(
             f"{str(format)!r} rounds gradients stochastically, and a matmul that is differentiated has no key. Pass "
             f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "

@@ -15,7 +15,7 @@ from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import OBSERVING, remember_weakly, vary, warn_once
-from ...policy import MULTIPLE, CurrentScaling, DelayedScaling, Float8, Policy, PolicyMap
+from ...policy import MULTIPLE, CurrentScaling, DelayedScaling, Float8, Policy, PolicyMap, list_policies
 from .._numbers import Scaled, compute_current_scale, measure_amax, saturate
 from ._amax_history import (
     DTYPES,
@@ -39,7 +39,7 @@ def float8_product(
     """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
     If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
-    `why_weight_wide`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
+    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
     `left`, or the operation's preferred one.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
@@ -171,7 +171,7 @@ def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: b
 
     A call that `initializes` parameters does not warn: its input is often a single example.
     """
-    if not _has_float8(given):
+    if not has_float8(given):
         yield
         return
     seen: list[tuple[int, np.dtype]] = []
@@ -192,14 +192,11 @@ def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: b
 
 
 @remember_weakly
-def _has_float8(given: Policy | PolicyMap) -> bool:
-    if isinstance(given, Policy):
-        return isinstance(given.quantization, Float8)
-    policies = [rule.policy for rule in given.rules]
-    return any(map(_has_float8, policies)) or (given.default is not None and _has_float8(given.default))
+def has_float8(given: Policy | PolicyMap) -> bool:
+    return any(isinstance(policy.quantization, Float8) for policy in list_policies(given))
 
 
-def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
+def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
     """Returns the reason why matmuls with a weight stay in the compute dtype whatever the input, or None."""
     if isinstance(operation.compute, Convolution):
         return _why_convolution_wide(dict(operation.compute.options), right, format)

@@ -28,7 +28,7 @@ def multiply_quantized(
       of stored blocks.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
-    The derivative passes straight through the rounding, to `left` and to an `Unquantized` weight. The output has the
+    The derivative passes straight through the rounding, to `left` and to an `FakeQuantized` weight. The output has the
     dtype of `left`, or the operation's preferred one. `key` is for `NVFP4` with `stochastic_rounding`.
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).

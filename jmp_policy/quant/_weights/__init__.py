@@ -15,15 +15,15 @@ from ._layout import (
     choose_format as choose_format,
     kernel_layout as kernel_layout,
     layer_size as layer_size,
+    reason_unquantized as reason_unquantized,
     stack_shape as stack_shape,
     table_layout as table_layout,
     weight_layout as weight_layout,
-    why_left as why_left,
 )
 from ._weight import (
     WEIGHT_NAMES as WEIGHT_NAMES,
+    FakeQuantized as FakeQuantized,
     StoredWeight as StoredWeight,
-    Unquantized as Unquantized,
     fake_quantize as fake_quantize,
     match_format as match_format,
     prepare_weight as prepare_weight,

@@ -103,13 +103,13 @@ def choose_format(quantization: StoredFormat, layout: Layout) -> StoredFormat:
 WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
 
 
-def why_left(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat) -> str | None:
+def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat) -> str | None:
     """Returns the reason why a weight stays in the compute dtype, or None if it is quantized.
 
-    >>> why_left((8, 8), kernel_layout((8, 8)), Int4())
+    >>> reason_unquantized((8, 8), kernel_layout((8, 8)), Int4())
     '64 elements are fewer than min_size=4096'
     >>> from jmp_policy.quant import MXFP8
-    >>> why_left((100, 128), kernel_layout((100, 128)), MXFP8())
+    >>> reason_unquantized((100, 128), kernel_layout((100, 128)), MXFP8())
     'blocks of 32 do not divide its 100 inputs'
     """
     if isinstance(quantization, BlockFormat) and not layout.channels:

@@ -9,13 +9,13 @@ import jax
 from ..._jaxpr import ROUNDING_SCOPE
 from ...policy import Int4, StoredFormat
 from ._array import QuantizedArray, quantize_array
-from ._layout import Layout, block_length, choose_format, why_left
+from ._layout import Layout, block_length, choose_format, reason_unquantized
 
 WEIGHT_NAMES = ("kernel", "embedding")  # Flax's names of weights to quantize, if they have two or more axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Unquantized:
+class FakeQuantized:
     """Floating weight that computes like a quantized one: in training, and before `quant.quantize`."""
 
     array: Any
@@ -39,7 +39,7 @@ class Unquantized:
         return quantize_array(self.array, self.format, self.layout)
 
 
-StoredWeight = QuantizedArray | Unquantized
+StoredWeight = QuantizedArray | FakeQuantized
 
 
 def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
@@ -68,13 +68,13 @@ def _straight_through(
 
 
 def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str = "") -> Any:
-    """Prepares an array for a matmul: quantized, `Unquantized`, or unchanged if `why_left` has a reason."""
+    """Prepares an array for a matmul: quantized, `FakeQuantized`, or unchanged if `reason_unquantized` has a reason."""
     if isinstance(array, QuantizedArray):
         return match_format(array, format, where)
     format = choose_format(format, layout)
-    if why_left(array.shape, layout, format):
+    if reason_unquantized(array.shape, layout, format):
         return array
-    weight = Unquantized(array, format, layout.of(array.shape))
+    weight = FakeQuantized(array, format, layout.of(array.shape))
     if isinstance(format, Int4):
         block_length(weight.layout, format, where)  # raises here, where the name of the weight is known
     return weight
