@@ -12,8 +12,20 @@ from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
 from ._primitives import CALLED
-from ._program import Atom, Program, body_of, float_dtype, list_variables, replace_variables, scan_parts, without_mesh
-from ._rule import AbstractValue, Context, JaxprBuilder, Rule, Value
+from ._program import (
+    AbstractValue,
+    Atom,
+    JaxprBuilder,
+    Program,
+    Value,
+    body_of,
+    float_dtype,
+    list_variables,
+    replace_variables,
+    scan_parts,
+    without_mesh,
+)
+from ._rule import Context, Rule
 
 
 class Rewritten(NamedTuple):
@@ -74,7 +86,7 @@ class Rewriter:
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            fused = rule.fuse(old, i, read_atom, body, contexts)
+            fused = self._fuse(old, i, read_atom, body, contexts)
             count, results = fused or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
@@ -86,6 +98,11 @@ class Rewriter:
         invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
         new = replace_variables(program, invars, body.equations, outvars, old.debug_info)
         return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
+
+    def _fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[Context]
+    ) -> tuple[int, list[Value]] | None:
+        return self.rule.fuse(program, start, read, body, contexts)
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         write = WRITERS.get(eqn.primitive.name)
