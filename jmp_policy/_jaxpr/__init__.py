@@ -39,6 +39,7 @@ from ._program import (
     AbstractValue as AbstractValue,
     Atom as Atom,
     JaxprBuilder as JaxprBuilder,
+    Pass as Pass,
     Program as Program,
     Step as Step,
     SubJaxpr as SubJaxpr,

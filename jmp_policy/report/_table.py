@@ -40,6 +40,11 @@ class Table:
     gap: int = 2
 
 
+def make_columns(texts: str, numbers: str = "") -> list[Column]:
+    """Makes columns of texts, and then of numbers, from headers that are separated by commas."""
+    return [*map(Column, texts.split(", ")), *(Column(name, is_number=True) for name in numbers.split(", ") if name)]
+
+
 def measure_width() -> int | None:
     """Returns the width of the terminal or of `COLUMNS` in the environment; None if there is neither, as for a file."""
     columns = os.environ.get("COLUMNS", "")

@@ -17,6 +17,7 @@ from ...report import (
     format_bytes,
     is_fitting,
     list_places,
+    make_plain,
     name_place,
     shorten_dtypes,
     shorten_policy,
@@ -78,9 +79,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain strings, numbers and lists."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        return plain | {"policy": None if self.policy is None else self.policy.name}
+        return make_plain(self) | {"policy": None if self.policy is None else self.policy.name}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
