@@ -83,7 +83,7 @@ def _derive_fact(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
     return Fact(
         given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
-        constants=_collect_constants(step, facts),
+        constants=_join_constants(facts) if step.name in ("add", "sub") else (),
         made=made,
         narrowest=narrowest,
         is_gradient=gradient,
@@ -138,8 +138,7 @@ def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
         return floats[0]
     # Of several values that become one, a computed value says more than an argument.
     first = next((fact for fact in floats if not fact.given), floats[0])
-    constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
-    return first._replace(given=_join_origins(floats), constants=constants)
+    return first._replace(given=_join_origins(floats), constants=_join_constants(floats))
 
 
 def _join_origins(facts: Sequence[Fact]) -> str:
@@ -148,14 +147,8 @@ def _join_origins(facts: Sequence[Fact]) -> str:
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
 
-_FEW = 8
-"""A fact remembers so many constants."""
-
-
-def _collect_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
-    if step.name not in ("add", "sub"):
-        return ()
-    return tuple(constant for fact in facts for constant in fact.constants)[:_FEW]
+def _join_constants(facts: Sequence[Fact]) -> tuple[Any, ...]:
+    return tuple(constant for fact in facts for constant in fact.constants)[:8]  # a few suffice
 
 
 def _recognize(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
@@ -171,25 +164,12 @@ def _recognize_total(step: Step, facts: Sequence[Fact]) -> str:
     return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _recognize_kept(step, facts[:1])
 
 
-def _recognize_product(step: Step, facts: Sequence[Fact]) -> str:
-    if step.operands[0] is step.operands[-1]:
-        return "square"
-    return _recognize_kept(step, facts)
-
-
 def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
     above, below = facts
     if below.made == "sum of exp" and above.made == "exp":
         return "softmax"
     if below.made == "one and exp" and (above.given or above.made == "exp"):
         return "sigmoid"
-    return _recognize_kept(step, facts)
-
-
-def _recognize_sum(step: Step, facts: Sequence[Fact]) -> str:
-    kinds = [fact.made or bool(fact.given) for fact in facts]
-    if "exp" in kinds and True in kinds:
-        return "one and exp"
     return _recognize_kept(step, facts)
 
 
@@ -221,9 +201,13 @@ _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
     "reduce_min": _recognize_kept,
     "neg": _recognize_kept,
     "abs": _recognize_kept,
-    "mul": _recognize_product,
+    "mul": lambda step, facts: "square" if step.operands[0] is step.operands[-1] else _recognize_kept(step, facts),
     "div": _recognize_quotient,
-    "add": _recognize_sum,
+    "add": lambda step, facts: (
+        "one and exp"
+        if any(fact.made == "exp" for fact in facts) and any(fact.given and not fact.made for fact in facts)
+        else _recognize_kept(step, facts)
+    ),
     "sub": _recognize_kept,
     "max": _recognize_kept,
     "min": _recognize_kept,
