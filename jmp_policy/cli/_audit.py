@@ -3,14 +3,10 @@
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
-from ._command import add_call
+from ._command import Commands, add_call
 from ._outputs import print_report
 from ._user_code import load_call
-
-if TYPE_CHECKING:
-    from ._command import Commands
 
 _EPILOG = """\
 For example, where train.py has train_step(state, batch): write in it
@@ -21,7 +17,7 @@ dtypes, backward, count); rows (path, operation, dtype, backward, count, flops, 
 dtype, source, path, backward, count, flops); uncounted_loops; flops; bytes."""
 
 
-def add_audit(commands: "Commands") -> None:
+def add_audit(commands: Commands) -> None:
     """Adds `jmp-policy audit` to the subparsers of argparse."""
     parser = commands.add_parser(
         "audit",

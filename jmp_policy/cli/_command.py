@@ -1,17 +1,12 @@
-"""Shared by the commands: user errors, argument types, and the console."""
+"""Shared by the commands: user errors and arguments."""
 
 import argparse
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._base import escape_controls
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    Commands = argparse._SubParsersAction  # what `add_subparsers` returns
+Commands = Any
+"""Result of `add_subparsers`."""
 
 
 class UserError(ValueError):
@@ -49,17 +44,3 @@ def integer_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def make_console() -> "Console":
-    """Makes a console that prints text unchanged, except that it escapes control characters.
-
-    Paths may contain brackets, and names of files and modules control characters. In a notebook it prints plain output.
-    """
-    from rich.console import Console
-
-    class EscapingConsole(Console):
-        def render_str(self, text: str, **options: Any) -> "Text":
-            return super().render_str(escape_controls(text), **options)
-
-    return EscapingConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)

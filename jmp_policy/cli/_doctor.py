@@ -2,12 +2,9 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-from ._command import make_console
-
-if TYPE_CHECKING:
-    from ._command import Commands
+from ._command import Commands
+from ._outputs import print_text
 
 _EPILOG = """\
 --json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
@@ -15,7 +12,7 @@ sizes; matmuls, a list (name, dtype, multiplied_in, teraflops, speedup); steps, 
 multiplied_in); recommendation (policy, reason). Speed-ups are over float32: larger is better."""
 
 
-def add_doctor(commands: "Commands") -> None:
+def add_doctor(commands: Commands) -> None:
     """Adds `jmp-policy doctor` to the subparsers of argparse."""
     parser = commands.add_parser(
         "doctor",
@@ -34,5 +31,5 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        make_console().print(str(diagnosis))
+        print_text(diagnosis)
     return 0

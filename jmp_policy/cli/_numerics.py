@@ -5,13 +5,12 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from ._command import UserError, add_call
+from ._command import Commands, UserError, add_call
 from ._outputs import add_files, check_files, print_report, write_files
 from ._user_code import check_numbers, load_call
 
 if TYPE_CHECKING:
     from ..numerics import Stats
-    from ._command import Commands
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
@@ -24,7 +23,7 @@ of the second bin of histograms; rows (path, primitive, source, function, direct
 amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
 
-def add_numerics(commands: "Commands") -> None:
+def add_numerics(commands: Commands) -> None:
     """Adds `jmp-policy numerics` to the subparsers of argparse."""
     parser = commands.add_parser(
         "numerics",

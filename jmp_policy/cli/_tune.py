@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._command import UserError, add_call, integer_from
+from ._command import Commands, UserError, add_call, integer_from
 from ._outputs import add_files, check_files, check_folder, print_report, write_files
 from ._user_code import check_numbers, load_call, load_function, make_arguments
 
 if TYPE_CHECKING:
     from .. import Tuning
-    from ._command import Commands
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
@@ -25,7 +24,7 @@ half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_con
 error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 
 
-def add_tune(commands: "Commands") -> None:
+def add_tune(commands: Commands) -> None:
     """Adds `jmp-policy tune` to the subparsers of argparse."""
     parser = commands.add_parser(
         "tune",

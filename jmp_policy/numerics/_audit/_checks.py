@@ -132,10 +132,10 @@ def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None or target not in HALF or source == target:
         return
-    widening = facts[0].widening
-    is_trip = widening is not None and not backward and float_dtype(widening.operands[0]) == target
+    first = None if backward else facts[0].widening
+    is_trip = first is not None and float_dtype(first.operands[0]) == target and not is_backward(first.scope)
     # Two casts that somebody wrote. A function of jax.numpy has its reasons for both, as has a transposed cast.
-    if is_trip and not _is_one_call(widening, step) and not is_backward(widening.scope):
+    if first is not None and is_trip and not _is_one_call(first, step):
         yield Suspicion("round-trip-cast", step, f"from {target} to {source} and back", (target, source))
     for constant in facts[0].constants:
         wide = np.asarray(constant).astype(np.float64)

@@ -15,28 +15,19 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Fact(NamedTuple):
-    """Facts of a value.
+    """Facts of a value."""
 
-    Attributes:
-      given: where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument
-        itself, at most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
-      constants: the arrays and numbers that are among its elements, or were added to them.
-      widening: the conversion that widened it from half precision; it was at most moved since.
-      made: its name in the language of losses and norms, such as `"sum of exp"`, or the empty string.
-      narrowest: the narrowest dtype in which that was made.
-      is_gradient: whether a backward pass made it; it was at most moved, converted or scaled since.
-      summed: the step of a backward pass that added it up in half precision; it was at most moved or converted since.
-      carried: the body of the loop that carries it.
-    """
-
+    # Where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument itself, at
+    # most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
     given: str = ""
-    constants: tuple[Any, ...] = ()
-    widening: Step | None = None
-    made: str = ""
-    narrowest: np.dtype | None = None
-    is_gradient: bool = False
+    constants: tuple[Any, ...] = ()  # the arrays and numbers that are among its elements, or were added to them
+    widening: Step | None = None  # the conversion that widened it from half precision; it was at most moved since
+    made: str = ""  # its name in the language of losses and norms, such as `"sum of exp"`, or the empty string
+    narrowest: np.dtype | None = None  # the narrowest dtype in which that was made
+    is_gradient: bool = False  # whether a backward pass made it; it was at most moved, converted or scaled since
+    # The step of a backward pass that added it up in half precision; it was at most moved or converted since.
     summed: Step | None = None
-    carried: Jaxpr | None = None
+    carried: Jaxpr | None = None  # the body of the loop that carries it
 
 
 ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
