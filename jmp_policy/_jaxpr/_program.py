@@ -138,23 +138,15 @@ def strip_transformations(stack: str) -> str:
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation runs.
+    """A jaxpr that an equation runs."""
 
-    Attributes:
-      program: the jaxpr.
-      consts: the arrays that it closes over, in the order of `program.constvars`.
-      inputs: operands of the equation, each with the argument that it becomes.
-      outputs: outputs of the jaxpr, each with the output of the equation that it becomes.
-      carry: positions of the arguments that a loop carries.
-      trips: number of runs per run of the equation: 1 if it is unknown, and 0 for a branch of a
-        `lax.platform_dependent` for another platform.
-    """
-
-    program: Jaxpr
-    consts: Sequence[Any]
-    inputs: list[tuple[Atom, Atom]]
-    outputs: list[tuple[Atom, Atom]]
-    carry: range = range(0)
+    program: Jaxpr  # the jaxpr
+    consts: Sequence[Any]  # the arrays that it closes over, in the order of `program.constvars`
+    inputs: list[tuple[Atom, Atom]]  # operands of the equation, each with the argument that it becomes
+    outputs: list[tuple[Atom, Atom]]  # outputs of the jaxpr, each with the output of the equation that it becomes
+    carry: range = range(0)  # positions of the arguments that a loop carries
+    # Number of runs per run of the equation: 1 if it is unknown, and 0 for a branch of a `lax.platform_dependent` for
+    # another platform.
     trips: int = 1
 
 
@@ -234,26 +226,18 @@ def _make_sub_jaxpr(
 
 
 class Step(NamedTuple):
-    """One step of `walk`.
+    """One step of `walk`."""
 
-    Attributes:
-      name: the name of the primitive; `"link"` for a value that enters or leaves a sub-jaxpr, `"carry"` for one that
-        enters the first iteration of a loop, `"constant"` for an array that a sub-jaxpr closes over.
-      operands: the values that are read.
-      results: the values that are computed.
-      eqn: the equation; for a link and a constant, the one that runs the sub-jaxpr.
-      scope: the name stacks of the enclosing equations and of this one, joined by `/`.
-      around: the enclosing equations, outermost first, each with the sub-jaxpr that contains the step.
-      trips: how often it runs.
-    """
-
+    # The name of the primitive; `"link"` for a value that enters or leaves a sub-jaxpr, `"carry"` for one that enters
+    # the first iteration of a loop, `"constant"` for an array that a sub-jaxpr closes over.
     name: str
-    operands: Sequence[Any]
-    results: Sequence[Any]
-    eqn: JaxprEqn
-    scope: str
+    operands: Sequence[Any]  # the values that are read
+    results: Sequence[Any]  # the values that are computed
+    eqn: JaxprEqn  # the equation; for a link and a constant, the one that runs the sub-jaxpr
+    scope: str  # the name stacks of the enclosing equations and of this one, joined by `/`
+    # The enclosing equations, outermost first, each with the sub-jaxpr that contains the step.
     around: tuple[tuple[JaxprEqn, Jaxpr], ...] = ()
-    trips: int = 1
+    trips: int = 1  # how often it runs
 
 
 def walk(
@@ -303,15 +287,10 @@ def list_live(program: Jaxpr) -> list[JaxprEqn]:
 
 
 class AbstractValue(NamedTuple):
-    """A rule's knowledge of a value. A jaxpr is rewritten once per combination of these.
+    """A rule's knowledge of a value. A jaxpr is rewritten once per combination of these."""
 
-    Attributes:
-      dtype: the dtype of the value in the new jaxpr; None unless it is a real floating dtype.
-      state: any hashable object of the rule.
-    """
-
-    dtype: Any
-    state: Any = None
+    dtype: Any  # the dtype of the value in the new jaxpr; None unless it is a real floating dtype
+    state: Any = None  # any hashable object of the rule
 
 
 class Value(NamedTuple):

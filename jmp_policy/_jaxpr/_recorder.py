@@ -16,16 +16,11 @@ from ._source import RECORD
 
 
 class RecordedOp(NamedTuple):
-    """The operation of one row of a record.
+    """The operation of one row of a record."""
 
-    Attributes:
-      step: the equation, and the equations around it.
-      result: the position of the measured output.
-      turns: the iterations of the enclosing loops, outermost first, without loops whose iterations share a row.
-    """
-
-    step: Step
-    result: int
+    step: Step  # the equation, and the equations around it
+    result: int  # the position of the measured output
+    # The iterations of the enclosing loops, outermost first, without loops whose iterations share a row.
     turns: tuple[int, ...] = ()
 
     def move_out(self, eqn: JaxprEqn, body: Jaxpr, iteration: int | None = None) -> "RecordedOp":

@@ -29,17 +29,11 @@ from ._rule import Context, Rule
 
 
 class Rewritten(NamedTuple):
-    """A rewritten jaxpr.
+    """A rewritten jaxpr."""
 
-    Attributes:
-      program: the new jaxpr, of the class of the old one.
-      kinds: the kinds of its outputs.
-      made: the kinds of its outputs before the casts to the requested dtypes.
-    """
-
-    program: Any
-    kinds: tuple[AbstractValue, ...]
-    made: tuple[AbstractValue, ...]
+    program: Any  # the new jaxpr, of the class of the old one
+    kinds: tuple[AbstractValue, ...]  # the kinds of its outputs
+    made: tuple[AbstractValue, ...]  # the kinds of its outputs before the casts to the requested dtypes
 
 
 class Rewriter:

@@ -18,13 +18,10 @@ _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDict
 
 
 class Rule(abc.ABC):
-    """Decides how each equation is rewritten. Rules are hashable, and equal rules share rewritten jaxprs.
+    """Decides how each equation is rewritten. Rules are hashable, and equal rules share rewritten jaxprs."""
 
-    Attributes:
-      rewritten: the rewritten jaxprs by original jaxpr. A rule that refers to objects that must be freed before the
-        jaxprs needs a mapping of its own.
-    """
-
+    # The rewritten jaxprs by original jaxpr. A rule that refers to objects that must be freed before the jaxprs needs
+    # a mapping of its own.
     rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
 
     @abc.abstractmethod

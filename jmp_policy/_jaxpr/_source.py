@@ -165,16 +165,11 @@ _NO_SCOPES = frozenset({
 
 
 class Modules(NamedTuple):
-    """The modules of a program, which distinguish module paths from other scopes in a name stack.
+    """The modules of a program, which distinguish module paths from other scopes in a name stack."""
 
-    Attributes:
-      types: pairs of the path and type of each module.
-      roots: scopes of root linen modules: class names, which paths leave out.
-      methods: pairs of a module path and a scope with a method name, such as `encoder.encode`.
-    """
-
-    types: tuple[tuple[str, type], ...] = ()
-    roots: frozenset[str] = frozenset()
+    types: tuple[tuple[str, type], ...] = ()  # pairs of the path and type of each module
+    roots: frozenset[str] = frozenset()  # scopes of root linen modules: class names, which paths leave out
+    # Pairs of a module path and a scope with a method name, such as `encoder.encode`.
     methods: frozenset[tuple[str, str]] = frozenset()
 
 

@@ -18,17 +18,11 @@ _NO_WRAP = "white-space:nowrap"
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-      header: the text above it.
-      is_number: whether its cells are aligned right.
-      wraps: whether a long cell continues on the next line, between two words.
-    """
-
-    header: str
-    is_number: bool = False
-    wraps: bool = False
+    header: str  # the text above it
+    is_number: bool = False  # whether its cells are aligned right
+    wraps: bool = False  # whether a long cell continues on the next line, between two words
 
 
 @dataclasses.dataclass(frozen=True)

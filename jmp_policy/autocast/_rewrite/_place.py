@@ -33,23 +33,14 @@ ScopeRow = tuple[Key, Policy | str]
 
 
 class Scope(NamedTuple):
-    """The settings for the operations of a scope. None means as in the rest of the function.
+    """The settings for the operations of a scope. None means as in the rest of the function."""
 
-    Attributes:
-      compute_dtype: the dtype of low operations.
-      treatment: one of `TREATMENTS`, for all operations together.
-      output_dtype: the dtype of outputs where they are used outside.
-      accumulate_dtype: the output dtype of matmuls.
-      precision: the matmul precision, and the default one that it replaces.
-      path: the outermost path that the rule covers.
-    """
-
-    compute_dtype: np.dtype | None = None
-    treatment: str | None = None
-    output_dtype: np.dtype | None = None
-    accumulate_dtype: np.dtype | None = None
-    precision: tuple[str, str | None] | None = None
-    path: str = ""
+    compute_dtype: np.dtype | None = None  # the dtype of low operations
+    treatment: str | None = None  # one of `TREATMENTS`, for all operations together
+    output_dtype: np.dtype | None = None  # the dtype of outputs where they are used outside
+    accumulate_dtype: np.dtype | None = None  # the output dtype of matmuls
+    precision: tuple[str, str | None] | None = None  # the matmul precision, and the default one that it replaces
+    path: str = ""  # the outermost path that the rule covers
 
     def set_precision(self, eqn: JaxprEqn) -> JaxprEqn:
         """Sets the matmul precision of an equation, unless its author wrote one."""
@@ -212,26 +203,17 @@ class Function(NamedTuple):
 
 
 class EquationPlace(NamedTuple):
-    """The place of an equation.
+    """The place of an equation."""
 
-    Attributes:
-      backward: True in a backward pass.
-      function: the function of the tables that contains the equation.
-      path: the path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used
-        at two paths is rewritten once.
-      scope: the settings for that path.
-      steep: its outputs that reach an operation that is steep where others saturate.
-      logarithmic: its outputs that reach a logarithm, even through sums.
-      saved: its outputs that only a backward pass reads, for loops under an accumulate dtype.
-    """
-
-    backward: bool = False
-    function: Function | None = None
+    backward: bool = False  # True in a backward pass
+    function: Function | None = None  # the function of the tables that contains the equation
+    # The path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used at
+    # two paths is rewritten once.
     path: str = ""
-    scope: Scope | None = None
-    steep: frozenset[int] = NONE
-    logarithmic: frozenset[int] = NONE
-    saved: frozenset[int] = NONE
+    scope: Scope | None = None  # the settings for that path
+    steep: frozenset[int] = NONE  # its outputs that reach an operation that is steep where others saturate
+    logarithmic: frozenset[int] = NONE  # its outputs that reach a logarithm, even through sums
+    saved: frozenset[int] = NONE  # its outputs that only a backward pass reads, for loops under an accumulate dtype
 
     @property
     def treatment(self) -> str | None:
