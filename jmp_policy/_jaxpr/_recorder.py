@@ -1,6 +1,7 @@
 """The interface of a recorder, and the equations that call it."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -101,6 +102,7 @@ class Devices(NamedTuple):
         return jax.shard_map(run, mesh=self.mesh, axis_names=set(self.axes), check_vma=self.checks, **specs)
 
 
+@dataclasses.dataclass(frozen=True)
 class RecorderCalls:
     """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
 
@@ -108,15 +110,9 @@ class RecorderCalls:
     equations, and shard_map would check how each of their constants varies.
     """
 
-    def __init__(self, recorder: Recorder, within: tuple[Devices, ...] = (), templates: Any = None):
-        self.recorder, self.within = recorder, within
-        self._templates: dict[Any, JaxprEqn] = {} if templates is None else templates
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RecorderCalls) and (self.recorder, self.within) == (other.recorder, other.within)
-
-    def __hash__(self) -> int:
-        return hash((self.recorder, self.within))
+    recorder: Recorder
+    within: tuple[Devices, ...] = ()
+    _templates: dict[Any, JaxprEqn] = dataclasses.field(default_factory=dict, compare=False)
 
     def enter(self, devices: Devices) -> "RecorderCalls":
         """Returns the same for equations inside one more shard_map."""

@@ -40,11 +40,10 @@ class Rule(abc.ABC):
         `read` returns the new value of an atom of `program`. Returns the number of equations and the outputs of the
         last one. No later equation may use another output of them.
         """
-        del program, start, read, body, contexts
+        return None
 
     def cast_operands(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         """Returns the operands of an equation with sub-jaxprs, or casts of them."""
-        del eqn, body, context
         return values
 
     @abc.abstractmethod
@@ -61,7 +60,6 @@ class Rule(abc.ABC):
 
     def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
         """Returns the positions in the carry of the values that a loop accumulates; `carry` numbers its arguments."""
-        del program, carry
         return frozenset()
 
     @abc.abstractmethod
@@ -70,7 +68,6 @@ class Rule(abc.ABC):
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:
         """Returns the kinds in which a scan stacks its outputs, given those that its sub-jaxpr computes."""
-        del eqn, context
         return kinds
 
     @abc.abstractmethod

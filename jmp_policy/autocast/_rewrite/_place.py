@@ -1,6 +1,7 @@
 """The scope of each equation and its place: function, module, forward or backward pass."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -18,7 +19,7 @@ from ..._base import did_you_mean, list_paths_to
 from ..._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, walk
 from ...modules import FULL_PRECISION
 from ...policy import Float8, Key, Policy, PolicyMap, PolicySpec, get_policy
-from ._dataflow import NONE, find_logarithmic_results, find_saved_results, find_steep_results
+from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
 from ._tables import FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
@@ -50,32 +51,25 @@ class Scope(NamedTuple):
         return eqn.replace(params={**eqn.params, "precision": new}) if eqn.params["precision"] == instead_of else eqn
 
 
+@dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
     """All rules by scope, and the modules of the program. Equal objects share rewritten jaxprs.
 
     The user's `rows` and `backward_rows` win over the rules of a map.
     """
 
-    def __init__(
-        self,
-        policy: Policy | PolicyMap,
-        rows: tuple[ScopeRow, ...],
-        backward_rows: tuple[ScopeRow, ...],
-        modules: Modules,
-    ):
-        self._key = policy, rows, backward_rows, modules
-        self._types, root = dict(modules.types), root_policy(policy)
-        map_rows = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
-        self._everywhere = _ScopeRules([*rows, *map_rows], root)
-        self._backward = _ScopeRules(backward_rows, root)
-        self.paths = ModulePaths(modules)
+    policy: Policy | PolicyMap
+    rows: tuple[ScopeRow, ...]
+    backward_rows: tuple[ScopeRow, ...]
+    modules: Modules
+
+    def __post_init__(self) -> None:
+        self._types, root = dict(self.modules.types), root_policy(self.policy)
+        rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
+        self._everywhere = _ScopeRules([*self.rows, *((rule.key, rule.policy) for rule in rules)], root)
+        self._backward = _ScopeRules(self.backward_rows, root)
+        self.paths = ModulePaths(self.modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scopes) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     @property
     def accumulates(self) -> bool:
@@ -241,8 +235,8 @@ class PlaceFinder:
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
-        steep = find_steep_results(program, outer.steep)
-        logarithmic = find_logarithmic_results(program, outer.logarithmic)
+        steep = find_results(program, outer.steep, STEEP_OPERATIONS)
+        logarithmic = find_results(program, outer.logarithmic, LOGARITHMS)
         found = [
             self._find(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
         ]

@@ -1,7 +1,7 @@
 """Collectives of a jaxpr, and the dataflow that shows which of them sum gradients of parameters."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
@@ -159,7 +159,9 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> Found:
         if step.name in PRIMITIVES and (turns := _count_turns(step)):
             found = list(_describe(step, turns, flow, find_place))
             rows += found
-            loops.update(dict.fromkeys(_list_while_loops(step) if found else ()))
+            for n, (eqn, _) in enumerate(step.around):
+                if found and eqn.primitive.name == "while":
+                    loops.setdefault(find_line(find_origin(Step("while", (), (), eqn, "", step.around[:n]))))
     return Found(rows, list(loops))
 
 
@@ -232,14 +234,10 @@ def choose_direction(stands: Pass, kind: str, reduction: str, operand: Any, flow
 def _find_group(step: Step) -> Group:
     names = step.eqn.params.get("axes", step.eqn.params.get("axis_name", ()))
     listed = (names,) if isinstance(names, str) else tuple(names)
-    sizes = _find_sizes(step)
+    sizes = {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
     axes = tuple(axis for axis in listed if axis in sizes)  # an integer is an axis of vmap
     groups = step.eqn.params.get("axis_index_groups")
     return Group(axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes))
-
-
-def _find_sizes(step: Step) -> Mapping[str, int]:
-    return {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
 
 
 def _list_shard_maps(step: Step) -> list[Any]:
@@ -252,8 +250,3 @@ def _count_turns(step: Step) -> int:
         eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]
     )
     return step.trips // math.prod(devices)
-
-
-def _list_while_loops(step: Step) -> list[str]:
-    loops = ((n, eqn) for n, (eqn, _) in enumerate(step.around) if eqn.primitive.name == "while")
-    return [find_line(find_origin(Step("while", (), (), eqn, "", step.around[:n]))) for n, eqn in loops]
