@@ -1,4 +1,4 @@
-"""Runs the benchmarks, keeps what they measured, and writes the page of results.
+"""Runs the benchmarks, stores their measurements, and writes the page of results.
 
 Run from the root of the repository:
 
@@ -66,7 +66,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
-    """Whether a suite runs if none is named."""
+    """True if a suite runs when none is named."""
     return suite.has_quick if options.quick else options.all or not suite.is_long
 
 

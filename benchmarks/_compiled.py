@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: its figures, and the products that the compiler chose."""
+"""Costs of a compiled program as XLA reports them, and the matmuls that the compiler chose."""
 
 import collections
 import dataclasses
@@ -13,11 +13,11 @@ from jaxlib import _jax
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What XLA says of a compiled program: the same each time that it is compiled.
+    """XLA's analysis of a compiled program. It is the same each time that the program is compiled.
 
     Attributes:
       flops: floating-point operations.
-      bytes_accessed: bytes that its operations read and write, those of a fusion counted once.
+      bytes_accessed: bytes that its operations read and write; a fusion counts once.
       temporaries: bytes of temporary buffers.
       peak: bytes of the most memory that is in use at once, arguments and results included.
       aliased: bytes of results that are written into donated arguments.
@@ -42,8 +42,8 @@ class Figures:
 def compile_for_figures(lowered: Any) -> Any:
     """Compiles a lowered program, which will not be run, for its `cost_analysis` and `memory_analysis`.
 
-    These are of the optimized HLO and of its buffers. On a CPU, half of the time goes into what comes after, optimizing
-    the machine code: left out, the figures are the same to the byte.
+    These are of the optimized HLO and of its buffers. On a CPU, half of the compile time goes into the optimization of
+    the machine code. Without it, the metrics are the same to the byte.
     """
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return lowered.compile(compiler_options=options)
@@ -64,9 +64,9 @@ def figures(compiled: Any) -> Figures:
 
 
 def products(compiled: Any) -> collections.Counter[str]:
-    """How many matrix products and convolutions a compiled program has, by the dtypes of their operands.
+    """Counts the matmuls and convolutions of a compiled program by the dtypes of their operands.
 
-    They are read from the optimized HLO, inside of fusions too, so that they are what the compiler chose: "bf16", or
+    They are read from the optimized HLO, inside of fusions too, so that the compiler's choice shows: "bf16", or
     "f8e4m3fn x f8e5m2" where the two operands differ.
     """
     counted: collections.Counter[str] = collections.Counter()
@@ -77,7 +77,7 @@ def products(compiled: Any) -> collections.Counter[str]:
 
 
 def _analyze_for_cuda(compiled: Any) -> dict[str, float]:
-    """What `cost_analysis` would say, which is `None` for CUDA: the analysis of the CPU's client, of CUDA's program.
+    """Returns the `cost_analysis` of a CUDA program by the CPU's client, since it is `None` for CUDA.
 
     It knows nothing of cuBLAS and cuDNN. Bytes of theirs are operands and result; operations are cuBLAS's alone.
     """

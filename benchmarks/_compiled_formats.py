@@ -70,7 +70,7 @@ FORMATS = {
 def int8(config: GPTConfig = CONFIG, batch: int = BATCH) -> Iterator[Row]:
     """The forward pass of a GPT, its weights quantized before or as it runs, and loss and gradients, over bfloat16.
 
-    In bfloat16 what is served has its weights in bfloat16, and what runs from float32 weights casts them.
+    In bfloat16, served models have weights in bfloat16, and models that run from float32 weights cast them.
     """
     serve, run, train = (functools.partial(kind, config, batch) for kind in (_serve, _run, _train))
     kinds: list[tuple[str, Callable[..., Program], tuple[str, ...]]] = [

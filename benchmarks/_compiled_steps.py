@@ -98,11 +98,11 @@ def half_optimizer(size: int = PARAMETERS) -> Iterator[Row]:
 def small_state(given: tuple[int, int] = (4096, 6), whole: int = 6 * 4096**2) -> Iterator[Row]:
     """AdamW with moments of fewer and fewer bits: an update, and a whole step by `optim.minimize`.
 
-    XLA counts the bytes of a loop for one turn: what it says of `quantize_state`, which goes through its parameters in
-    pieces, says nothing; temporaries and peak are of the whole program.
+    XLA counts the bytes of a loop for one iteration. So its bytes of `quantize_state`, which splits its parameters into
+    pieces, are meaningless. Temporaries and peak are of the whole program.
 
     Args:
-      given: width and depth of what is updated.
+      given: width and depth of the updated model.
       whole: about how many parameters a whole step has.
     """
     params = describe_params(*given)

@@ -1,4 +1,4 @@
-"""What a policy and a loss scale cost as arguments of a jitted function: time in Python, before XLA runs."""
+"""Costs of a policy and a loss scale as arguments of a jitted function: time in Python, before XLA runs."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def dispatch_microseconds() -> dict[str, float]:
 
 
 def arguments() -> dict[str, tuple[Any, Any]]:
-    """What is given to a jitted function, and a tuple of the same arrays, by name."""
+    """Returns the arguments of a jitted function, and a tuple of the same arrays, by name."""
     arrays = jnp.float32(2.0**15), jnp.int32(0)
     loss_scale = jmp.DynamicLossScale(*arrays)
     state = jmp.optim.loss_scaled(optax.identity(), loss_scale).init(None)

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def parts_with_optax(state: Any) -> dict[str, Any]:
-    """What of a state is counted, of a loop whose optimizer is optax's."""
+    """Returns the counted parts of the state of a loop whose optimizer is optax's."""
 
     def named(*names: str) -> list[Any]:
         found = [optax.tree_utils.tree_get_all_with_path(state.opt_state, name) for name in names]

@@ -27,7 +27,7 @@ class Fault:
 
 
 def plan_faults(params: Any, steps: int, rate: float, seed: int) -> list[Fault | None]:
-    """What goes wrong at each step: nothing at most of them, and once a burst of faults in a row.
+    """The fault of each step: none at most steps, and once a burst of faults in a row.
 
     >>> plan = plan_faults([jnp.ones(3), jnp.ones(2)], steps=100, rate=0.1, seed=0)
     >>> len(plan), sum(fault is not None for fault in plan)
@@ -41,7 +41,7 @@ def plan_faults(params: Any, steps: int, rate: float, seed: int) -> list[Fault |
 
 
 def fault_tree(params: Any, fault: Fault | None) -> Any:
-    """What to add to the gradients: zeros, and the number of the fault where it strikes."""
+    """Returns an array to add to the gradients: zeros, and the number of the fault where it strikes."""
     leaves, treedef = jax.tree.flatten(params)
     added = [np.zeros(leaf.shape, np.float32) for leaf in leaves]
     if fault is not None:

@@ -135,7 +135,7 @@ def case(name: str, made: type[linen.Module], shape: tuple[int, ...]) -> Case:
 
 
 def reference_gradients(made: type[linen.Module], shape: tuple[int, ...]) -> Any:
-    """What `Case.gradients` are in float64."""
+    """Returns `Case.gradients` in float64."""
     in_half = case(BFLOAT16, made, shape)
     with jax.enable_x64(True):
         return in_float64(in_half, made).gradients()
@@ -148,7 +148,7 @@ def in_float64(half: Case, made: type[linen.Module]) -> Case:
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """The norm of the difference of two trees over the norm of what is expected, in float64."""
+    """Returns the norm of the difference of two trees over the norm of the expected tree, in float64."""
     flat = lambda tree: np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
     return float(np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected)))
 

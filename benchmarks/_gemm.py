@@ -21,7 +21,7 @@ Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def products(size: int) -> Calls:
-    """The product of two square matrices in bfloat16, the right one as it is or quantized before, and its operands."""
+    """Returns the matmul of two square bfloat16 matrices and its operands; the right matrix may be quantized before."""
     keys = jax.random.split(jax.random.key(0))
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
     made: Calls = {"bfloat16": (jax.jit(jnp.dot), (left, right))}

@@ -1,7 +1,7 @@
 """Measures rows on the device of this process: `python -m benchmarks._gpu_measure JOB`, which `benchmarks.gpu` starts.
 
-Peak memory is that of a process, so a row that wants it is the first thing that its process computes; what it is
-compared with comes after.
+Peak memory belongs to a process, so a row that reports it is the first computation of its process. Its baseline comes
+after.
 """
 
 import json
@@ -34,8 +34,8 @@ class Runner:
     """Takes one step after the other.
 
     Attributes:
-      work: what the steps are of.
-      compile_seconds: what it took to trace, compile and run the first step, most of it the compiler's.
+      work: the unit of the steps.
+      compile_seconds: time to trace, compile and run the first step, most of it the compiler's.
       out: the result of the last step.
     """
 
@@ -82,10 +82,10 @@ def describe() -> dict[str, Any]:
 
 
 def measure(table: Table, rows: Sequence[Row], report: Report, tiny: bool = False) -> None:
-    """Measures rows of a table, and says what was found, row by row.
+    """Measures rows of a table, and prints each row's result.
 
     Args:
-      table: its first row is what the others are compared with.
+      table: its first row is the baseline of the others.
       rows: those to measure.
       report: told the key of a row and its record. A record with an `error` has nothing else.
       tiny: whether to measure small things once or twice.
@@ -168,7 +168,7 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 
 def first_line(error: BaseException | str) -> str:
-    """What an error says, cut to a line of a table.
+    """Returns the message of an error, cut to a line of a table.
 
     >>> first_line(ValueError("RESOURCE_EXHAUSTED: Out of memory\\nallocating 3 GB"))
     'ValueError: RESOURCE_EXHAUSTED: Out of memory'

@@ -28,12 +28,12 @@ GPT2_SMALL = GPTConfig(width=768, depth=12, heads=12, context=1024, vocabulary=5
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is measured: a jitted function that is called again and again.
+    """A measured program: a jitted function that is called again and again.
 
     Attributes:
       step: `(state, *data) -> (state, out)`; the state is donated.
       make: `() -> (state, *data)`, which can be traced. A function without a state has `None`.
-      items: what one call works on: tokens or images.
+      items: the unit of one call: tokens or images.
       flops: of one call, where they are known.
     """
 
@@ -62,7 +62,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How a model is trained: its dtypes by hand, or a policy, or a policy by autocast.
+    """Settings of a training: dtypes by hand, or a policy, or a policy by autocast.
 
     Attributes:
       dtype: in each layer, by hand.
@@ -133,7 +133,7 @@ def training(task: Task, precision: Precision) -> Work:
 
 
 def observing(task: Task, precision: Precision, every: int | None) -> Work:
-    """The training step of a task, with a row of statistics for each product; on every so many steps, or on each."""
+    """Returns the training step of a task that measures each matmul, on every step or on some of them."""
     work = training(task, precision)
     measure = functools.partial(jmp.numerics.collect, of=("forward", "backward"))
 
@@ -215,7 +215,7 @@ def _ours(task: Task, precision: Precision) -> Work:
 
 
 def _init(module: linen.Module, batch: tuple[jax.Array, jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is trained, the state of float8 layers with it, and the statistics of batches."""
+    """The trained parameters, the state of float8 layers, and the statistics of batches."""
     trained = dict(module.init(jax.random.key(0), batch[0][:1]))
     variables = {name: trained.pop(name) for name in ("batch_stats",) if name in trained}
     return trained, variables

@@ -43,7 +43,7 @@ class RealSteps(Steps):
 
 
 def _random(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Numbers that keep the size of what is multiplied by them: without them each step would overflow."""
+    """Factors that keep the size of the numbers that they multiply: without them each step would overflow."""
     return (jax.random.normal(key, leaf.shape) / math.sqrt(leaf.shape[-1])).astype(leaf.dtype)
 
 

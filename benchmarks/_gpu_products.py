@@ -54,7 +54,7 @@ def _multiply(product: Product) -> Callable[..., tuple[None, jax.Array]]:
 
     def step(_: None, left: jax.Array, right: jax.Array) -> tuple[None, jax.Array]:
         if product.dtype.startswith("float8"):
-            # What XLA turns into a product of float8 where the device has one: widen, scale, multiply.
+            # XLA makes one float8 matmul of upcast, scale and multiply where the device has one.
             left, right = (x.astype(product.result) * jnp.ones((), product.result) for x in (left, right))
         result = jnp.dtype(product.result)
         return None, lax.dot(left, right, precision=product.precision, preferred_element_type=result)

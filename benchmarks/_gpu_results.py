@@ -23,7 +23,7 @@ class ResultsError(Exception):
 
 
 def results_path(folder: pathlib.Path, kind: str, tiny: bool = False) -> pathlib.Path:
-    """Where the results of a kind of device are.
+    """Returns the folder of the results of a kind of device.
 
     >>> results_path(pathlib.Path("results"), "NVIDIA H100 80GB HBM3").name
     'nvidia-h100-80gb-hbm3.json'

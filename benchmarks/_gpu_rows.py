@@ -1,4 +1,4 @@
-"""The rows of the benchmark: tables of names, and how to load what a name stands for."""
+"""The rows of the benchmark: tables of names, and how to load the object of a name."""
 
 import dataclasses
 import functools
@@ -44,8 +44,8 @@ class Row:
     """One line of a table.
 
     Attributes:
-      key: what the file of results calls it: the table and the name.
-      name: what the table calls it.
+      key: its name in the file of results: the table and the name.
+      name: its name in the table.
       load: `(tiny) -> Work`.
     """
 
@@ -59,10 +59,10 @@ class Table:
     """Rows that are compared.
 
     Attributes:
-      key: what the file of results calls it.
+      key: its name in the file of results.
       title: for a reader.
       rows: the first is the one that the others are divided by.
-      items: what a step works on, in the plural; nothing, if that is of no interest.
+      items: the unit of a step, in the plural; empty if it is not of interest.
       alone: whether each row is measured in a process of its own, which tells its peak memory.
     """
 

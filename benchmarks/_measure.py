@@ -1,4 +1,4 @@
-"""What a program costs, by figures that do not depend on how busy the machine is."""
+"""Costs of a program, in metrics that do not depend on how busy the machine is."""
 
 import dataclasses
 import gc
@@ -21,7 +21,7 @@ _NO_INSTRUCTION = {"parameter", "constant", "tuple", "get-tuple-element"}
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What XLA says of a program.
+    """XLA's analysis of a program.
 
     Attributes:
       operations: StableHLO operations, calls included, literals and ends of regions not.
@@ -100,7 +100,7 @@ def step_seconds(programs: list[Program], repeats: int = 100) -> list[float]:
 
 
 def median_seconds(runs: Sequence[Callable[[], None]], repeats: int, clock: Callable[[], float]) -> list[float]:
-    """What each function takes by a clock, a median over repeats in which all take turns."""
+    """Returns the seconds of each function, a median over repeats in which all functions alternate."""
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, taken in zip(runs, seconds, strict=True):

@@ -1,4 +1,4 @@
-"""What an optimizer's step costs in memory traffic, without an array of its size in memory."""
+"""Memory traffic of an optimizer's step, without an array of its size in memory."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from benchmarks._programs import Program
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What XLA says of a compiled step, in bytes, or in multiples of some bytes.
+    """XLA's analysis of a compiled step, in bytes, or in multiples of some bytes.
 
     Attributes:
       accessed: bytes read and written.

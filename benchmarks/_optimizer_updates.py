@@ -1,4 +1,4 @@
-"""Steps from given gradients to new parameters: an optimizer, and a way to skip what is not finite."""
+"""Steps from given gradients to new parameters: an optimizer, and a way to skip non-finite steps."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ class Update:
 
 
 def float32_updates() -> list[Update]:
-    """AdamW over float32 parameters: alone, with what is ours, and with what others offer."""
+    """AdamW over float32 parameters: alone, with our wrappers, and with those of other libraries."""
     scaled = jmp.optim.loss_scaled(ADAMW, jmp.DynamicLossScale())
     skipping = jmp.optim.skip_nonfinite(ADAMW)
     if_finite = optax.apply_if_finite(ADAMW, max_consecutive_errors=5)
@@ -96,7 +96,7 @@ def half_updates() -> list[Update]:
 
 
 def half_optimizers() -> dict[str, optax.GradientTransformation]:
-    """What there is for bfloat16 parameters, by name."""
+    """Returns the updates for bfloat16 parameters, by name."""
     return {
         "adamw": ADAMW,
         "cast_state, float32 nu": jmp.optim.cast_state(ADAMW, nu_dtype="float32"),

@@ -1,7 +1,7 @@
-"""What `numerics.first_nonfinite` costs while results are finite: the gradient of the example's GPT, with and without.
+"""Cost of `numerics.first_nonfinite` while results are finite: the example's GPT gradient, with and without it.
 
-XLA counts both branches of a conditional, and a good step runs one. Its bytes are those of the same program with
-another branch in place of the search, which returns some constants. `compare_entries` says whether that is the same
+XLA counts both branches of a conditional, and a finite step runs one. So its bytes are measured on the same program
+with another branch in place of the search, which returns constants. `compare_entries` tells whether that is the same
 step: the instructions outside of the conditional must be the same.
 """
 
@@ -31,7 +31,7 @@ POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}
 
 
 class Cost(NamedTuple):
-    """What a step with a search costs over the same without.
+    """Costs of a step with a search over the same step without.
 
     Attributes:
       bytes: that it accesses while all is finite.
@@ -92,7 +92,7 @@ def leave_out_search(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def measure(steps: Steps, target: Target, repeats: int) -> Cost:
-    """What the steps cost on a target; that the good step is the same program is asserted."""
+    """Returns the costs of the steps on a target, and asserts that the finite step is the same program."""
     compiled, taken = zip(*(_compile(step, target) for step in steps), strict=True)
     difference = compare_entries(*(each.as_text() for each in compiled[1:]))
     assert not difference, difference
@@ -104,7 +104,7 @@ def measure(steps: Steps, target: Target, repeats: int) -> Cost:
 
 
 def compare_entries(one: str, other: str) -> dict[str, int]:
-    """Which instructions the entry of one optimized HLO module has more or fewer of than another's, by their results.
+    """Compares the entries of two optimized HLO modules: instructions that one has more or fewer of, by their results.
 
     Compares floating and boolean arrays. Scalars and the integers of a `NonfiniteOrigin` may be fused with ops inside
     the conditional, or moved out of it, and tuples move nothing.

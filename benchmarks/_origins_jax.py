@@ -142,7 +142,7 @@ SECOND_ARGUMENT = "argument `y`"
 
 
 def catch_report(run: Callable[[], Any]) -> str:
-    """What something prints and the traceback of what it raises; empty if it raises nothing."""
+    """Returns the output of a function and the traceback of its error; empty if it raises nothing."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             run()
@@ -152,11 +152,11 @@ def catch_report(run: Callable[[], Any]) -> str:
 
 
 def report_of(contestant: str, name: str) -> str:
-    """What a contestant reports of a fault."""
+    """Returns a contestant's report of a fault."""
     args = tuple(jnp.asarray(values, jnp.float32) for values in ARGUMENTS[name])
     return CONTESTANTS[contestant](jax.value_and_grad(FAULTS[name].fun), args)
 
 
 def judge_all(contestant: str) -> dict[str, str]:
-    """What a contestant says of each fault."""
+    """Returns a contestant's report of each fault."""
     return {name: judge(report_of(contestant, name), fault, SECOND_ARGUMENT) for name, fault in FAULTS.items()}

@@ -1,4 +1,4 @@
-"""What a report of a fault says, by one rule: no library is judged by eye. It imports neither JAX nor PyTorch.
+"""Judges the report of a fault by one rule: no library is judged by eye. It imports neither JAX nor PyTorch.
 
 A fault is a function, and comments of its source say where it is:
 
@@ -10,8 +10,8 @@ A fault is a function, and comments of its source say where it is:
 made a nan of infinities, its line has the mark, and the line of the infinities has `# cause`. `# harmless` is a line
 whose infinities and nans reach no result.
 
-A report is all that the user sees: what is printed, warnings, and the traceback of what is raised. It names a line by
-`file:line`, or by a traceback whose innermost frame in the function is that line.
+A report is all that the user sees: output, warnings, and the traceback of an error. It names a line by `file:line`,
+or by a traceback whose innermost frame in the function is that line.
 """
 
 import inspect
@@ -78,10 +78,10 @@ def name_of(fun: Callable[..., Any]) -> str:
 
 
 def judge(report: str, fault: Fault, argument: str) -> str:
-    """What a report says of a fault.
+    """The judgment of a report of a fault.
 
     Args:
-      report: what the user saw; empty if there was nothing.
+      report: the text that the user saw; empty if there was nothing.
       fault: the fault.
       argument: how the library calls the second argument, in which the fault is where no line is marked.
     """

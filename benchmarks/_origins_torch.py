@@ -139,7 +139,7 @@ SECOND_ARGUMENT = "input[1] has nans"
 
 
 def report_of(contestant: str, name: str) -> str:
-    """What a contestant reports of a fault: what it prints, warns of and raises; empty if it raises nothing.
+    """Returns a contestant's report of a fault: its output, warnings and error; empty if it raises nothing.
 
     A contestant prints things where nothing is wrong, too.
     """
@@ -155,7 +155,7 @@ def report_of(contestant: str, name: str) -> str:
 
 
 def judge_all(contestant: str) -> dict[str, str]:
-    """What a contestant says of each fault."""
+    """Returns a contestant's report of each fault."""
     return {name: judge(report_of(contestant, name), fault, SECOND_ARGUMENT) for name, fault in FAULTS.items()}
 
 

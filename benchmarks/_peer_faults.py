@@ -32,7 +32,7 @@ FAULT = Fault(leaf=5, index=7, number=np.inf)  # in the kernel of the second den
 
 
 def plans() -> dict[str, list[Fault | None]]:
-    """What goes wrong: once, and eight times in a row, as at the start of a float16 run; with good steps around it."""
+    """The faults: one, and eight in a row, as at the start of a float16 run; with finite steps around them."""
     good: list[Fault | None] = [None] * GOOD
     return {"one": [*good, FAULT, *good], f"{BURST} in a row": [*good, *[FAULT] * BURST, *good]}
 
@@ -60,7 +60,7 @@ def everyone(quick: bool = False) -> dict[str, Contestant | None]:
 
 
 def count(contestant: Contestant) -> dict[str, dict[str, Count]]:
-    """What each plan corrupts, part by part."""
+    """Returns the values that each plan corrupts, part by part."""
     return {name: corruption(contestant, plan) for name, plan in plans().items()}
 
 

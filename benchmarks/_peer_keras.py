@@ -40,12 +40,12 @@ class KerasModel(NamedTuple):
 
 
 class KerasState(NamedTuple):
-    """What a loop around Keras's stateless functions carries.
+    """The carry of a loop around Keras's stateless functions.
 
     Attributes:
       params: the trainable variables, as the parameters of linen.
       variables: the others of the model.
-      opt_state: those of the optimizer, the loss scale's among them.
+      opt_state: the variables of the optimizer, including the loss scale's.
     """
 
     params: Any

@@ -1,4 +1,4 @@
-"""Notes on what the peers' steps cost: who needs less than we, and why, where that was measured."""
+"""Notes on the costs of the peers' steps: which need less than ours, and why, where that was measured."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ COST_NOTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a step was compiled for: the device, the dtype of its computations, and the name and sizes of the model."""
+    """The target of a compiled step: the device, the dtype of its computations, and the name and sizes of the model."""
 
     device: str
     dtype: str
@@ -84,8 +84,8 @@ def compare_with_ours(setting: Setting, ratios: dict[str, dict[str, float]]) -> 
     Steps that neither scale nor check do less where ours does both, and are left out.
 
     Args:
-      setting: what the steps were compiled for.
-      ratios: by contestant, and by what they are of.
+      setting: the target of the compiled steps.
+      ratios: by contestant, and by metric.
     """
     peers = [name for name in ratios if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))]
     for name in ratios:
@@ -110,5 +110,5 @@ def _explain_less(setting: Setting, name: str, ratios: dict[str, dict[str, float
 
 
 def _choose_ours(dtype: str, name: str) -> str:
-    """The row of ours that does what another does: in bfloat16, all peers but Keras check, and skip a bad step."""
+    """Returns our row with the same features as another: in bfloat16, all peers but Keras skip non-finite steps."""
     return SKIPPING if dtype == "bfloat16" and not name.startswith((BY_HAND, KERAS)) else MINIMIZE

@@ -87,7 +87,7 @@ def scaled_by_hand(problem: Problem, dtype: Any, copies: Any = None, scaled: boo
 
 
 def unscaled(problem: Problem, dtype: Any, tx: optax.GradientTransformation = TX) -> Program:
-    """By hand, without a loss scale; what is skipped is up to the optimizer."""
+    """By hand, without a loss scale; the optimizer decides about skipped steps."""
 
     def create(params: Any) -> _peers.PlainState:
         state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]

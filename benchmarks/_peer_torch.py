@@ -37,7 +37,7 @@ class TorchModel(NamedTuple):
 
 
 class TorchState(NamedTuple):
-    """What a loop in PyTorch carries, as numbers of its own that the next step does not overwrite.
+    """The carry of a loop in PyTorch, as copies that the next step does not overwrite.
 
     Attributes:
       params: as the parameters of linen.
@@ -45,7 +45,7 @@ class TorchState(NamedTuple):
       opt_state: of the optimizer.
       schedule: of the schedule.
       scale: of the `GradScaler`; empty without one.
-      step: counts what the loop did.
+      step: the number of finished steps.
     """
 
     params: Any
@@ -184,7 +184,7 @@ class _Block(nn.Module):
 
 
 def gpt(config: GPTConfig) -> TorchModel:
-    """The GPT, whose weights are those of linen once `Trainer.init` was given them."""
+    """The GPT. Its weights are linen's once they were given to `Trainer.init`."""
     model = GPT(config)
     named: dict[tuple[str, ...], Any] = {
         ("embed", "embedding"): model.embed.weight,
@@ -208,7 +208,7 @@ def mlp(sizes: tuple[int, int]) -> TorchModel:
 
 def net(features: int, hidden: int, classes: int) -> TorchModel:
     """The model of the benchmark of faults."""
-    # Both begin at the identity; torch's momentum is the weight of what is new.
+    # Both begin at the identity; torch's momentum is the weight of the new value.
     model = nn.Sequential(
         nn.Linear(features, hidden), nn.BatchNorm1d(hidden, momentum=0.01), nn.ReLU(), nn.Linear(hidden, classes)
     )

@@ -14,7 +14,7 @@ from benchmarks._loss import cross_entropy
 
 
 class JmpState(NamedTuple):
-    """What a loop around DeepMind's jmp carries.
+    """The carry of a loop around DeepMind's jmp.
 
     The loss scale is carried as two arrays, because `jax.jit(step).lower` cannot take a `jmp.DynamicLossScale`.
     """
@@ -110,7 +110,7 @@ def step_with_dynamic_scale(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MpxState(NamedTuple):
-    """What a loop around mixed-precision-for-JAX carries."""
+    """The carry of a loop around mixed-precision-for-JAX."""
 
     params: Any
     opt_state: Any

@@ -16,10 +16,10 @@ BATCH, WIDTH, TERMS = 32, 16, 100_000
 
 @dataclasses.dataclass(frozen=True)
 class PlantedModel:
-    """A model, and what is wrong with it.
+    """A model with a planted fault.
 
     Attributes:
-      kind: what was planted.
+      kind: the planted fault.
       loss: the loss of parameters and a batch, in float32.
       args: the parameters, by block, and the batch.
       planted: the scopes that lose numbers in float16, at the scale that is asked about.

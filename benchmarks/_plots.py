@@ -18,7 +18,7 @@ class Plot:
 
     Attributes:
       file: its name.
-      description: what a reader who does not see it is told.
+      description: the text for readers who do not see the plot.
       draw: draws the rows on axes.
       size: in inches.
     """
@@ -30,7 +30,7 @@ class Plot:
 
 
 def draw_plots(suites: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws what was measured at real sizes, and hands back the files."""
+    """Draws the measurements at real sizes, and returns the files."""
     drawn = []
     for (suite, name), plot in PLOTS.items():
         measured = suites.get(suite, {"tables": [], "quick": False})
@@ -154,7 +154,7 @@ def _draw_errors(axes: Any, rows: Rows) -> None:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell was measured."""
+    """True if a cell was measured."""
     return cell.replace(".", "", 1).isdigit()
 
 

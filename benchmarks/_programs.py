@@ -64,7 +64,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is benchmarked: a model of `MODELS`, a Flax API of `APIS`, a policy of `POLICIES`, and a size.
+    """A benchmarked program: a model of `MODELS`, a Flax API of `APIS`, a policy of `POLICIES`, and a size.
 
     Attributes:
       model: the name of the model.
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled."""
+        """True if the loss is scaled."""
         return self.dtype == jnp.float16
 
     def batch(self) -> tuple[jax.Array, jax.Array]:

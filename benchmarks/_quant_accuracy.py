@@ -42,7 +42,7 @@ class Trained:
         return float(jax.jit(functools.partial(_mean_loss, served))(self.params, self.windows))
 
     def rise(self, served: Served) -> float:
-        """How much its loss is greater, as a part of that in float32."""
+        """Returns the increase of the loss over float32, as a fraction of the float32 loss."""
         return self.loss_of(served) / self.loss - 1
 
     def divergence(self, served: Served, every: int = 8) -> float:

@@ -65,7 +65,7 @@ class Served:
         return Program(jax.jit(self.apply), (jax.eval_shape(self.quantize, params), tokens))
 
     def logits(self, params: Any, tokens: Any) -> jax.Array:
-        """What it says of tokens."""
+        """Returns its logits for tokens."""
         return jax.jit(lambda params: self.apply(self.quantize(params), tokens))(params)
 
     def nbytes(self, params: Any) -> int:
@@ -75,7 +75,7 @@ class Served:
 
 
 def in_float32(config: GPTConfig) -> Served:
-    """The model as it was trained."""
+    """The trained model."""
     return Served(_apply(GPT(config)), lambda params: params)
 
 

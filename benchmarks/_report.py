@@ -74,7 +74,7 @@ def make_report(root: pathlib.Path) -> str:
 
 
 def _read_suites(root: pathlib.Path) -> dict[str, Any]:
-    """What the suites measured on a CPU."""
+    """Writes the measurements of the suites on a CPU."""
     return _harness.read_results(root / "results" / "cpu.json")["suites"]
 
 
@@ -98,14 +98,14 @@ def _describe_suites(suites: dict[str, Any], machines: list[str]) -> Iterator[st
 
 
 def _describe_machine(measured: dict[str, Any]) -> str:
-    """On what and with what a suite ran."""
+    """Returns the machine and the versions of a suite's run."""
     device = measured["device"]
     versions = ", ".join(f"{library} {version}" for library, version in measured["versions"].items())
     return f"{device['kind']}, {device['cores']} cores, with {versions}"
 
 
 def _name_machine(machines: list[str], machine: str) -> str:
-    """How a machine is called on the page, since many suites have the same."""
+    """Returns the name of a machine on the page, since many suites have the same."""
     return f"Machine {machines.index(machine) + 1}"
 
 
@@ -121,7 +121,7 @@ def _describe_run(measured: dict[str, Any], machine: str) -> str:
 
 
 def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
-    """What the compiler for a device that is not here says of programs."""
+    """Writes the analysis of programs by the compilers of devices that are not present."""
     yield f"## Compiled for a {device}"
     yield (
         f"What XLA says of programs that it compiled for a {device} which is not there; nothing ran "
@@ -140,7 +140,7 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
 
 
 def _describe_gpus(root: pathlib.Path) -> Iterator[str]:
-    """What `benchmarks.gpu` measured."""
+    """Writes the measurements of `benchmarks.gpu`."""
     from benchmarks._gpu_results import read_results, write_report as write_gpu_report
 
     yield "## On a GPU"

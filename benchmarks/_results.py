@@ -1,4 +1,4 @@
-"""What a benchmark measured: tables that a file keeps, whose columns say whether they repeat."""
+"""Measurements of a benchmark: tables that are stored in a file, whose columns tell whether they are reproducible."""
 
 import dataclasses
 import hashlib
@@ -16,12 +16,12 @@ class ResultTable:
 
     Attributes:
       name: which one it is among the tables of its benchmark, as `steps`.
-      title: what it says, for a reader.
+      title: its title.
       header: the names of its columns.
-      rows: its cells, as they are shown.
+      rows: the texts of its cells.
       timed: the columns that differ from run to run, such as seconds; the cells of all others repeat exactly, for the
         same versions on the same device.
-      notes: what a reader has to know, and for each row in which another library is better, why.
+      notes: facts that a reader needs, and for each row in which another library is better, the reason.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ResultTable:
         return table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON keeps of it."""
+        """Returns the table as JSON stores it."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -91,7 +91,7 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
 
 
 def hash_sources() -> str:
-    """A digest of the benchmarks and of what they measure: figures of another may not be those of these sources."""
+    """Returns a digest of the sources of the benchmarks and of the package: results belong to one digest."""
     root = pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in ("benchmarks", "jmp_policy"):

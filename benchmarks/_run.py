@@ -1,4 +1,4 @@
-"""Runs one benchmark in a process of its own, and writes what it measured to a file after each table.
+"""Runs one benchmark in a process of its own, and writes its measurements to a file after each table.
 
 `python -m benchmarks._run NAME PATH [--quick]`, which `python -m benchmarks` does for each.
 """
@@ -56,7 +56,7 @@ def _explain_missing(error: ModuleNotFoundError) -> dict[str, str]:
 
 
 def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
-    """Adds the tables of a benchmark to what was measured; each is saved at once."""
+    """Adds the tables of a benchmark to the measurements; each is saved at once."""
     import jax
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves

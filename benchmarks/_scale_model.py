@@ -36,12 +36,12 @@ class GPT:
 
     @property
     def matrix_parameters(self) -> int:
-        """How many numbers the matrices of a block have together."""
+        """Returns the number of elements of the matrices of a block."""
         return sum(map(math.prod, self.matrices.values()))
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has."""
+        """Returns the number of parameters of the model."""
         norms = (2 * self.depth + 1) * self.width
         return self.depth * self.matrix_parameters + self.vocabulary * self.width + norms
 
@@ -52,7 +52,7 @@ class Format:
 
     Attributes:
       policy: the string of its policy.
-      quantization: the format of the products of matrices, if they are in fewer bits.
+      quantization: the format of the matmuls, if they are in fewer bits.
     """
 
     policy: str
@@ -88,7 +88,7 @@ def make_step(gpt: GPT, format: Format, mesh: Mesh | AbstractMesh) -> tuple[Any,
 
 
 def _describe_params(gpt: GPT, format: Format, policy: jmp.Policy) -> tuple[Any, Any]:
-    """The shapes of the parameters, and their specs; those of the layers have the axis of layers first."""
+    """Returns the shapes of the parameters and their specs; parameters of layers have the axis of layers first."""
     norms = dict.fromkeys(("attention_norm", "mlp_norm"), (gpt.width,))
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, policy.param_dtype)
     layers: dict[str, Any] = {name: shape(gpt.depth, *sizes) for name, sizes in (norms | gpt.matrices).items()}

@@ -38,7 +38,7 @@ def gpt_contestants(b2: float = 0.99) -> dict[str, optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True)
 class GPTRun:
-    """How a training ended.
+    """The end of a training.
 
     Attributes:
       name: of the optimizer.

@@ -1,4 +1,4 @@
-"""A table of embeddings most of whose rows have a gradient once in hundreds of steps, under Adam in 8 bits."""
+"""Trains a table of embeddings under Adam in 8 bits. Most rows have a gradient once in hundreds of steps."""
 
 import functools
 from typing import Any

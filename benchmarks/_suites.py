@@ -1,4 +1,4 @@
-"""The benchmarks that `python -m benchmarks` runs: where each is, and what it asks."""
+"""The benchmarks that `python -m benchmarks` runs: the module of each, and its question."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ class Suite:
 
     Attributes:
       module: where it is, in this package.
-      question: what it asks, in a sentence.
+      question: its question, in a sentence.
       tables: the function of the module that measures: `(quick: bool) -> Iterator[ResultTable]`.
       is_long: whether it takes many minutes, and runs only when it is named, or with `--all`.
       has_quick: whether it has small sizes.

@@ -1,6 +1,6 @@
 """Accelerators that need not be there: whole programs, compiled for a TPU or an H100 on any machine.
 
-The compilers are in wheels: `libtpu`, which is the extra `compiled`, and those of `jax[cuda12]`, some 4 GB. Arguments
+The compilers are in wheels: `libtpu`, which is the extra `compiled`, and in `jax[cuda12]`, some 4 GB. Arguments
 are shapes and dtypes on a described device: nothing is allocated, and nothing runs. Set JAX_PLATFORMS=cpu, or
 `jax.config.update("jax_platforms", "cpu")` first: with these wheels JAX would look for the devices themselves.
 
@@ -28,7 +28,7 @@ H100 = pathlib.Path(__file__).with_name("h100.txtpb")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What to compile for.
+    """A target to compile for.
 
     Attributes:
       name: for a reader.

@@ -1,12 +1,12 @@
-"""What an accumulate dtype changes: errors, figures of compiled programs, and the loss of a small GPT.
+"""Effects of an accumulate dtype: errors, costs of compiled programs, and the loss of a small GPT.
 
 Run from the root of the repository:
 
     python -m benchmarks.accumulate [--quick]
 
-A head of a language model against float64, of numbers that bfloat16 holds, so that only its own rounding counts; the
-figures of a step of the example's GPT, for this machine and for a TPU v5e where its compiler is installed; and what the
-GPT's loss is on text that it did not see.
+A head of a language model against float64, with elements that bfloat16 represents, so that only its own rounding
+counts; the costs of a step of the example's GPT, for this machine and for a TPU v5e if its compiler is installed; and
+the GPT's loss on text that it did not see.
 """
 
 import argparse

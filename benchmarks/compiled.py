@@ -109,7 +109,7 @@ class Measurements:
 
         Args:
           entry: the program.
-          options: compiler options, beside those of the target.
+          options: compiler options, added to the target's.
         """
         name = f"{entry.name}, {options}" if options else entry.name
         if name not in self._measured:

@@ -4,7 +4,7 @@
 
 A run in one or two processes is killed by SIGKILL, or told to stop by SIGTERM: while it starts, between steps, or while
 a checkpoint is being written. Then it is resumed, on its mesh or another. Every resume must continue from the newest
-checkpoint. On its own mesh, the final state of a run must be bit for bit that of an undisturbed run.
+checkpoint. On its own mesh, the final state of a run must be bit for bit the state of an undisturbed run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What non-finite gradients do to the state of a training run: a count of corrupted numbers, library by library.
+"""Effects of non-finite gradients on the state of a training run: a count of corrupted values, library by library.
 
 Run from the root of the repository:
 
@@ -6,7 +6,7 @@ Run from the root of the repository:
 
 The same infinities and nans are put into one number of a random gradient, at random steps and once eight times in a
 row. A number is corrupted if its bits differ, after the last step, from a run of the same library in which
-each bad step left everything but the loss scale as it was.
+each non-finite step left everything unchanged but the loss scale.
 """
 
 import argparse
@@ -27,7 +27,7 @@ STEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """How many of some numbers are corrupted."""
+    """Counts corrupted values."""
 
     corrupted: int
     total: int
@@ -37,7 +37,7 @@ class Count:
 
 
 def corruption(contestant: Contestant, plan: Sequence[Fault | None]) -> dict[str, Count]:
-    """Trains through the faults of a plan, and counts what they corrupted, part by part."""
+    """Trains through the faults of a plan, and counts the corrupted values, part by part."""
     state = reference = contestant.state
     for seed, fault in enumerate(plan):
         batch = make_batch(seed, contestant.state.params, fault)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool, steps: int = STEPS, seed: int = 0) -> Iterator[ResultTable]:
-    """What each library lets through."""
+    """Returns the values that each library lets through."""
     all_contestants = contestants()
     plan = plan_faults(all_contestants[0].state.params, 20 if quick else steps, RATE, seed)
     faults = sum(fault is not None for fault in plan)

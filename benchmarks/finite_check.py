@@ -1,4 +1,4 @@
-"""Ways to ask whether an array is finite: what each reads and writes, and what it misses.
+"""Ways to ask whether an array is finite: the bytes that each reads and writes, and the faults that it misses.
 
 Run from the root of the repository:
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What each check costs and misses."""
+    """Returns the costs of each check, and the faults that it misses."""
     rows = []
     for name, check in CHECKS.items():
         for dtype in DTYPES[:1] if quick else DTYPES:

@@ -1,4 +1,4 @@
-"""What training in 8-bit floating point costs and loses, against Flax's operations and qwix on the same data.
+"""Costs and errors of training in 8-bit floating point, against Flax's operations and qwix on the same data.
 
 Run from the root of the repository:
 
@@ -87,7 +87,7 @@ _ERROR_NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the programs of a model cost.
+    """Costs of the programs of a model.
 
     Attributes:
       costs: by program and contestant.
@@ -106,21 +106,21 @@ class Measured:
         return cls(costs, dict(zip(all_programs, seconds, strict=True)))
 
     def ratios(self, program: str, mine: str, other: str) -> list[str]:
-        """What a contestant costs over another."""
+        """Returns the costs of a contestant over another's."""
         over = self.costs[program, mine].over(self.costs[program, other])
         lowering = self.seconds[program, mine] / self.seconds[program, other]
         return [f"{ratio:.3f}" for ratio in (*dataclasses.astuple(over), lowering)]
 
 
 def programs(made: type[linen.Module], shape: tuple[int, ...] = SHAPE) -> dict[tuple[str, str], Program]:
-    """The programs of all contestants, by what they do and whose they are."""
+    """Returns the programs of all contestants, by task and contestant."""
     cases = {name: case(name, made, shape) for name in CONTESTANTS}
     forward = {("forward", name): each.forward() for name, each in cases.items()}
     return forward | {("training", name): each.training() for name, each in cases.items()}
 
 
 def error_row(name: str, made: type[linen.Module]) -> list[str]:
-    """How far the gradients of each contestant are from those in float64."""
+    """Returns the distance of each contestant's gradients from float64."""
     expected = reference_gradients(made, SHAPE)
     errors = [relative_error(case(other, made, SHAPE).gradients(STEPS), expected) for other in CONTESTANTS]
     return [name, *(f"{error:.4f}" for error in errors)]

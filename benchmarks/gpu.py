@@ -1,12 +1,12 @@
-"""What only a device can say: how fast it is, and how much memory it takes.
+"""Measurements that need a device: its speed and the memory that it takes.
 
 Run from the root of the repository, on a machine with a GPU:
 
     python -m benchmarks.gpu [--minutes 9] [--again] [--only TEXT]
 
-Rows are saved as they are measured, to `benchmarks/results/<device>.json` and, as tables, `<device>.md`. Rows that are
-there are not measured again: the same command goes on where the last one stopped. `--tiny` measures small things in
-this process, on any device, to see that all of it works.
+Each row is saved at once, to `benchmarks/results/<device>.json` and, as tables, `<device>.md`. Stored rows are not
+measured again: the same command goes on where the last one stopped. `--tiny` measures small programs in this process,
+on any device, to see that everything works.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Job = Callable[[Table, Sequence[Row], Save, float], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns what the process is to exit with: 0 when every row is there, 1 when not."""
+    """Runs the command line. Returns the exit status: 0 when every row is there, 1 when not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="when to stop (%(default)s)")
     parser.add_argument("--again", action="store_true", help="measure anew what is there")
@@ -73,7 +73,7 @@ def measure_missing(results: Results, path: pathlib.Path, job: Job, only: str, s
       results: gets them; each is saved at once.
       path: where to.
       job: measures.
-      only: what the key of a row must hold.
+      only: a text that the key of a row must contain.
       seconds: when to stop. A process is started only if it will probably end before, and is stopped if it does not.
 
     Returns:
@@ -179,5 +179,5 @@ def _run(job: dict[str, Any], seconds: float, folder: pathlib.Path) -> tuple[lis
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what it started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its child processes end with it
     sys.exit(main())

@@ -1,12 +1,12 @@
-"""How long `import jmp_policy` takes, against `import jax`, and what else is imported for mixed precision.
+"""Seconds of `import jmp_policy`, against `import jax`, and other libraries that are imported for mixed precision.
 
 Run from the root of the repository:
 
     python -m benchmarks.imports [--quick]
 
-Each import is of a process of its own, which imports JAX before: its ratio is that of both to JAX alone, there. In each
-round all take turns; the first, which writes bytecode as pip does for what it installs, is not counted. What is shown
-are medians over rounds.
+Each import has a process of its own, which imports JAX before. Its ratio is the time of both imports over JAX alone in
+that process. All imports alternate in each round. The first round, which writes bytecode as pip does, is not counted.
+The table has medians over rounds.
 """
 
 import argparse
@@ -52,8 +52,8 @@ class Import:
     """An import in a process of its own.
 
     Attributes:
-      seconds: of process time, those of JAX included.
-      of_jax: those of JAX.
+      seconds: process time, including JAX.
+      of_jax: process time of JAX.
       modules: the names of the modules that are loaded after JAX.
     """
 
@@ -84,7 +84,7 @@ def measure(module: str, bytecode: str) -> Import:
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),  # what is found here is found there
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the child finds the same modules
         "PYTHONPYCACHEPREFIX": bytecode,
         "PYTHONDONTWRITEBYTECODE": "",
         "KERAS_BACKEND": "jax",

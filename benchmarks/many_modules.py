@@ -1,4 +1,4 @@
-"""What a policy adds to the tracing of a model of 1,000 submodules.
+"""Time that a policy adds to the tracing of a model of 1,000 submodules.
 
 Run from the root of the repository:
 
@@ -70,7 +70,7 @@ class Contestants(NamedTuple):
 
 
 def contestants(shapes: dict[str, tuple[int, ...]]) -> dict[tuple[str, str, str], Contestants]:
-    """What is traced, by API, shape of the model, and what is done with it."""
+    """Returns the traced functions, by API, shape of the model, and transformation."""
     found = {}
     for shape, sizes in shapes.items():
         init, apply = _linen(sizes)
@@ -150,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What tracing takes with a policy and with a map."""
-    for traces in contestants(QUICK_SHAPES).values():  # what the first tracing of all imports and fills
+    """Returns the time to trace with a policy and with a map."""
+    for traces in contestants(QUICK_SHAPES).values():  # the first tracing imports modules and fills caches
         [trace() for trace in traces]
     rows = []
     for names, traces in contestants({"nested": QUICK_SHAPES["nested"]} if quick else SHAPES).items():

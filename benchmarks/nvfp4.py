@@ -1,12 +1,12 @@
-"""What each part of NVFP4's recipe does to gradients: the error of one draw of its noise, and of the mean of many.
+"""Effect of each part of NVFP4's recipe on gradients: the error of one draw of its noise, and of the mean of many.
 
 Run from the root of the repository:
 
     python -m benchmarks.nvfp4 [--quick]
 
-Gradients of a dense layer, an MLP and a transformer block, and of a dense layer of whose numbers some are much larger
-than the rest, against float64. The mean of many draws shows what noise evens out, and what remains: rounding to nearest
-is wrong in the same way each time. Weights and inputs are rounded to nearest in all of them, so that no mean is right.
+Gradients of a dense layer, an MLP and a transformer block, and of a dense layer with some elements much larger than the
+rest, against float64. The mean of many draws removes noise but not bias: rounding to nearest has the same error each
+time. Weights and inputs are rounded to nearest in all of them, so no mean is exact.
 """
 
 import argparse
@@ -47,7 +47,7 @@ Data = Callable[[jax.Array], jax.Array]
 
 
 def keep_numbers(x: jax.Array) -> jax.Array:
-    """Leaves all numbers as they are."""
+    """Returns all numbers unchanged."""
     return x
 
 

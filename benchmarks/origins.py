@@ -5,8 +5,8 @@ Run from the root of the repository:
     python -m benchmarks.origins peers [--torch-python PATH]
     python -m benchmarks.origins costs [cpu|tpu|gpu] [--quick]
 
-`peers` plants ten faults in JAX and their twins in PyTorch, and reads by one rule what is reported of them; the rule is
-in `_origins_reports.py`. PyTorch and transformers may be in an environment of their own. `costs` compiles the gradient
+`peers` plants ten faults in JAX and their twins in PyTorch, and judges the reports by one rule, which is in
+`_origins_reports.py`. PyTorch and transformers may be in an environment of their own. `costs` compiles the gradient
 of the example's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
 """
 
@@ -31,7 +31,7 @@ ASKED = Cost(bytes=1.02, temporaries=1.25, peak=float("nan"), compile_time=4, tr
 
 
 def judge_peers(torch_python: str) -> dict[str, dict[str, str]]:
-    """What each contestant says of each fault; those in PyTorch are run by that Python."""
+    """Returns each contestant's report of each fault. The given Python runs the contestants in PyTorch."""
     verdicts = {contestant: _origins_jax.judge_all(contestant) for contestant in _origins_jax.CONTESTANTS}
     missing = dict.fromkeys(ARGUMENTS, NOT_INSTALLED)
     return {**verdicts, **dict.fromkeys(TORCH_CONTESTANTS, missing), **judge_in_torch(torch_python)}
@@ -81,7 +81,7 @@ def make_costs_table(
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What a good step costs, on this machine's CPU."""
+    """Returns the costs of a finite step, on this machine's CPU."""
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
     yield make_costs_table(TARGETS["cpu"](), config, 1 if quick else 5, list(POLICIES)[:1] if quick else list(POLICIES))
 

@@ -41,8 +41,8 @@ UNMEASURED = "not measured"
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Yields the tables in the order in which they are measured.
 
-    With `quick`, all peers train a small MLP for a few steps. There are no accelerators and no quantized layers, and
-    contestants of `benchmarks.faults` take no non-finite steps.
+    With `quick`, all peers train a small MLP for a few steps, without accelerators, quantized layers, or the non-finite
+    steps of `benchmarks.faults`.
     """
     with jax.numpy_dtype_promotion("standard"):
         trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(SMALL_GPT, steps=40)

@@ -1,4 +1,4 @@
-"""How well `numerics.predict` predicts: models with planted faults, each prediction checked by running float16.
+"""Accuracy of `numerics.predict`: models with planted faults, each prediction checked by running float16.
 
 Run from the root of the repository; a hundred models take some fifteen minutes:
 
@@ -6,7 +6,7 @@ Run from the root of the repository; a hundred models take some fifteen minutes:
 
 One table, a line for each kind of fault. A scope counts as named right if it was planted and named, and as named wrong
 if it was named only. "float16 fails" counts the models whose gradient really is lost in float16, at the loss scale that
-was asked about; "repaired" those whose gradient under the predicted map and loss scale is that of float32.
+was asked about; "repaired" are models whose gradient under the predicted map and loss scale equals float32's.
 """
 
 import argparse
@@ -27,11 +27,11 @@ MOST_ERROR = 0.1
 
 
 class Outcome(NamedTuple):
-    """What came of one model.
+    """The outcome for one model.
 
     Attributes:
       model: the model.
-      prediction: what was predicted.
+      prediction: the `Prediction`.
       half_error: the largest relative error of the gradient of a block in float16, at the scale that was asked about.
       repaired_error: the same under the predicted map, at the predicted scale.
     """
@@ -108,7 +108,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def tables(quick: bool, models: int = 100) -> Iterator[ResultTable]:
-    """Tries so many models."""
+    """Tries this number of models."""
     outcomes = []
     for seed in range(2 if quick else models):
         outcomes.append(try_model(make_model(seed)))

@@ -1,9 +1,9 @@
-"""What `reduce_dtype` costs: compiled gradients of a small GPT, summed in compute dtype and in float32.
+"""Costs of `reduce_dtype`: compiled gradients of a small GPT, summed in compute dtype and in float32.
 
     JAX_PLATFORMS=cpu python -m benchmarks.reduce_dtype            # of a CPU, and of TPUs where `libtpu` is installed
 
-Operations, bytes accessed and temporaries of one compiled program over those of the other; for the eight TPUs also how
-many numbers the devices reduce in which dtype, as the TPU's compiler wrote it.
+Ratios of operations, bytes accessed and temporaries of two compiled programs. For the eight TPUs also the number of
+elements that the devices reduce in each dtype, as the TPU's compiler wrote it.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def compile_on(devices: list[Any], reduce_dtype: Any, config: GPTConfig = CONFIG
 
 
 def count_reduced(compiled: Any) -> dict[str, int]:
-    """How many numbers the devices reduce, by dtype: of all-reduces and reduce-scatters, and of no loop's turns."""
+    """Counts the reduced elements by dtype: of all-reduces and reduce-scatters, without iterations of loops."""
     counts: dict[str, int] = {}
     pattern = re.compile(r"= (.*?) (?:all-reduce|all-reduce-start|reduce-scatter)\(")
     for shapes in pattern.findall(compiled.as_text()):
@@ -82,7 +82,7 @@ def list_targets() -> dict[str, list[Any] | str]:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What the gradients cost."""
+    """Returns the costs of the gradients."""
     config = GPTConfig(width=64, depth=1, heads=4, context=32) if quick else CONFIG
     targets = {"a CPU": jax.devices("cpu")[:1]} if quick else list_targets()
     rows = [_make_row(name, devices, config) for name, devices in targets.items()]

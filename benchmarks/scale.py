@@ -1,10 +1,10 @@
-"""What training in parts costs at scale: bytes gathered and reduced in a step, state of a device, size of a checkpoint.
+"""Costs of sharded training at scale: bytes gathered and reduced in a step, state of a device, size of a checkpoint.
 
     JAX_PLATFORMS=cpu python -m benchmarks.scale            # all models, formats and meshes
     JAX_PLATFORMS=cpu python -m benchmarks.scale compare    # the programs for eight devices that are not there, and are
 
-Nothing runs, and no device need be there: each step is traced for an `AbstractMesh`, and what it says in `shard_map` is
-counted. For eight devices the same program is lowered for those of a CPU, and the texts must be the same.
+Nothing runs, and no device need exist: each step is traced for an `AbstractMesh`, and its collectives in `shard_map`
+are counted. For eight devices the same program is lowered for CPU devices, and the texts must be the same.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Figures:
     Attributes:
       gathered: of the whole arrays that a device gathers.
       reduced: of the arrays that a device gives into sums of gradients.
-      sent: what a device sends to its neighbours, if all collectives go around rings.
+      sent: bytes that a device sends to its neighbors, if all collectives go around rings.
       state: of the parameters, moments, scales and counters that a device has.
       checkpoint: of all state, each number once.
     """
@@ -118,7 +118,7 @@ def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figure
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What each model costs on its mesh. The largest trace comes first: the peak of memory is its own."""
+    """Returns the costs of each model on its mesh. The largest trace comes first: the peak of memory is its own."""
     import resource  # which Windows has not
 
     columns: dict[tuple[str, tuple[int, int]], dict[str, Figures]] = {}

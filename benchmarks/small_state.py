@@ -1,4 +1,4 @@
-"""What AdamW costs and learns with its moments in 8 bits: `optim.quantize_state`.
+"""Costs and learning of AdamW with its moments in 8 bits: `optim.quantize_state`.
 
 Run from the root of the repository:
 
@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """What updates cost."""
+    """Returns the costs of updates."""
     yield updates_table(quick)
 
 
 def training_tables(quick: bool) -> Iterator[ResultTable]:
-    """What models learn."""
+    """Returns the losses of trained models."""
     yield sparse_table(quick)
     yield gpt_table(quick)
 

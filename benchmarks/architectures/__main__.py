@@ -1,4 +1,4 @@
-"""Real architectures, trained under each policy, and what a step of theirs costs against the same step by hand.
+"""Real architectures, trained under each policy, and the costs of their steps against the same steps by hand.
 
 Run from the root of the repository:
 
@@ -50,7 +50,7 @@ def tables(quick: bool, names: Sequence[str] = tuple(ARCHITECTURES), seeds: int 
 
 
 def loss_rows(name: str, seeds: int) -> list[list[str]]:
-    """What training an architecture gave, policy by policy."""
+    """Returns the results of training an architecture, policy by policy."""
     architecture = ARCHITECTURES[name]
     initial = initialize(architecture, seeds)
     runs = {policy: train(architecture, jmp.get_policy(policy), initial) for policy in ("float32", *POLICIES)}

@@ -19,7 +19,7 @@ LAST = 10
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What training gave, seed by seed.
+    """Results of a training, seed by seed.
 
     Attributes:
       losses: `(seeds, steps)`; no batch comes twice, so that each is the loss of data that was not trained on.
@@ -37,14 +37,14 @@ class Run:
         return self.losses[:, -LAST:].mean(1)
 
     def distance(self, other: "Run") -> float:
-        """How far the mean final loss lies above that of `other`, in standard deviations of the seeds of `other`."""
+        """Returns the difference of the mean final loss to `other`, in standard deviations over its seeds."""
         return float((self.final.mean() - other.final.mean()) / other.final.std(ddof=1))
 
 
 def initialize(architecture: Architecture, seeds: int) -> tuple[Any, Any]:
     """Parameters and variables with a leading axis of seeds; a policy changes none of them."""
     init = architecture.with_policy(jmp.get_policy("float32")).init
-    # A map, not a vmap: each seed must compute what it computes alone. rbg compiles in a fifth of threefry's time.
+    # A map, not a vmap: each seed must compute the same as alone. rbg compiles in a fifth of threefry's time.
     over_seeds = jax.jit(lambda seeds: lax.map(lambda seed: init(jax.random.key(seed, impl="rbg")), seeds))
     return over_seeds(jnp.arange(seeds))
 
@@ -55,8 +55,8 @@ def train(
     """Trains on all batches, from each of the parameters and variables in `initial`.
 
     Args:
-      architecture: what is trained.
-      policy: what the model is given.
+      architecture: the trained architecture.
+      policy: the policy of the model.
       initial: what `initialize` returns.
       loss_scale: the loss scale to begin with; the policy's, if `None`.
     """

@@ -150,7 +150,7 @@ def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
-        later = old if _last_word(path).endswith("scale") else _replace_newest(old, jnp.maximum(old, new))
+        later = old if _last_word(path).endswith("scale") else old.at[..., 0].set(jnp.maximum(old, new)[..., 0])
         is_finite, is_used = jnp.isfinite(new), new > 0
         ran = is_finite.all(-1, keepdims=True) & is_used.any(-1, keepdims=True)
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
@@ -220,16 +220,9 @@ def _last_word(path: KeyPath) -> str:
 
 def _words(path: KeyPath) -> list[str]:
     """Splits a path into names, also those within the keys of a flattened tree. A bare leaf has the path `[""]`."""
-    text = "/".join(map(_text, path)).removesuffix("/value")  # the suffix of an nnx Variable
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))) for key in path)
+    text = "/".join(map(str, keys)).removesuffix("/value")  # the suffix of an nnx Variable
     return re.findall(r"\w+", text) or [""]
-
-
-def _text(key: object) -> str:
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))))
-
-
-def _replace_newest(history: jax.Array, other: jax.Array) -> jax.Array:
-    return history.at[..., 0].set(other[..., 0])
 
 
 def _max_dtype() -> Any:

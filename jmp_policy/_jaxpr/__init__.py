@@ -18,8 +18,10 @@ from ._evaluate import (
     explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
     flatten_function as flatten_function,
+    note_casting as note_casting,
     open_partials as open_partials,
     prepare_replay as prepare_replay,
+    refuse_casting as refuse_casting,
     run as run,
     run_lifted as run_lifted,
     trace as trace,
@@ -34,10 +36,14 @@ from ._primitives import (
 )
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
+    AbstractValue as AbstractValue,
     Atom as Atom,
+    JaxprBuilder as JaxprBuilder,
+    Pass as Pass,
     Program as Program,
     Step as Step,
     SubJaxpr as SubJaxpr,
+    Value as Value,
     array_dtype as array_dtype,
     body_of as body_of,
     find_direction as find_direction,
@@ -56,14 +62,8 @@ from ._program import (
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
-from ._rewriter import Rewriter as Rewriter
-from ._rule import (
-    AbstractValue as AbstractValue,
-    Context as Context,
-    JaxprBuilder as JaxprBuilder,
-    Rule as Rule,
-    Value as Value,
-)
+from ._rewriter import Rewriter as Rewriter, Rewritten as Rewritten
+from ._rule import Context as Context, Rule as Rule
 from ._source import (
     AUTOCAST as AUTOCAST,
     RECORD as RECORD,
@@ -81,7 +81,5 @@ from ._source import (
     is_called_by_library as is_called_by_library,
     is_traced_in as is_traced_in,
     list_functions as list_functions,
-    note_casting as note_casting,
-    refuse_casting as refuse_casting,
     split_line as split_line,
 )

@@ -41,7 +41,8 @@ def count_flops(eqn: JaxprEqn) -> int:
 
 def count_bytes(eqn: JaxprEqn) -> int:
     """Counts the bytes that an equation reads and writes."""
-    return sum(map(_count_atom_bytes, (*eqn.invars, *eqn.outvars)))
+    atoms = (*eqn.invars, *eqn.outvars)
+    return sum(_size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0) for atom in atoms)
 
 
 def count_products(eqn: JaxprEqn) -> int:
@@ -128,10 +129,6 @@ def _size(atom: Atom) -> int:
     return math.prod(_shape(atom))
 
 
-def _count_atom_bytes(atom: Atom) -> int:
-    return _size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
-
-
 def _shape(atom: Atom) -> Sequence[int]:
     return getattr(atom.aval, "shape", ())
 
@@ -196,24 +193,17 @@ def _divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _count_reduced(step: Step) -> int:
-    return _size(step.operands[0]) // max(_size(step.results[0]), 1)
-
-
-def _count_scattered(step: Step) -> int:
-    return _size(step.operands[-1])
-
-
-def _count_along_axis(step: Step) -> int:
-    return step.operands[0].aval.shape[step.eqn.params["axis"]]
-
-
 _COUNTS = {
-    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce"), _count_reduced),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_prod", "reduce"),
+        lambda step: _size(step.operands[0]) // max(_size(step.results[0]), 1),
+    ),
     **dict.fromkeys(("reduce_window_sum", "reduce_window"), _count_in_window),
     "select_and_scatter_add": _count_overlapping_windows,  # max pooling's gradient adds where windows overlap
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul"), _count_scattered),
-    **dict.fromkeys(("cumsum", "cumprod", "cumlogsumexp"), _count_along_axis),
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul"), lambda step: _size(step.operands[-1])),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cumlogsumexp"), lambda step: _shape(step.operands[0])[step.eqn.params["axis"]]
+    ),
 }
 """Counts, by primitive, the elements that are combined into one."""
 

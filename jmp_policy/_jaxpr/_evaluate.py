@@ -1,6 +1,7 @@
 """Traces functions to jaxprs, evaluates jaxprs, and prepares them to run a second time."""
 
 import contextlib
+import contextvars
 import enum
 import functools
 import types
@@ -69,6 +70,28 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
 _NO_VALUE = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 )  # fmt: skip
+
+
+_CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
+
+
+@contextlib.contextmanager
+def note_casting() -> Iterator[None]:
+    """Makes `refuse_casting` raise inside."""
+    token = _CASTING.set(True)
+    try:
+        yield
+    finally:
+        _CASTING.reset(token)
+
+
+def refuse_casting(instrument: str) -> None:
+    """Raises a `ValueError` inside `autocast`, which rewrites the program later."""
+    if _CASTING.get():
+        raise ValueError(
+            f"{instrument} inside autocast would report the dtypes before autocast changes them. Call it outside. "
+            f"For example: {instrument}(autocast(loss_fn, 'mixed_bfloat16'))."
+        )
 
 
 class Traced(NamedTuple):

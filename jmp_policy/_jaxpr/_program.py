@@ -1,4 +1,4 @@
-"""Jaxprs: variables, equations, the sub-jaxprs that equations run, and a walk over every equation."""
+"""Jaxprs: variables, the sub-jaxprs that equations run, a walk over every equation, and a builder of new jaxprs."""
 
 import contextlib
 import functools
@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, NamedTuple
 
 import jax
+import numpy as np
+from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.sharding import AbstractMesh
 
 from .._base import P, R, is_floating_dtype
@@ -136,23 +138,15 @@ def strip_transformations(stack: str) -> str:
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation runs.
+    """A jaxpr that an equation runs."""
 
-    Attributes:
-      program: the jaxpr.
-      consts: the arrays that it closes over, in the order of `program.constvars`.
-      inputs: operands of the equation, each with the argument that it becomes.
-      outputs: outputs of the jaxpr, each with the output of the equation that it becomes.
-      carry: positions of the arguments that a loop carries.
-      trips: number of runs per run of the equation: 1 if it is unknown, and 0 for a branch of a
-        `lax.platform_dependent` for another platform.
-    """
-
-    program: Jaxpr
-    consts: Sequence[Any]
-    inputs: list[tuple[Atom, Atom]]
-    outputs: list[tuple[Atom, Atom]]
-    carry: range = range(0)
+    program: Jaxpr  # the jaxpr
+    consts: Sequence[Any]  # the arrays that it closes over, in the order of `program.constvars`
+    inputs: list[tuple[Atom, Atom]]  # operands of the equation, each with the argument that it becomes
+    outputs: list[tuple[Atom, Atom]]  # outputs of the jaxpr, each with the output of the equation that it becomes
+    carry: range = range(0)  # positions of the arguments that a loop carries
+    # Number of runs per run of the equation: 1 if it is unknown, and 0 for a branch of a `lax.platform_dependent` for
+    # another platform.
     trips: int = 1
 
 
@@ -232,26 +226,18 @@ def _make_sub_jaxpr(
 
 
 class Step(NamedTuple):
-    """One step of `walk`.
+    """One step of `walk`."""
 
-    Attributes:
-      name: the name of the primitive; `"link"` for a value that enters or leaves a sub-jaxpr, `"carry"` for one that
-        enters the first iteration of a loop, `"constant"` for an array that a sub-jaxpr closes over.
-      operands: the values that are read.
-      results: the values that are computed.
-      eqn: the equation; for a link and a constant, the one that runs the sub-jaxpr.
-      scope: the name stacks of the enclosing equations and of this one, joined by `/`.
-      around: the enclosing equations, outermost first, each with the sub-jaxpr that contains the step.
-      trips: how often it runs.
-    """
-
+    # The name of the primitive; `"link"` for a value that enters or leaves a sub-jaxpr, `"carry"` for one that enters
+    # the first iteration of a loop, `"constant"` for an array that a sub-jaxpr closes over.
     name: str
-    operands: Sequence[Any]
-    results: Sequence[Any]
-    eqn: JaxprEqn
-    scope: str
+    operands: Sequence[Any]  # the values that are read
+    results: Sequence[Any]  # the values that are computed
+    eqn: JaxprEqn  # the equation; for a link and a constant, the one that runs the sub-jaxpr
+    scope: str  # the name stacks of the enclosing equations and of this one, joined by `/`
+    # The enclosing equations, outermost first, each with the sub-jaxpr that contains the step.
     around: tuple[tuple[JaxprEqn, Jaxpr], ...] = ()
-    trips: int = 1
+    trips: int = 1  # how often it runs
 
 
 def walk(
@@ -298,3 +284,89 @@ def list_live(program: Jaxpr) -> list[JaxprEqn]:
             used.update(list_variables(eqn.invars))
             found.append(eqn)
     return found[::-1]
+
+
+class AbstractValue(NamedTuple):
+    """A rule's knowledge of a value. A jaxpr is rewritten once per combination of these."""
+
+    dtype: Any  # the dtype of the value in the new jaxpr; None unless it is a real floating dtype
+    state: Any = None  # any hashable object of the rule
+
+
+class Value(NamedTuple):
+    """A variable or literal of the new jaxpr, and the rule's knowledge of it."""
+
+    atom: Atom
+    kind: AbstractValue
+
+
+class JaxprBuilder:
+    """Collects the equations of a new jaxpr, in order."""
+
+    def __init__(self) -> None:
+        self.equations: list[JaxprEqn] = []
+        self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
+
+    def append(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
+    ) -> list[Value]:
+        """Appends `eqn` with other operands, output dtypes and, optionally, parameters. Returns its outputs."""
+        outvars = [_change_dtype(var, kind.dtype) for var, kind in zip(eqn.outvars, kinds, strict=True)]
+        if params is None and _are_same(atoms, eqn.invars) and _are_same(outvars, eqn.outvars):
+            self.equations.append(eqn)
+        else:
+            changed = eqn.params if params is None else params
+            self.equations.append(eqn.replace(invars=list(atoms), outvars=outvars, params=changed))
+        return [Value(var, kind) for var, kind in zip(outvars, kinds, strict=True)]
+
+    def cast(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
+        """Casts a floating value for use in `eqn`. The cast has the source line of `eqn`."""
+        aval: Any = atom.aval
+        if aval.dtype == dtype:
+            return atom
+        if isinstance(atom, Literal):
+            return Literal(np.asarray(atom.val).astype(dtype), _change_aval(aval, dtype))
+        template = _trace_conversion(dtype)
+        out = Var(_change_aval(aval, dtype))
+        params = {**template.params, "weak_type": aval.weak_type}  # so that a Python scalar stays weak
+        self.equations.append(
+            new_jaxpr_eqn([atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx)
+        )
+        return out
+
+    def cast_once(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
+        """Like `cast`, but returns the first cast again for the same value and dtype."""
+        if isinstance(atom, Literal):
+            return self.cast(atom, dtype, eqn)
+        key = atom, dtype
+        if key not in self._casts:
+            self._casts[key] = self.cast(atom, dtype, eqn)
+        return self._casts[key]
+
+    def cast_values(self, values: Sequence[Value], kinds: Sequence[AbstractValue], eqn: JaxprEqn) -> list[Atom]:
+        """Casts each value to the dtype of its new kind, if that has one."""
+        return [
+            value.atom if kind.dtype is None else self.cast(value.atom, kind.dtype, eqn)
+            for value, kind in zip(values, kinds, strict=True)
+        ]
+
+
+@functools.cache
+def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
+    source = np.float32 if dtype != np.float32 else np.float16
+    return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
+
+
+def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
+    aval: Any = var.aval
+    return var if dtype is None or aval.dtype == dtype else type(var)(_change_aval(aval, dtype))
+
+
+# A jaxpr has few distinct avals, and `update` takes ten times as long as this look-up.
+@functools.lru_cache
+def _change_aval(aval: Any, dtype: np.dtype) -> Any:
+    return aval.update(dtype=dtype)
+
+
+def _are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
+    return all(a is b for a, b in zip(atoms, others, strict=True))

@@ -1,6 +1,7 @@
 """The interface of a recorder, and the equations that call it."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,16 +17,11 @@ from ._source import RECORD
 
 
 class RecordedOp(NamedTuple):
-    """The operation of one row of a record.
+    """The operation of one row of a record."""
 
-    Attributes:
-      step: the equation, and the equations around it.
-      result: the position of the measured output.
-      turns: the iterations of the enclosing loops, outermost first, without loops whose iterations share a row.
-    """
-
-    step: Step
-    result: int
+    step: Step  # the equation, and the equations around it
+    result: int  # the position of the measured output
+    # The iterations of the enclosing loops, outermost first, without loops whose iterations share a row.
     turns: tuple[int, ...] = ()
 
     def move_out(self, eqn: JaxprEqn, body: Jaxpr, iteration: int | None = None) -> "RecordedOp":
@@ -106,6 +102,7 @@ class Devices(NamedTuple):
         return jax.shard_map(run, mesh=self.mesh, axis_names=set(self.axes), check_vma=self.checks, **specs)
 
 
+@dataclasses.dataclass(frozen=True)
 class RecorderCalls:
     """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
 
@@ -113,15 +110,9 @@ class RecorderCalls:
     equations, and shard_map would check how each of their constants varies.
     """
 
-    def __init__(self, recorder: Recorder, within: tuple[Devices, ...] = (), templates: Any = None):
-        self.recorder, self.within = recorder, within
-        self._templates: dict[Any, JaxprEqn] = {} if templates is None else templates
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RecorderCalls) and (self.recorder, self.within) == (other.recorder, other.within)
-
-    def __hash__(self) -> int:
-        return hash((self.recorder, self.within))
+    recorder: Recorder
+    within: tuple[Devices, ...] = ()
+    _templates: dict[Any, JaxprEqn] = dataclasses.field(default_factory=dict, compare=False)
 
     def enter(self, devices: Devices) -> "RecorderCalls":
         """Returns the same for equations inside one more shard_map."""

@@ -31,15 +31,10 @@ from ._recorder import Devices, Order, RecordedOp, Recorder, RecorderCalls
 
 
 class Recorded(NamedTuple):
-    """A jaxpr that returns a record after its outputs.
+    """A jaxpr that returns a record after its outputs."""
 
-    Attributes:
-      program: the new jaxpr, of the class of the old one; the old one itself if nothing is measured.
-      lines: the recorded operation of each row, without the rows of arguments and outputs.
-    """
-
-    program: Any
-    lines: tuple[RecordedOp, ...]
+    program: Any  # the new jaxpr, of the class of the old one; the old one itself if nothing is measured
+    lines: tuple[RecordedOp, ...]  # the recorded operation of each row, without the rows of arguments and outputs
 
 
 def record_program(

@@ -12,22 +12,28 @@ from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
 from ._primitives import CALLED
-from ._program import Atom, Program, body_of, float_dtype, list_variables, replace_variables, scan_parts, without_mesh
-from ._rule import AbstractValue, Context, JaxprBuilder, Rule, Value
+from ._program import (
+    AbstractValue,
+    Atom,
+    JaxprBuilder,
+    Program,
+    Value,
+    body_of,
+    float_dtype,
+    list_variables,
+    replace_variables,
+    scan_parts,
+    without_mesh,
+)
+from ._rule import Context, Rule
 
 
 class Rewritten(NamedTuple):
-    """A rewritten jaxpr.
+    """A rewritten jaxpr."""
 
-    Attributes:
-      program: the new jaxpr, of the class of the old one.
-      kinds: the kinds of its outputs.
-      made: the kinds of its outputs before the casts to the requested dtypes.
-    """
-
-    program: Any
-    kinds: tuple[AbstractValue, ...]
-    made: tuple[AbstractValue, ...]
+    program: Any  # the new jaxpr, of the class of the old one
+    kinds: tuple[AbstractValue, ...]  # the kinds of its outputs
+    made: tuple[AbstractValue, ...]  # the kinds of its outputs before the casts to the requested dtypes
 
 
 class Rewriter:
@@ -74,7 +80,7 @@ class Rewriter:
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            fused = rule.fuse(old, i, read_atom, body, contexts)
+            fused = self._fuse(old, i, read_atom, body, contexts)
             count, results = fused or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
@@ -87,12 +93,152 @@ class Rewriter:
         new = replace_variables(program, invars, body.equations, outvars, old.debug_info)
         return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
 
+    def _fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[Context]
+    ) -> tuple[int, list[Value]] | None:
+        return self.rule.fuse(program, start, read, body, contexts)
+
     def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         write = WRITERS.get(eqn.primitive.name)
         results = None
         if write is not None:
             results = write(self, eqn, self.rule.cast_operands(eqn, values, body, context), body, context)
         return self.rule.equation(eqn, values, body, context) if results is None else results
+
+    def _write_call(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        parameter = CALLED[eqn.primitive.name]
+        inner = self.rewrite(eqn.params[parameter], [value.kind for value in values], context)
+        return body.append(eqn, [value.atom for value in values], inner.kinds, {**eqn.params, parameter: inner.program})
+
+    def _write_scan(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        program = eqn.params["jaxpr"]
+        consts, carried = scan_parts(eqn)
+        kinds = [value.kind for value in values]
+        end = consts + carried
+        others = [None] * (len(eqn.outvars) - carried)
+
+        def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
+            arguments = [*kinds[:consts], *carry, *kinds[end:]]
+            return self.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
+
+        kinds[consts:end] = self._settle_carry(program, kinds[consts:end], consts, iterate)
+        inner = self.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
+        stacked = tuple(self.rule.stacked(eqn, inner.kinds[carried:], context))
+        if stacked != inner.kinds[carried:]:
+            inner = self.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
+        results = (*kinds[consts:end], *stacked)
+        return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
+
+    def _write_while(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        params, program = eqn.params, eqn.params["body_jaxpr"]
+        first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        kinds = [value.kind for value in values]
+
+        def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
+            return self.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
+
+        kinds[start:] = self._settle_carry(program, kinds[start:], start - first, iterate)
+        inner = self.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
+        test = self.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
+        changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
+        return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
+
+    def _settle_carry(
+        self,
+        program: Program,
+        kinds: Sequence[AbstractValue],
+        consts: int,
+        iterate: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
+    ) -> list[AbstractValue]:
+        """Finds kinds of the carry that one iteration returns unchanged. The carry follows `consts` arguments."""
+        accumulators = self.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
+        carry = [self.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
+        while True:
+            joined = [self.rule.join(pair) for pair in zip(carry, iterate(carry)[: len(carry)], strict=True)]
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def _write_cond(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        branches, kinds = eqn.params["branches"], [value.kind for value in values[1:]]
+        # Each branch on its own shows the kinds of its outputs. Then all of them return the joined kinds.
+        taken = [self.rewrite(branch, kinds, context).kinds for branch in branches]
+        joined = [self.rule.join(kinds) for kinds in zip(*taken, strict=True)]
+        inner = [self.rewrite(branch, kinds, context, _list_dtypes(joined)).program for branch in branches]
+        return body.append(eqn, [value.atom for value in values], joined, {**eqn.params, "branches": tuple(inner)})
+
+    def _write_custom_jvp(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+    ) -> list[Value] | None:
+        params, traced = eqn.params, eqn.params["jvp_jaxpr_fun"]
+        if self.rule.rewrites_custom_rule(eqn, context):
+            kinds = tuple(value.kind for value in values)
+            inner = self.rewrite(params["call_jaxpr"], kinds, context)
+            primals = kinds[params["num_consts"] :]
+            call = functools.partial(self._rewrite_jvp, context, traced, primals, inner.kinds)
+            changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": _Derivative(traced, call)}
+            return body.append(eqn, [value.atom for value in values], inner.kinds, changed)
+        call = functools.partial(self._rewrite_primal_of_jvp, context, traced)
+        return self._write_primal(eqn, values, body, context, {"jvp_jaxpr_fun": _Derivative(traced, call)})
+
+    def _write_custom_vjp(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+    ) -> list[Value] | None:
+        traced = eqn.params["fwd_jaxpr_thunk"]
+
+        def call_forward(*nonzeros: bool) -> tuple[Any, Any]:
+            program, consts = traced.call_wrapped(*nonzeros)
+            return self._rewrite_as_traced(program, context), consts
+
+        changed = {"fwd_jaxpr_thunk": _Derivative(traced, call_forward)}
+        return self._write_primal(eqn, values, body, context, changed)
+
+    def _write_primal(
+        self,
+        eqn: JaxprEqn,
+        values: list[Value],
+        body: JaxprBuilder,
+        context: Context,
+        changed: dict[str, Any],
+    ) -> list[Value] | None:
+        """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes of its derivative."""
+        if not self.rule.rewrites_primal_only(eqn, context):
+            return None
+        kinds = [value.kind._replace(dtype=float_dtype(atom)) for value, atom in zip(values, eqn.invars, strict=True)]
+        atoms = body.cast_values(values, kinds, eqn)
+        inner = self.rewrite(eqn.params["call_jaxpr"], kinds, context, [float_dtype(var) for var in eqn.outvars])
+        return body.append(eqn, atoms, inner.kinds, {**eqn.params, "call_jaxpr": inner.program, **changed})
+
+    def _rewrite_jvp(
+        self,
+        context: Context,
+        traced: Any,
+        kinds: Sequence[AbstractValue],
+        results: Sequence[AbstractValue],
+        *zeros: bool,
+    ) -> tuple[Any, Any, Any]:
+        """Rewrites a JVP rule for inputs and outputs of other kinds. A nonzero tangent has the kind of its primal."""
+        program, consts, out_zeros = traced.call_wrapped(*zeros)
+        tangents = [kind for kind, zero in zip(kinds, zeros, strict=True) if not zero]
+        wanted = [kind.dtype for kind in results]
+        wanted += [kind.dtype for kind, zero in zip(results, out_zeros, strict=True) if not zero]
+        # From JAX 0.11 on, constants are leading arguments.
+        detached = program.invars[: len(consts)] if not program.constvars else []
+        detached_kinds = [self.rule.argument(float_dtype(var)) for var in detached]
+        return self.rewrite(program, [*detached_kinds, *kinds, *tangents], context, wanted).program, consts, out_zeros
+
+    def _rewrite_primal_of_jvp(self, context: Context, traced: Any, *zeros: bool) -> tuple[Any, Any, Any]:
+        """Rewrites the equations of a JVP rule that do not depend on a tangent."""
+        program, consts, out_zeros = traced.call_wrapped(*zeros)
+        tangents = program.invars[len(program.invars) - zeros.count(False) :]
+        primals, linear = _split_dependent(program, tangents)
+        new = self._rewrite_as_traced(primals, context)
+        return _append_equations(new, primals.outvars, linear, program), consts, out_zeros
+
+    def _rewrite_as_traced(self, program: Jaxpr, context: Context) -> Any:
+        """Rewrites a jaxpr whose inputs and outputs keep their dtypes."""
+        kinds = [self.rule.argument(float_dtype(var)) for var in program.invars]
+        return self.rewrite(program, kinds, context, [float_dtype(atom) for atom in program.outvars]).program
 
 
 with without_mesh():  # a user may import this file inside a mesh
@@ -113,81 +259,6 @@ def _cast_result(value: Value, dtype: np.dtype | None, body: JaxprBuilder, eqn: 
     return Value(body.cast(value.atom, dtype, eqn), value.kind._replace(dtype=dtype))
 
 
-def _write_call(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value]:
-    parameter = CALLED[eqn.primitive.name]
-    inner = rewriter.rewrite(eqn.params[parameter], [value.kind for value in values], context)
-    return body.append(eqn, [value.atom for value in values], inner.kinds, {**eqn.params, parameter: inner.program})
-
-
-def _write_scan(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value]:
-    program = eqn.params["jaxpr"]
-    consts, carried = scan_parts(eqn)
-    kinds = [value.kind for value in values]
-    end = consts + carried
-    others = [None] * (len(eqn.outvars) - carried)
-
-    def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
-        arguments = [*kinds[:consts], *carry, *kinds[end:]]
-        return rewriter.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
-
-    kinds[consts:end] = _settle_carry(rewriter, program, kinds[consts:end], consts, iterate)
-    inner = rewriter.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
-    stacked = tuple(rewriter.rule.stacked(eqn, inner.kinds[carried:], context))
-    if stacked != inner.kinds[carried:]:
-        inner = rewriter.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
-    results = (*kinds[consts:end], *stacked)
-    return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
-
-
-def _write_while(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value]:
-    params, program = eqn.params, eqn.params["body_jaxpr"]
-    first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    kinds = [value.kind for value in values]
-
-    def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
-        return rewriter.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
-
-    kinds[start:] = _settle_carry(rewriter, program, kinds[start:], start - first, iterate)
-    inner = rewriter.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
-    test = rewriter.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
-    changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
-    return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
-
-
-def _settle_carry(
-    rewriter: Rewriter,
-    program: Program,
-    kinds: Sequence[AbstractValue],
-    consts: int,
-    iterate: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
-) -> list[AbstractValue]:
-    """Finds kinds of the carry that one iteration returns unchanged. The carry follows `consts` arguments."""
-    accumulators = rewriter.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
-    carry = [rewriter.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
-    while True:
-        joined = [rewriter.rule.join(pair) for pair in zip(carry, iterate(carry)[: len(carry)], strict=True)]
-        if joined == carry:
-            return carry
-        carry = joined
-
-
-def _write_cond(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value]:
-    branches, kinds = eqn.params["branches"], [value.kind for value in values[1:]]
-    # Each branch on its own shows the kinds of its outputs. Then all of them return the joined kinds.
-    taken = [rewriter.rewrite(branch, kinds, context).kinds for branch in branches]
-    joined = [rewriter.rule.join(kinds) for kinds in zip(*taken, strict=True)]
-    inner = [rewriter.rewrite(branch, kinds, context, _list_dtypes(joined)).program for branch in branches]
-    return body.append(eqn, [value.atom for value in values], joined, {**eqn.params, "branches": tuple(inner)})
-
-
 def _list_dtypes(kinds: Sequence[AbstractValue]) -> list[np.dtype | None]:
     return [kind.dtype for kind in kinds]
 
@@ -197,85 +268,6 @@ class _Derivative:
 
     def __init__(self, traced: Any, call_wrapped: Callable[..., Any]):
         self.debug_info, self.call_wrapped = traced.debug_info, call_wrapped
-
-
-def _write_custom_jvp(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value] | None:
-    params, traced = eqn.params, eqn.params["jvp_jaxpr_fun"]
-    if rewriter.rule.rewrites_custom_rule(eqn, context):
-        kinds = tuple(value.kind for value in values)
-        inner = rewriter.rewrite(params["call_jaxpr"], kinds, context)
-        primals = kinds[params["num_consts"] :]
-        call = functools.partial(_rewrite_jvp, rewriter, context, traced, primals, inner.kinds)
-        changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": _Derivative(traced, call)}
-        return body.append(eqn, [value.atom for value in values], inner.kinds, changed)
-    call = functools.partial(_rewrite_primal_of_jvp, rewriter, context, traced)
-    return _write_primal(rewriter, eqn, values, body, context, {"jvp_jaxpr_fun": _Derivative(traced, call)})
-
-
-def _write_custom_vjp(
-    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
-) -> list[Value] | None:
-    traced = eqn.params["fwd_jaxpr_thunk"]
-
-    def call_forward(*nonzeros: bool) -> tuple[Any, Any]:
-        program, consts = traced.call_wrapped(*nonzeros)
-        return _rewrite_as_traced(rewriter, program, context), consts
-
-    changed = {"fwd_jaxpr_thunk": _Derivative(traced, call_forward)}
-    return _write_primal(rewriter, eqn, values, body, context, changed)
-
-
-def _write_primal(
-    rewriter: Rewriter,
-    eqn: JaxprEqn,
-    values: list[Value],
-    body: JaxprBuilder,
-    context: Context,
-    changed: dict[str, Any],
-) -> list[Value] | None:
-    """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes that its derivative was traced for."""
-    if not rewriter.rule.rewrites_primal_only(eqn, context):
-        return None
-    kinds = [value.kind._replace(dtype=float_dtype(atom)) for value, atom in zip(values, eqn.invars, strict=True)]
-    atoms = body.cast_values(values, kinds, eqn)
-    inner = rewriter.rewrite(eqn.params["call_jaxpr"], kinds, context, [float_dtype(var) for var in eqn.outvars])
-    return body.append(eqn, atoms, inner.kinds, {**eqn.params, "call_jaxpr": inner.program, **changed})
-
-
-def _rewrite_jvp(
-    rewriter: Rewriter,
-    context: Context,
-    traced: Any,
-    kinds: Sequence[AbstractValue],
-    results: Sequence[AbstractValue],
-    *zeros: bool,
-) -> tuple[Any, Any, Any]:
-    """Rewrites a JVP rule for inputs and outputs of other kinds. A nonzero tangent has the kind of its primal."""
-    program, consts, out_zeros = traced.call_wrapped(*zeros)
-    tangents = [kind for kind, zero in zip(kinds, zeros, strict=True) if not zero]
-    wanted = [kind.dtype for kind in results]
-    wanted += [kind.dtype for kind, zero in zip(results, out_zeros, strict=True) if not zero]
-    # From JAX 0.11 on, constants are leading arguments.
-    detached = program.invars[: len(consts)] if not program.constvars else []
-    detached_kinds = [rewriter.rule.argument(float_dtype(var)) for var in detached]
-    return rewriter.rewrite(program, [*detached_kinds, *kinds, *tangents], context, wanted).program, consts, out_zeros
-
-
-def _rewrite_primal_of_jvp(rewriter: Rewriter, context: Context, traced: Any, *zeros: bool) -> tuple[Any, Any, Any]:
-    """Rewrites the equations of a JVP rule that do not depend on a tangent."""
-    program, consts, out_zeros = traced.call_wrapped(*zeros)
-    tangents = program.invars[len(program.invars) - zeros.count(False) :]
-    primals, linear = _split_dependent(program, tangents)
-    new = _rewrite_as_traced(rewriter, primals, context)
-    return _append_equations(new, primals.outvars, linear, program), consts, out_zeros
-
-
-def _rewrite_as_traced(rewriter: Rewriter, program: Jaxpr, context: Context) -> Any:
-    """Rewrites a jaxpr whose inputs and outputs keep their dtypes."""
-    kinds = [rewriter.rule.argument(float_dtype(var)) for var in program.invars]
-    return rewriter.rewrite(program, kinds, context, [float_dtype(atom) for atom in program.outvars]).program
 
 
 def _split_dependent(program: Jaxpr, variables: Sequence[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
@@ -305,14 +297,12 @@ def _append_equations(first: Jaxpr, outvars: Sequence[Atom], equations: Sequence
     return whole.replace(eqns=[*first.eqns, *rest], outvars=rename(whole.outvars), debug_info=whole.debug_info)
 
 
-Writer = Callable[[Rewriter, JaxprEqn, list[Value], JaxprBuilder, Context], list[Value] | None]
-
-WRITERS: Mapping[str, Writer] = {
-    **dict.fromkeys(CALLED, _write_call),
-    "scan": _write_scan,
-    "while": _write_while,
-    "cond": _write_cond,
-    "custom_jvp_call": _write_custom_jvp,
-    "custom_vjp_call": _write_custom_vjp,
+WRITERS: Mapping[str, Callable[..., list[Value] | None]] = {
+    **dict.fromkeys(CALLED, Rewriter._write_call),
+    "scan": Rewriter._write_scan,
+    "while": Rewriter._write_while,
+    "cond": Rewriter._write_cond,
+    "custom_jvp_call": Rewriter._write_custom_jvp,
+    "custom_vjp_call": Rewriter._write_custom_vjp,
 }
 """How each equation with sub-jaxprs is written. A writer that returns None leaves the equation to the rule."""

@@ -6,8 +6,8 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -165,16 +165,11 @@ _NO_SCOPES = frozenset({
 
 
 class Modules(NamedTuple):
-    """The modules of a program, which distinguish module paths from other scopes in a name stack.
+    """The modules of a program, which distinguish module paths from other scopes in a name stack."""
 
-    Attributes:
-      types: pairs of the path and type of each module.
-      roots: scopes of root linen modules: class names, which paths leave out.
-      methods: pairs of a module path and a scope with a method name, such as `encoder.encode`.
-    """
-
-    types: tuple[tuple[str, type], ...] = ()
-    roots: frozenset[str] = frozenset()
+    types: tuple[tuple[str, type], ...] = ()  # pairs of the path and type of each module
+    roots: frozenset[str] = frozenset()  # scopes of root linen modules: class names, which paths leave out
+    # Pairs of a module path and a scope with a method name, such as `encoder.encode`.
     methods: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -227,27 +222,6 @@ def _list_names(stack: str) -> list[str]:
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
 _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 """The paths of the linen and nnx modules whose methods are being traced."""
-
-_CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
-
-
-@contextmanager
-def note_casting() -> Iterator[None]:
-    """Makes `refuse_casting` raise inside."""
-    token = _CASTING.set(True)
-    try:
-        yield
-    finally:
-        _CASTING.reset(token)
-
-
-def refuse_casting(instrument: str) -> None:
-    """Raises a `ValueError` inside `autocast`, which rewrites the program later."""
-    if _CASTING.get():
-        raise ValueError(
-            f"{instrument} inside autocast would report the dtypes before autocast changes them. Call it outside. "
-            f"For example: {instrument}(autocast(loss_fn, 'mixed_bfloat16'))."
-        )
 
 
 class Register:

@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr
 from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
 from .._jaxpr import (
     AUTOCAST,
-    AbstractValue,
     Register,
     Rewriter,
     explain_tracing,
@@ -35,16 +34,13 @@ from ..modules import (
 )
 from ..policy import Policy, PolicyMap, PolicySpec
 from ._rewrite import (
-    COMPUTE_DTYPES,
     AutocastRules,
     CastingRule,
-    CastState,
     EquationPlace,
-    Level,
-    Scopes,
     check_policy,
     explain_unused_functions,
     has_scopes,
+    make_casting_rule,
     root_policy,
 )
 
@@ -137,26 +133,23 @@ class _Autocast:
         # The trace registers the modules that the rules by scope need.
         with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
-        old = traced.program
+        old, rule = traced.program, self._make_rule(policy, traced.program)
         # Inputs and outputs keep the dtypes that the function was traced with.
-        kinds = [AbstractValue(float_dtype(var), CastState(Level.TRACED)) for var in old.jaxpr.invars]
+        kinds = [rule.argument(float_dtype(var)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        new = Rewriter(self._make_rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
+        new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
     def _make_rule(self, policy: Policy, program: ClosedJaxpr) -> CastingRule:
-        scopes = None
+        modules = None if self._register is None else self._register.list_modules()
+        rule = make_casting_rule(self._policy, policy, self._rules, self._custom_rules, modules)
         unused = explain_unused_functions(self._rules.functions, program.jaxpr)
-        if self._register is not None:
-            scopes = Scopes(self._policy, self._rules.scopes, self._rules.backward, self._register.list_modules())
-            unused += scopes.explain_unused(program.jaxpr)
+        if rule.scopes is not None:
+            unused += rule.scopes.explain_unused(program.jaxpr)
+            rule.rewritten = self._rewritten  # refers to modules, which may be freed with the function
         for message in unused:
             warn_user(message)
-        compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        rule = CastingRule(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype)
-        if scopes is not None:  # refers to modules, which may be freed with the function
-            rule.rewritten = self._rewritten
         return rule
 
     def __reduce__(self) -> tuple:  # without the caches

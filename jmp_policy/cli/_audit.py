@@ -3,14 +3,10 @@
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
+from ._command import Commands, add_call
 from ._outputs import print_report
 from ._user_code import load_call
-
-if TYPE_CHECKING:
-    from ..numerics import AuditReport
-    from ._command import Commands
 
 _EPILOG = """\
 For example, where train.py has train_step(state, batch): write in it
@@ -21,7 +17,7 @@ dtypes, backward, count); rows (path, operation, dtype, backward, count, flops, 
 dtype, source, path, backward, count, flops); uncounted_loops; flops; bytes."""
 
 
-def add_audit(commands: "Commands") -> None:
+def add_audit(commands: Commands) -> None:
     """Adds `jmp-policy audit` to the subparsers of argparse."""
     parser = commands.add_parser(
         "audit",
@@ -30,27 +26,17 @@ def add_audit(commands: "Commands") -> None:
         "what is likely to lose numbers or time, each with its line.",
         epilog=_EPILOG,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:train_step, in this folder")
-    parser.add_argument(
-        "--args",
-        metavar="MODULE:FUNCTION",
-        help="a function that returns the arguments to trace it for: a tuple of them, or a single one; "
-        "jax.ShapeDtypeStructs suffice (default: no arguments)",
-    )
+    add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.set_defaults(run=_run_audit)
 
 
 def _run_audit(arguments: argparse.Namespace) -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
-        report = _audit_function(arguments.function, arguments.args)
-    print_report(report, arguments)
-    return 1 if arguments.strict and report.findings else 0
-
-
-def _audit_function(name: str, maker: str | None) -> "AuditReport":
     from ..numerics import audit
 
-    fun, args = load_call(name, maker, audit, verb="audit", example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
-    return audit(fun)(*args)
+    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
+        fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+        report = audit(fun)(*args)
+    print_report(report, arguments)
+    return 1 if arguments.strict and report.findings else 0

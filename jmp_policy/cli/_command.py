@@ -1,16 +1,12 @@
-"""Shared by the commands: user errors, argument types, and the console."""
+"""Shared by the commands: user errors and arguments."""
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from .._base import escape_controls
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    Commands = argparse._SubParsersAction  # what `add_subparsers` returns
+Commands = Any
+"""Result of `add_subparsers`."""
 
 
 class UserError(ValueError):
@@ -32,31 +28,19 @@ def check_device() -> None:
         raise UserError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{said}") from None
 
 
-def positive_int(text: str) -> int:
-    """Reads an integer of at least one."""
-    return _int_from(text, 1)
+def add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
+    """Adds the function of a command and `--args`."""
+    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"such as {example}, in this folder")
+    parser.add_argument("--args", metavar="MODULE:FUNCTION", help=returned)
 
 
-def seed(text: str) -> int:
-    """Reads an integer from zero to 2**32 - 1."""
-    return _int_from(text, 0)
+def integer_from(least: int) -> Callable[[str], int]:
+    """Makes the type of an argument that is an integer from `least` to 2**32 - 1."""
 
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**32:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {2**32 - 1}, got {text!r}")
+        return int(text)
 
-def _int_from(text: str, least: int) -> int:
-    if not text.isdecimal() or not least <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"expected an integer from {least} to {2**32 - 1}, got {text!r}")
-    return int(text)
-
-
-def make_console() -> "Console":
-    """Makes a console that prints text unchanged, except that it escapes control characters.
-
-    Paths may contain brackets, and names of files and modules control characters. In a notebook it prints plain output.
-    """
-    from rich.console import Console
-
-    class EscapingConsole(Console):
-        def render_str(self, text: str, **options: Any) -> "Text":
-            return super().render_str(escape_controls(text), **options)
-
-    return EscapingConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)
+    return read

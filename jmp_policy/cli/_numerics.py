@@ -5,13 +5,12 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from ._command import UserError
+from ._command import Commands, UserError, add_call
 from ._outputs import add_files, check_files, print_report, write_files
 from ._user_code import check_numbers, load_call
 
 if TYPE_CHECKING:
     from ..numerics import Stats
-    from ._command import Commands
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
@@ -24,7 +23,7 @@ of the second bin of histograms; rows (path, primitive, source, function, direct
 amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
 
-def add_numerics(commands: "Commands") -> None:
+def add_numerics(commands: Commands) -> None:
     """Adds `jmp-policy numerics` to the subparsers of argparse."""
     parser = commands.add_parser(
         "numerics",
@@ -33,12 +32,7 @@ def add_numerics(commands: "Commands") -> None:
         "or overflow in which number format.",
         epilog=_EPILOG,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:grad_step, in this folder")
-    parser.add_argument(
-        "--args",
-        metavar="MODULE:FUNCTION",
-        help="a function that returns the arguments: a tuple of them, or a single one (default: no arguments)",
-    )
+    add_call(parser, "train:grad_step")
     options = {
         "formats": ("FORMAT", "such as float16, bf16, int4/32 or mxfp8 (default: float16 bfloat16 "
                     "float8_e4m3fn float8_e5m2)"),
@@ -65,14 +59,13 @@ def _measure_function(arguments: argparse.Namespace) -> "Stats":
     from ..numerics import collect
 
     chosen = {name: getattr(arguments, name) for name in ("formats", "where", "of") if getattr(arguments, name)}
-    name, maker = arguments.function, arguments.args
     measure = lambda fun: collect(fun, **chosen)
     try:
         measure(len)
     except ValueError as error:
         raise UserError(str(error)) from None
-    fun, args = load_call(name, maker, measure, verb="measure", example=_ARRAY)
-    check_numbers(args, maker, _ARRAY)
+    fun, args = load_call(arguments, measure, example=_ARRAY)
+    check_numbers(args, arguments.args, _ARRAY)
     try:
         return measure(fun)(*args)[1]
     except ValueError as error:

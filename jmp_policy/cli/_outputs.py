@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._command import UserError, make_console
+from .._base import escape_controls
+from ._command import UserError
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -77,10 +78,15 @@ def write_files(report: "Report", arguments: argparse.Namespace, title: str) -> 
         plotted.plot().savefig(arguments.plot, dpi=150)
 
 
+def print_text(report: Any) -> None:
+    """Prints a report as text. Paths and names may have control characters."""
+    print(escape_controls(str(report)))
+
+
 def print_report(report: Any, arguments: argparse.Namespace) -> None:
     """Prints a report as a table, or as a JSON document that starts with the machine and the function."""
     if not arguments.json:
-        return make_console().print(str(report))
+        return print_text(report)
     from .doctor import find_machine
 
     document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._command import UserError, positive_int, seed
+from ._command import Commands, UserError, add_call, integer_from
 from ._outputs import add_files, check_files, check_folder, print_report, write_files
 from ._user_code import check_numbers, load_call, load_function, make_arguments
 
 if TYPE_CHECKING:
     from .. import Tuning
-    from ._command import Commands
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
@@ -25,7 +24,7 @@ half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_con
 error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 
 
-def add_tune(commands: "Commands") -> None:
+def add_tune(commands: Commands) -> None:
     """Adds `jmp-policy tune` to the subparsers of argparse."""
     parser = commands.add_parser(
         "tune",
@@ -34,12 +33,7 @@ def add_tune(commands: "Commands") -> None:
         "of a function within a tolerance of float32, and print it as a PolicyMap.",
         epilog=_EPILOG,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:loss_fn, in this folder")
-    parser.add_argument(
-        "--args",
-        metavar="MODULE:FUNCTION",
-        help="a function that returns the arguments: a tuple of them, or a single one (default: no arguments)",
-    )
+    add_call(parser, "train:loss_fn")
     parser.add_argument("--policy", default="mixed_float16", help="what to tune (default: mixed_float16)")
     parser.add_argument(
         "--tolerance", type=float, default=0.01, metavar="ERROR", help="the largest relative error (default: 0.01)"
@@ -50,11 +44,11 @@ def add_tune(commands: "Commands") -> None:
         help="compare what this returns, called with the function under a map and its arguments, such as a loss after "
         "twenty steps",
     )
-    parser.add_argument(
-        "--budget", type=positive_int, metavar="N", help="try at most N maps, each with one compilation"
-    )
+    budget = integer_from(1)
+    parser.add_argument("--budget", type=budget, metavar="N", help="try at most N maps, each with one compilation")
     parser.add_argument("--loss-scale", type=float, metavar="SCALE", help="multiply the loss by this for gradients")
     parser.add_argument("--has-aux", action="store_true", help="the function returns a loss and auxiliary data")
+    seed = integer_from(0)
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what makes a loss of a module's outputs")
     parser.add_argument("--trials", type=Path, metavar="FILE", help="keep the trials here, and go on from those there")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
@@ -76,7 +70,7 @@ def _run_tune(arguments: argparse.Namespace) -> int:
 def _tune_function(arguments: argparse.Namespace) -> "Tuning":
     from ..numerics._tune import tune
 
-    target, args = _load_target(arguments.function, arguments.args)
+    target, args = _load_target(arguments)
     check_numbers(args, arguments.args, _ARRAY)
     metric = None if arguments.metric is None else load_function(arguments.metric)
     try:
@@ -96,13 +90,13 @@ def _tune_function(arguments: argparse.Namespace) -> "Tuning":
         raise UserError(str(error)) from None
 
 
-def _load_target(name: str, maker: str | None) -> tuple[Any, tuple[Any, ...]]:
+def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     from ..modules import find_adapter
 
-    found = load_function(name)
+    found = load_function(arguments.function)
     if find_adapter(found) is not None and not isinstance(found, type):
-        return found, () if maker is None else make_arguments(maker)
-    return load_call(name, maker, _refuse_class, verb="tune", example=_ARRAY)
+        return found, () if arguments.args is None else make_arguments(arguments.args)
+    return load_call(arguments, _refuse_class, example=_ARRAY)
 
 
 def _refuse_class(target: Any) -> None:

@@ -1,5 +1,6 @@
 """Loads and calls functions of the user by name, and reports their errors in one line."""
 
+import argparse
 import contextlib
 import functools
 import inspect
@@ -15,13 +16,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def load_call(
-    name: str, maker: str | None, look: Callable[[Callable[..., Any]], Any], *, verb: str, example: str
+    arguments: argparse.Namespace, look: Callable[[Callable[..., Any]], Any], *, example: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a user's function, whose errors become `UserError`s, and its arguments.
+    """Returns the function of a command, whose errors become `UserError`s, and its arguments.
 
-    `look` rejects classes and Flax modules. `verb` (of the command) and `example` (of an argument) are for
-    errors.
+    `look` rejects classes and Flax modules. `example` is an argument to show in errors.
     """
+    name, maker = arguments.function, arguments.args
     fun = load_function(name)
 
     @functools.wraps(fun)
@@ -34,7 +35,11 @@ def load_call(
     except TypeError as error:
         raise UserError(f"{name}: {error}") from None
     args = () if maker is None else make_arguments(maker)
-    _check_arguments(fun, args, name, maker, verb, example)
+    problem = _find_mismatch(fun, args)
+    if problem:
+        count = f"--args {maker} returns {len(args)} argument{'' if len(args) == 1 else 's'}, but {name} {problem}"
+        problem = f"{name} {problem}, and --args is missing" if maker is None else count
+        raise UserError(f"{problem}. {_show_maker(fun, name, example)}")
     return call_explained, args
 
 
@@ -67,19 +72,6 @@ def make_arguments(name: str) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _check_arguments(
-    fun: Callable[..., Any], args: Sequence[Any], name: str, maker: str | None, verb: str, example: str
-) -> None:
-    problem = _find_mismatch(fun, args)
-    if problem and maker is None:
-        raise UserError(f"{name} {problem}, and --args is missing. {_show_maker(fun, name, verb, example)}")
-    if problem:
-        count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
-        raise UserError(
-            f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name, verb, example)}"
-        )
-
-
 def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> None:
     """Rejects `jax.ShapeDtypeStruct`s."""
     import jax
@@ -93,24 +85,25 @@ def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> Non
 
 def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
     """Describes the signature of a function if it does not accept the arguments; else returns an empty string."""
-    signature = _find_signature(fun)
-    if signature is None:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some C functions have none
         return ""
     try:
         signature.bind(*args)
     except TypeError:
-        return f"takes {_leave_types_out(signature)}"
+        parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        return f"takes {signature.replace(parameters=parameters, return_annotation=signature.empty)}"
     return ""
 
 
-def _show_maker(fun: Callable[..., Any], name: str, verb: str, example: str) -> str:
+def _show_maker(fun: Callable[..., Any], name: str, example: str) -> str:
     """Shows a function that makes the arguments, and how to name it."""
-    signature = _find_signature(fun)
-    parameters = signature.parameters.values() if signature else ()
+    parameters = inspect.signature(fun).parameters.values()
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
     by_name = [parameter.name for parameter in required if parameter.kind is parameter.KEYWORD_ONLY]
     if by_name:
-        return f"Arguments by name cannot be given: {verb} a function that passes {' and '.join(by_name)} itself."
+        return f"Arguments by name cannot be given: write a function that passes {' and '.join(by_name)} itself."
     names = [parameter.name for parameter in required if parameter.kind not in _VARIADIC]
     if not names:
         return "Leave --args out."
@@ -119,18 +112,6 @@ def _show_maker(fun: Callable[..., Any], name: str, verb: str, example: str) -> 
         f"For example, write `def make_args(): return {', '.join(names)}` in {module}, where each is an array or, say, "
         f"{example}, and add --args {module}:make_args"
     )
-
-
-def _leave_types_out(signature: inspect.Signature) -> inspect.Signature:
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=signature.empty)
-
-
-def _find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # some C functions have none
-        return None
 
 
 @contextlib.contextmanager

@@ -20,8 +20,21 @@ from ._plots import (
     plot_heat_map as plot_heat_map,
     plot_histograms as plot_histograms,
 )
-from ._report import Report as Report, draw_document as draw_document, find_row as find_row
-from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note, is_fitting as is_fitting
+from ._report import (
+    Report as Report,
+    draw_document as draw_document,
+    find_largest as find_largest,
+    find_row as find_row,
+    list_lines as list_lines,
+    make_plain as make_plain,
+)
+from ._table import (
+    Column as Column,
+    Table as Table,
+    draw_html_note as draw_html_note,
+    is_fitting as is_fitting,
+    make_columns as make_columns,
+)
 from ._wording import (
     choose_byte_unit as choose_byte_unit,
     format_bytes as format_bytes,

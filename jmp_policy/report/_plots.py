@@ -143,17 +143,13 @@ class Bars(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel of a bar chart: later bars over earlier ones, and an optional vertical line.
-
-    Attributes:
-      missing: the word in place of a bar without a length.
-    """
+    """A panel of a bar chart: later bars over earlier ones, and an optional vertical line."""
 
     title: str
     unit: str
     bars: Sequence[Bars]
     line: float | None = None
-    missing: str = ""
+    missing: str = ""  # the word in place of a bar without a length
 
 
 def plot_bars(

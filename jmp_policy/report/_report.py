@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
 
@@ -83,3 +83,20 @@ def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
     if path in by_path:
         return by_path[path]
     raise KeyError(f"No {kind} at {path!r}. Those {listed} are {', '.join(map(repr, by_path))}.")
+
+
+def find_largest(rows: Sequence[Row], key: Callable[[Row], Any], most: int) -> list[Row]:
+    """Returns at most so many rows, those with the largest keys, in the given order."""
+    largest = set(sorted(rows, key=key, reverse=True)[:most])
+    return [row for row in rows if row in largest]
+
+
+def list_lines(sentences: Iterable[object]) -> str:
+    """Returns indented lines for the message of an error, each after a line break."""
+    return "".join(f"\n  {escape_controls(str(sentence), keep='')}" for sentence in sentences)
+
+
+def make_plain(row: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass, with lists in place of tuples."""
+    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -18,17 +18,11 @@ _NO_WRAP = "white-space:nowrap"
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-      header: the text above it.
-      is_number: whether its cells are aligned right.
-      wraps: whether a long cell continues on the next line, between two words.
-    """
-
-    header: str
-    is_number: bool = False
-    wraps: bool = False
+    header: str  # the text above it
+    is_number: bool = False  # whether its cells are aligned right
+    wraps: bool = False  # whether a long cell continues on the next line, between two words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +32,11 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
     gap: int = 2
+
+
+def make_columns(texts: str, numbers: str = "") -> list[Column]:
+    """Makes columns of texts, and then of numbers, from headers that are separated by commas."""
+    return [*map(Column, texts.split(", ")), *(Column(name, is_number=True) for name in numbers.split(", ") if name)]
 
 
 def measure_width() -> int | None:

@@ -151,7 +151,7 @@ EXAMPLE = (
         ("noisy", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:noisy takes (x). For example"),
         ("one", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:one takes (). Leave --args out."),
         ("named", "one", "--args MODULE:one returns 1 argument, but MODULE:named takes (x, *, scale). Arguments by "
-         "name cannot be given: audit a function that passes scale itself.\n"),
+         "name cannot be given: write a function that passes scale itself.\n"),
         ("variadic", None, "MODULE:variadic takes (x, y=2, *rest), and --args is missing. For example, write `def "
          "make_args(): return x` in MODULE, where"),
     ],
@@ -203,7 +203,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def inspect(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("jmp_policy.numerics._audit._audit._inspect_program", inspect)
+    monkeypatch.setattr("jmp_policy.numerics._audit._audit._Inspector", inspect)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["audit", "audited_module:good", "--args", "audited_module:arguments"])
 

@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics._explain._operations import walk_operations
+from jmp_policy._jaxpr import walk
 
 MIXED = "params=float32,compute=float16,output=float32"
 X = jnp.full((2, 64), 4.0)
@@ -88,9 +88,9 @@ def test_layers_inside_compute_in_float32_at_highest_precision(name):
     x = X.astype(jnp.float16)
     assert call(x) == MEAN
     program = jax.make_jaxpr(jax.grad(lambda x: call(x).astype(jnp.float32)))(x)
-    dots = [step for step in walk_operations(program.jaxpr) if step.name == "dot_general"]
+    dots = [step for step in walk(program.jaxpr) if step.name == "dot_general"]
     assert len(dots) == 2
-    assert {str(operand.dtype) for dot in dots for operand in dot.operands} == {"float32"}
+    assert {str(operand.aval.dtype) for dot in dots for operand in dot.operands} == {"float32"}
     assert str(program).count("precision=(Precision.HIGHEST, Precision.HIGHEST)") >= 2
 
 

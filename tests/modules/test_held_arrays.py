@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.numerics._explain._operations import walk_operations
+from jmp_policy._jaxpr import walk
 
 MIXED = "params=float32,compute=bfloat16,output=float32"
 BF16 = jnp.dtype("bfloat16")
@@ -93,8 +93,8 @@ def test_what_a_callable_holds_is_cast_as_an_argument_in_value_and_gradient(hold
 
 def matmuls(jaxpr):
     """The dtypes that each matmul of a program reads, in its loops too."""
-    dots = [step for step in walk_operations(jaxpr) if step.name == "dot_general"]
-    return [str(operand.dtype) for dot in dots for operand in dot.operands]
+    dots = [step for step in walk(jaxpr) if step.name == "dot_general"]
+    return [str(operand.aval.dtype) for dot in dots for operand in dot.operands]
 
 
 def test_values_and_gradients_are_those_of_the_casts_by_hand():

@@ -10,7 +10,7 @@ from nnx_models import BF16_INSIDE, X, is_bfloat16, rngs
 from nnx_transforms import Block
 
 import jmp_policy as jmp
-from jmp_policy.numerics._explain._operations import walk_operations
+from jmp_policy._jaxpr import walk
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 
@@ -174,8 +174,8 @@ class InLinen(nn.Module):
 
 def matmuls(model, variables):
     program = jax.make_jaxpr(model.apply)(variables, X)
-    dots = [step for step in walk_operations(program.jaxpr) if step.name == "dot_general"]
-    return [str(operand.dtype) for dot in dots for operand in dot.operands]
+    dots = [step for step in walk(program.jaxpr) if step.name == "dot_general"]
+    return [str(operand.aval.dtype) for dot in dots for operand in dot.operands]
 
 
 class Halves(nnx.Module):

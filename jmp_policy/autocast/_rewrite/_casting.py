@@ -14,7 +14,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..._base import at_least_float32
-from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Modules, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ...policy import Policy, PolicyMap
 from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
@@ -358,6 +359,15 @@ class CastingRule(Rule):
 
     def _dtype_of(self, level: Level) -> np.dtype:
         return _FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
+
+
+def make_casting_rule(
+    policy: Policy | PolicyMap, root: Policy, rules: AutocastRules, custom_rules: str, modules: Modules | None
+) -> CastingRule:
+    """Makes the rule for a policy or map, whose root has the policy `root`. Without `modules`, no rule is by scope."""
+    scopes = None if modules is None else Scopes(policy, rules.scopes, rules.backward, modules)
+    dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else _FLOAT32
+    return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype)
 
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)

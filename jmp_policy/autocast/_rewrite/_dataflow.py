@@ -28,18 +28,13 @@ class _Search(NamedTuple):
     passing: frozenset[str]
 
 
-_STEEP = _Search(frozenset(STEEP), frozenset(PASSING))
-_LOGARITHMS = _Search(frozenset({"log", "log2", "log1p"}), frozenset({*PASSING, "reduce_sum", "cumsum"}))
+STEEP_OPERATIONS = _Search(frozenset(STEEP), frozenset(PASSING))
+LOGARITHMS = _Search(frozenset({"log", "log2", "log1p"}), frozenset({*PASSING, "reduce_sum", "cumsum"}))
 
 
-def find_steep_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
-    """Finds the outputs of each equation that reach a steep operation. `leaving` are outputs of `program` that do."""
-    return _follow(program, leaving, _STEEP)[0]
-
-
-def find_logarithmic_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
-    """Like `find_steep_results`, for logarithms, and through sums as well."""
-    return _follow(program, leaving, _LOGARITHMS)[0]
+def find_results(program: Jaxpr, leaving: frozenset[int], search: _Search) -> list[frozenset[int]]:
+    """Finds the outputs of each equation that reach a target. `leaving` are outputs of `program` that do."""
+    return _follow(program, leaving, search)[0]
 
 
 def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
@@ -89,13 +84,12 @@ def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozense
     forward = (eqn for eqn in program.eqns if not _is_of_backward(eqn))
     used = set(list_variables(atom for eqn in forward for atom in eqn.invars))
     used.update(list_variables(atom for i, atom in enumerate(program.outvars) if i not in leaving))
-    return [_find_unused(eqn, used) for eqn in program.eqns]
-
-
-def _find_unused(eqn: JaxprEqn, used: set[Var]) -> frozenset[int]:
-    if _is_of_backward(eqn) or not sub_jaxprs(eqn):
-        return NONE
-    return frozenset(i for i, var in enumerate(eqn.outvars) if var not in used)
+    return [
+        NONE
+        if _is_of_backward(eqn) or not sub_jaxprs(eqn)
+        else frozenset(i for i, var in enumerate(eqn.outvars) if var not in used)
+        for eqn in program.eqns
+    ]
 
 
 _PASSING_GRADIENTS = {*CLEAR, "add_any", "convert_element_type"}

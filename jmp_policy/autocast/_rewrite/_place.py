@@ -1,6 +1,7 @@
 """The scope of each equation and its place: function, module, forward or backward pass."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -18,7 +19,7 @@ from ..._base import did_you_mean, list_paths_to
 from ..._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, walk
 from ...modules import FULL_PRECISION
 from ...policy import Float8, Key, Policy, PolicyMap, PolicySpec, get_policy
-from ._dataflow import NONE, find_logarithmic_results, find_saved_results, find_steep_results
+from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
 from ._tables import FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
@@ -33,23 +34,14 @@ ScopeRow = tuple[Key, Policy | str]
 
 
 class Scope(NamedTuple):
-    """The settings for the operations of a scope. None means as in the rest of the function.
+    """The settings for the operations of a scope. None means as in the rest of the function."""
 
-    Attributes:
-      compute_dtype: the dtype of low operations.
-      treatment: one of `TREATMENTS`, for all operations together.
-      output_dtype: the dtype of outputs where they are used outside.
-      accumulate_dtype: the output dtype of matmuls.
-      precision: the matmul precision, and the default one that it replaces.
-      path: the outermost path that the rule covers.
-    """
-
-    compute_dtype: np.dtype | None = None
-    treatment: str | None = None
-    output_dtype: np.dtype | None = None
-    accumulate_dtype: np.dtype | None = None
-    precision: tuple[str, str | None] | None = None
-    path: str = ""
+    compute_dtype: np.dtype | None = None  # the dtype of low operations
+    treatment: str | None = None  # one of `TREATMENTS`, for all operations together
+    output_dtype: np.dtype | None = None  # the dtype of outputs where they are used outside
+    accumulate_dtype: np.dtype | None = None  # the output dtype of matmuls
+    precision: tuple[str, str | None] | None = None  # the matmul precision, and the default one that it replaces
+    path: str = ""  # the outermost path that the rule covers
 
     def set_precision(self, eqn: JaxprEqn) -> JaxprEqn:
         """Sets the matmul precision of an equation, unless its author wrote one."""
@@ -59,32 +51,25 @@ class Scope(NamedTuple):
         return eqn.replace(params={**eqn.params, "precision": new}) if eqn.params["precision"] == instead_of else eqn
 
 
+@dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
     """All rules by scope, and the modules of the program. Equal objects share rewritten jaxprs.
 
     The user's `rows` and `backward_rows` win over the rules of a map.
     """
 
-    def __init__(
-        self,
-        policy: Policy | PolicyMap,
-        rows: tuple[ScopeRow, ...],
-        backward_rows: tuple[ScopeRow, ...],
-        modules: Modules,
-    ):
-        self._key = policy, rows, backward_rows, modules
-        self._types, root = dict(modules.types), root_policy(policy)
-        map_rows = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
-        self._everywhere = _ScopeRules([*rows, *map_rows], root)
-        self._backward = _ScopeRules(backward_rows, root)
-        self.paths = ModulePaths(modules)
+    policy: Policy | PolicyMap
+    rows: tuple[ScopeRow, ...]
+    backward_rows: tuple[ScopeRow, ...]
+    modules: Modules
+
+    def __post_init__(self) -> None:
+        self._types, root = dict(self.modules.types), root_policy(self.policy)
+        rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
+        self._everywhere = _ScopeRules([*self.rows, *((rule.key, rule.policy) for rule in rules)], root)
+        self._backward = _ScopeRules(self.backward_rows, root)
+        self.paths = ModulePaths(self.modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scopes) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     @property
     def accumulates(self) -> bool:
@@ -212,26 +197,17 @@ class Function(NamedTuple):
 
 
 class EquationPlace(NamedTuple):
-    """The place of an equation.
+    """The place of an equation."""
 
-    Attributes:
-      backward: True in a backward pass.
-      function: the function of the tables that contains the equation.
-      path: the path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used
-        at two paths is rewritten once.
-      scope: the settings for that path.
-      steep: its outputs that reach an operation that is steep where others saturate.
-      logarithmic: its outputs that reach a logarithm, even through sums.
-      saved: its outputs that only a backward pass reads, for loops under an accumulate dtype.
-    """
-
-    backward: bool = False
-    function: Function | None = None
+    backward: bool = False  # True in a backward pass
+    function: Function | None = None  # the function of the tables that contains the equation
+    # The path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used at
+    # two paths is rewritten once.
     path: str = ""
-    scope: Scope | None = None
-    steep: frozenset[int] = NONE
-    logarithmic: frozenset[int] = NONE
-    saved: frozenset[int] = NONE
+    scope: Scope | None = None  # the settings for that path
+    steep: frozenset[int] = NONE  # its outputs that reach an operation that is steep where others saturate
+    logarithmic: frozenset[int] = NONE  # its outputs that reach a logarithm, even through sums
+    saved: frozenset[int] = NONE  # its outputs that only a backward pass reads, for loops under an accumulate dtype
 
     @property
     def treatment(self) -> str | None:
@@ -259,8 +235,8 @@ class PlaceFinder:
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
-        steep = find_steep_results(program, outer.steep)
-        logarithmic = find_logarithmic_results(program, outer.logarithmic)
+        steep = find_results(program, outer.steep, STEEP_OPERATIONS)
+        logarithmic = find_results(program, outer.logarithmic, LOGARITHMS)
         found = [
             self._find(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
         ]

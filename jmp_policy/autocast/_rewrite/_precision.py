@@ -41,21 +41,13 @@ class Level(enum.IntEnum):
 
 
 class CastState(NamedTuple):
-    """Autocast's knowledge of a value beside its dtype.
+    """Autocast's knowledge of a value beside its dtype."""
 
-    Attributes:
-      level: the reason for its dtype.
-      narrow: True for an output of a `narrow` function, which the next operation casts down.
-      backward: True if a backward pass computed it.
-      numbers: its distinct elements, if they are known.
-      scope: the scope that it was computed in.
-    """
-
-    level: Level
-    narrow: bool = False
-    backward: bool = False
-    numbers: Numbers = ()
-    scope: Scope | None = None
+    level: Level  # the reason for its dtype
+    narrow: bool = False  # True for an output of a `narrow` function, which the next operation casts down
+    backward: bool = False  # True if a backward pass computed it
+    numbers: Numbers = ()  # its distinct elements, if they are known
+    scope: Scope | None = None  # the scope that it was computed in
 
 
 def is_sum(kind: AbstractValue) -> bool:

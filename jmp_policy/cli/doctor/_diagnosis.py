@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import __version__
+from ...report import Report, Table, make_columns
 
 HALF_DTYPES = ("bfloat16", "float16")
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
@@ -26,6 +27,7 @@ HALF_INSTRUCTIONS = {  # names in /proc/cpuinfo, on x86 and ARM, of instructions
 }
 ROUNDS, FEWEST_ROUNDS, MOST_SECONDS = 25, 6, 3.0  # each call needs a quiet moment on a busy machine
 TIE = 0.05  # speed-ups nearer to 1 are a tie, however quiet the machine is
+BUSY = 0.25  # report more noise than this
 FLOAT16_GAIN = 1.1  # how much faster than bfloat16 float16 must be to be worth a loss scale and skipped steps
 
 
@@ -153,7 +155,7 @@ class Recommendation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Report):
     """Measurements of a machine and the recommended policy."""
 
     machine: Machine
@@ -183,6 +185,32 @@ class Diagnosis:
             "recommendation": dataclasses.asdict(self.recommendation),
         }
 
+    def _list_tables(self, width: int | None) -> list[Table]:
+        matmuls = []
+        for rate in self.matmuls:
+            cells = ("-", "not supported", "-")
+            if rate.teraflops is not None:
+                cells = rate.multiplied_in or "?", f"{rate.teraflops:.3g}", f"{rate.speedup:.2f}x"
+            matmuls.append((rate.kind.name, *cells))
+        steps = []
+        for dtype, step in self.steps.items():
+            products = ", ".join(f"{count} {name}" for name, count in step.multiplied_in.items())
+            steps.append((dtype, products or "?", f"{step.seconds * 1e3:.2f}", f"{step.speedup.value:.2f}x"))
+        return [
+            Table(make_columns("matmul, XLA multiplies in", "TFLOP/s, over float32"), matmuls),
+            Table(make_columns("forward and backward, XLA multiplies in", "ms, over float32"), steps),
+        ]
+
+    def _list_notes(self) -> list[str]:
+        matrix, rows, width = dataclasses.astuple(self.sizes)
+        perceptron = f"a perceptron of {rows} inputs, {width} x {4 * width}"
+        measured = f"Shortest times of a matmul of {matrix} x {matrix} matrices, and of {perceptron}."
+        notes = [str(self.machine), measured]
+        if self.noise > BUSY:
+            busy = f"This machine is busy: speed-ups of the perceptron vary by {self.noise:.0%}."
+            notes.append(f"{busy} Run this again when idle.")
+        return [*notes, f"Recommended policy: {self.recommendation.policy}", f"Why: {self.recommendation.reason}."]
+
 
 def diagnose() -> Diagnosis:
     """Measures the default device."""
@@ -207,7 +235,7 @@ def measure_matmuls(kinds: Sequence[MatmulKind] = MATMULS, *, size: int) -> list
         if kind.name not in calls:
             rates.append(MatmulRate(kind, None, 0.0))
             continue
-        dtypes, speedup = read_matmuls(_read_hlo(calls[kind.name])), best["float32 highest"] / best[kind.name]
+        dtypes, speedup = read_matmuls(calls[kind.name].func.as_text()), best["float32 highest"] / best[kind.name]
         teraflops = 2 * size**3 / best[kind.name] / 1e12
         rates.append(MatmulRate(kind, teraflops, speedup, dtypes[0] if len(dtypes) == 1 else None))
     return rates
@@ -219,7 +247,7 @@ def measure_steps(rows: int, width: int, dtypes: Iterable[str] = ("float32", *HA
     seconds = time_rounds(calls)
     steps = {}
     for dtype, call in calls.items():
-        matmuls = dict(Counter(read_matmuls(_read_hlo(call))))
+        matmuls = dict(Counter(read_matmuls(call.func.as_text())))
         steps[dtype] = StepTime(min(seconds[dtype]), compare_times(seconds["float32"], seconds[dtype]), matmuls)
     return steps
 
@@ -251,7 +279,7 @@ def time_rounds(
     return seconds
 
 
-def _prepare_matmul(kind: MatmulKind, size: int) -> functools.partial | None:
+def _prepare_matmul(kind: MatmulKind, size: int) -> Any:
     def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
         if kind.dtype.startswith("float8"):  # XLA recognizes upcast, scale, multiply as a float8 matmul
             left, right = (x.astype(kind.accumulator) * jnp.ones((), kind.accumulator) for x in (left, right))
@@ -264,7 +292,7 @@ def _prepare_matmul(kind: MatmulKind, size: int) -> functools.partial | None:
         return None
 
 
-def _prepare_step(dtype: str, rows: int, width: int) -> functools.partial:
+def _prepare_step(dtype: str, rows: int, width: int) -> Any:
     def loss_fn(params: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
         expand, contract = (w.astype(dtype) for w in params)
         y = x + jax.nn.gelu(x @ expand) @ contract
@@ -274,15 +302,10 @@ def _prepare_step(dtype: str, rows: int, width: int) -> functools.partial:
     return _compile(jax.grad(loss_fn), params, jnp.ones((rows, width), dtype))
 
 
-def _compile(function: Callable[..., Any], *args: Any) -> functools.partial:
+def _compile(function: Callable[..., Any], *args: Any) -> Any:
     compiled = jax.jit(function).lower(*args).compile()
     jax.block_until_ready(compiled(*args))
     return functools.partial(compiled, *args)
-
-
-def _read_hlo(call: functools.partial) -> str | None:
-    compiled: Any = call.func
-    return compiled.as_text()
 
 
 _HLO_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "s32": "int32"}

@@ -1,15 +1,14 @@
 """`numerics.audit`: traces a function, counts its operations, and checks each step."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Var
 
-from ..._base import TRACING, is_array
+from ..._base import TRACING
 from ..._jaxpr import (
     HALF,
     MATMULS,
@@ -27,7 +26,7 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._ends import check_function
+from .._ends import Results, check_function
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._facts import Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
@@ -71,133 +70,90 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
 
     @functools.wraps(fun)
     def run_audit(*args: Any, **kwargs: Any) -> AuditReport:
-        register, overflows = Register(), []
-        traceable = register.watch(_make_traceable(fun, overflows))
-        with TRACING(register.token):
+        register, overflows = Register(), list[tuple[str, str]]()
+
+        def notice(kind: str, flag: int) -> None:
+            overflows.append((find_running_line(), str(source_info_util.current_name_stack())))
+
+        traceable = register.watch(Results().take_arrays(fun))
+        with TRACING(register.token), np.errstate(over="call", call=notice):  # of constants that become infinite
             program = trace(traceable, args, kwargs).program
-        return _inspect_program(program, overflows, ModulePaths(register.list_modules()))
+        return _Inspector(ModulePaths(register.list_modules())).inspect(program, overflows)
 
     return run_audit
 
 
-def _make_traceable(fun: Callable[..., Any], overflows: "list[_Overflow]") -> Callable[..., Any]:
-    """Returns a function that returns only the arrays, and records each constant that overflows meanwhile."""
-
-    def notice(kind: str, flag: int) -> None:
-        overflows.append(_Overflow(find_running_line(), str(source_info_util.current_name_stack())))
-
-    def list_arrays(*args: Any, **kwargs: Any) -> list[Any]:
-        with np.errstate(over="call", call=notice):
-            return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
-
-    return list_arrays
-
-
-class _Overflow(NamedTuple):
-    """A constant that became infinite during tracing: the user's line, and the name stack."""
-
-    source: str
-    scope: str
-
-
-def _inspect_program(program: ClosedJaxpr, overflows: Iterable[_Overflow], paths: ModulePaths) -> AuditReport:
-    """Returns the report of a jaxpr."""
-    inspector = _Inspector(paths)
-    body = program.jaxpr
-    inspector.facts.update((var, describe_argument(var)) for var in body.invars)
-    inspector.facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
-    inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
-    for overflow in overflows:
-        inspector.see_overflow(overflow)
-    for step in walk(body, live_only=True):
-        inspector.see(step)
-    inspector.finish(body.outvars)
-    return inspector.report()
-
-
 class _Inspector:
-    """Visits the steps of a jaxpr in order.
-
-    Attributes:
-      facts: the known facts of each value.
-      has_half: whether any value so far is in half precision.
-    """
+    """Visits the steps of a jaxpr in order."""
 
     def __init__(self, paths: ModulePaths):
-        self.facts: dict[Var, Fact] = {}
-        self.has_half = False
-        self._paths = paths
+        self._facts: dict[Var, Fact] = {}
+        self._has_half = False  # of any value so far
         self._rows: dict[tuple, list[int]] = {}
         self._matmuls: dict[tuple, list[int]] = {}
         self._findings: dict[tuple, list[Any]] = {}
         self._loops: dict[str, None] = {}
-        self._places: dict[str, tuple[str, bool]] = {}
+        self._find_place = functools.cache(lambda scope: (paths.read_stack(scope), is_backward(scope)))
 
-    def see(self, step: Step) -> None:
+    def inspect(self, program: ClosedJaxpr, overflows: Iterable[tuple[str, str]]) -> AuditReport:
+        """Returns the report of a jaxpr. `overflows`: lines and name stacks where a constant became infinite."""
+        body = program.jaxpr
+        self._facts.update((var, describe_argument(var)) for var in body.invars)
+        self._facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
+        self._has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
+        for source, scope in overflows:
+            key = "infinite-constant", source, *self._find_place(scope)
+            self._findings.setdefault(key, ["when it was cast", (), 0])[2] += 1
+        for step in walk(body, live_only=True):
+            self._see(step)
+        for atom in body.outvars:  # which may be gradients
+            fact = find_fact(atom, self._facts)
+            if fact.summed is not None:
+                self._suspect(suspect_half_gradient(fact, atom), backward=True)
+        rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
+        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
+        findings = (
+            Finding(name, f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}", source, path, dtypes, backward, count)
+            for (name, source, path, backward), (detail, dtypes, count) in self._findings.items()
+            if name != "float32-matmul" or self._has_half  # a program in float32 throughout is meant to be
+        )
+        return AuditReport(tuple(rows), tuple(findings), tuple(matmuls), tuple(self._loops))
+
+    def _see(self, step: Step) -> None:
         if step.name == "constant":
-            self.facts[step.results[0]] = describe_constant(step.operands[0])
+            self._facts[step.results[0]] = describe_constant(step.operands[0])
             return
         # Facts of the operands decide the findings here, and the facts of the results.
         backward = self._find_place(step.scope)[1]
-        facts = [find_fact(atom, self.facts) for atom in step.operands]
+        facts = [find_fact(atom, self._facts) for atom in step.operands]
         for suspicion in check(step, facts, backward):
             self._suspect(suspicion, backward)
-        self.facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
+        self._facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
         # A link has no costs: it is not an operation. A link of a `while` means an unknown trip count.
         if step.name in ("link", "carry"):
             if step.eqn.primitive.name == "while":
                 self._loops.setdefault(find_line(find_origin(step)))
             return
-        self.has_half = self.has_half or any(float_dtype(var) in HALF for var in step.results)
-        self._count(step)
-
-    def finish(self, outvars: Sequence[Any]) -> None:
-        """Checks the outputs of the jaxpr, which may be gradients."""
-        for atom in outvars:
-            fact = find_fact(atom, self.facts)
-            if fact.summed is not None:
-                self._suspect(suspect_half_gradient(fact, atom), backward=True)
-
-    def see_overflow(self, overflow: _Overflow) -> None:
-        path, backward = self._find_place(overflow.scope)
-        key = "infinite-constant", overflow.source, path, backward
-        self._findings.setdefault(key, ["when it was cast", (), 0])[2] += 1
-
-    def report(self) -> AuditReport:
-        rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
-        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
-        return AuditReport(tuple(rows), tuple(self._describe_findings()), tuple(matmuls), tuple(self._loops))
-
-    def _describe_findings(self) -> Iterable[Finding]:
-        for (name, source, path, backward), (detail, dtypes, count) in self._findings.items():
-            if name != "float32-matmul" or self.has_half:  # a program in float32 throughout is meant to be
-                message = f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}"
-                yield Finding(name, message, source, path, dtypes, backward, count)
+        self._has_half = self._has_half or any(float_dtype(var) in HALF for var in step.results)
+        if step.trips:
+            self._count(step)
 
     def _suspect(self, suspicion: Suspicion, backward: bool) -> None:
-        if not suspicion.step.trips:
-            return
-        path = self._find_place(suspicion.step.scope)[0]
-        key = suspicion.id, find_line(find_origin(suspicion.step)), path, backward
-        dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
-        self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
+        if suspicion.step.trips:
+            path = self._find_place(suspicion.step.scope)[0]
+            key = suspicion.id, find_line(find_origin(suspicion.step)), path, backward
+            dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
+            self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
 
     def _count(self, step: Step) -> None:
-        if not step.trips:
-            return
         path, backward = self._find_place(step.scope)
-        work = step.trips * count_flops(step.eqn)
-        key = path, step.name, _name_dtype(step), backward
-        _add_amounts(self._rows, key, step.trips, work, step.trips * count_bytes(step.eqn))
+        work, dtype = step.trips * count_flops(step.eqn), _name_dtype(step)
+        amounts = step.trips, work, step.trips * count_bytes(step.eqn)
+        _add_amounts(self._rows, (path, step.name, dtype, backward), *amounts)
         if step.name in MATMULS and not multiplies_only(step.eqn):
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
-            matmul = step.name, dtypes, key[2], find_line(find_origin(step)), path, backward
+            matmul = step.name, dtypes, dtype, find_line(find_origin(step)), path, backward
             _add_amounts(self._matmuls, matmul, step.trips, work)
-
-    def _find_place(self, scope: str) -> tuple[str, bool]:
-        if scope not in self._places:
-            self._places[scope] = self._paths.read_stack(scope), is_backward(scope)
-        return self._places[scope]
 
 
 def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
@@ -213,9 +169,5 @@ def _name_dtype(step: Step) -> str:
     for atoms in (step.operands, step.results):
         floats = [dtype for dtype in map(float_dtype, atoms) if dtype is not None]
         if floats:
-            return str(max(floats, key=_width))
+            return str(max(floats, key=lambda dtype: dtype.itemsize))
     return next((str(dtype) for atom in step.results if (dtype := getattr(atom.aval, "dtype", None))), "")
-
-
-def _width(dtype: np.dtype) -> int:
-    return dtype.itemsize

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
-from jax.typing import ArrayLike
+from jax.extend.core import Literal
 
 from ..._jaxpr import (
     AUTOCAST,
@@ -51,19 +50,13 @@ def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspici
     checked: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
     """
     if not backward:
-        yield from _check_gradient_sum(step, facts)
+        # Gradients that were summed in half precision are found at their first use outside the backward pass.
+        pairs = zip(step.operands, facts, strict=True)
+        yield from (suspect_half_gradient(fact, atom) for atom, fact in pairs if fact.summed is not None)
         yield from _check_promotion(step, facts)
         yield from _check_loss(step)
-    found = CHECKS.get(step.name)
-    if found is not None:
-        yield from found(step, facts, backward)
-
-
-def _check_gradient_sum(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
-    """Finds gradients that were summed in half precision, at the first use outside the backward pass."""
-    for atom, fact in zip(step.operands, facts, strict=True):
-        if fact.summed is not None:
-            yield suspect_half_gradient(fact, atom)
+    if step.name in CHECKS:
+        yield from CHECKS[step.name](step, facts, backward)
 
 
 def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
@@ -79,7 +72,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
     # Which float32 operand of the call could as well be half?
-    given = [fact for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
+    given = [fact.given for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
     if not given:
         return
     # Which operand was half, until this very call widened it?
@@ -88,7 +81,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
         if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
             if is_called_by_library(find_origin(step)):  # a library layer mixes dtypes on purpose
                 return
-            through = f"{half} becomes float32 through {given[0].given}"
+            through = f"{half} becomes float32 through {given[0]}"
             yield Suspicion("accidental-promotion", step, through, (half, FLOAT32))
             return
 
@@ -139,30 +132,20 @@ def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None or target not in HALF or source == target:
         return
-    widening = facts[0].widening
-    if widening is not None and not backward and float_dtype(widening.operands[0]) == target:
-        yield from _check_round_trip(widening, step, (target, source))
-    infinite = [constant for constant in facts[0].constants if _becomes_infinite(constant, target)]
-    if infinite:
-        yield Suspicion("infinite-constant", step, f"{_format_largest(infinite[0])} in {target}", (source, target))
-
-
-def _check_round_trip(widening: Step, narrowing: Step, dtypes: tuple[np.dtype, np.dtype]) -> Iterator[Suspicion]:
-    """Two casts that somebody wrote. A function of jax.numpy has its reasons for both, and so has a transposed cast."""
-    if not _is_one_call(widening, narrowing) and not is_backward(widening.scope):
-        yield Suspicion("round-trip-cast", narrowing, f"from {dtypes[0]} to {dtypes[1]} and back", dtypes)
-
-
-def _becomes_infinite(constant: ArrayLike, dtype: np.dtype) -> bool:
-    wide = np.asarray(constant).astype(np.float64)
-    with np.errstate(over="ignore"):
-        return bool(np.any(np.isfinite(wide) & np.isinf(wide.astype(np.float32).astype(dtype).astype(np.float32))))
-
-
-def _format_largest(constant: ArrayLike) -> str:
-    finite = np.asarray(constant).astype(np.float64).ravel()
-    largest = finite[np.argmax(np.where(np.isfinite(finite), np.abs(finite), 0))]
-    return f"{largest:.4g}"
+    first = None if backward else facts[0].widening
+    is_trip = first is not None and float_dtype(first.operands[0]) == target and not is_backward(first.scope)
+    # Two casts that somebody wrote. A function of jax.numpy has its reasons for both, as has a transposed cast.
+    if first is not None and is_trip and not _is_one_call(first, step):
+        yield Suspicion("round-trip-cast", step, f"from {target} to {source} and back", (target, source))
+    for constant in facts[0].constants:
+        wide = np.asarray(constant).astype(np.float64)
+        with np.errstate(over="ignore"):
+            rounded = wide.astype(np.float32).astype(target).astype(np.float32)
+        infinite = wide[np.isfinite(wide) & np.isinf(rounded)]
+        if infinite.size:
+            largest = infinite[np.argmax(np.abs(infinite))]
+            yield Suspicion("infinite-constant", step, f"{largest:.4g} in {target}", (source, target))
+            return
 
 
 def _check_exponential(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
@@ -176,16 +159,13 @@ def _check_logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Itera
     if backward or dtype is None:
         return
     narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
+    is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in(find_origin(step), "optax.losses")
     if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
-    elif narrowest in HALF and (fact.made == "sum of exp" or _is_in_loss(step)):
+    elif narrowest in HALF and (fact.made == "sum of exp" or is_in_loss):
         yield Suspicion("half-logits", step, f"in {narrowest}", (narrowest, dtype))
     elif dtype == FLOAT16:
         yield Suspicion("float16-log", step, step.name, (FLOAT16,))
-
-
-def _is_in_loss(step: Step) -> bool:
-    return bool(list_functions(step) & _LOSSES) or is_traced_in(find_origin(step), "optax.losses")
 
 
 _LOSSES = frozenset(("log_softmax", "logsumexp", "log_sigmoid"))
@@ -213,16 +193,14 @@ def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterat
     if dtype not in HALF or backward:
         return
     for atom, fact in zip(step.operands, facts, strict=True):
-        if fact.carried is not None and _is_only_added(atom, step.results[0], fact.carried):
+        if fact.carried is None:
+            continue
+        # The loop uses the carry only for a sum that it returns.
+        uses = sum(atom is other for eqn in fact.carried.eqns for other in eqn.invars)
+        if uses == 1 and any(other is step.results[0] for other in fact.carried.outvars):
             gradient = any(other.is_gradient for other in facts)
             name = "half-gradient" if gradient else "half-reduction"
             yield Suspicion(name, step, f"over the turns of a loop, in {dtype}", (dtype,))
-
-
-def _is_only_added(carry: Atom, total: Atom, body: Jaxpr) -> bool:
-    """True if a loop uses a carry only for a sum that it returns."""
-    uses = sum(carry is atom for eqn in body.eqns for atom in eqn.invars)
-    return uses == 1 and any(atom is total for atom in body.outvars)
 
 
 CHECKS: dict[str, Check] = (

@@ -15,28 +15,19 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Fact(NamedTuple):
-    """Facts of a value.
+    """Facts of a value."""
 
-    Attributes:
-      given: where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument
-        itself, at most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
-      constants: the arrays and numbers that are among its elements, or were added to them.
-      widening: the conversion that widened it from half precision; it was at most moved since.
-      made: its name in the language of losses and norms, such as `"sum of exp"`, or the empty string.
-      narrowest: the narrowest dtype in which that was made.
-      is_gradient: whether a backward pass made it; it was at most moved, converted or scaled since.
-      summed: the step of a backward pass that added it up in half precision; it was at most moved or converted since.
-      carried: the body of the loop that carries it.
-    """
-
+    # Where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument itself, at
+    # most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
     given: str = ""
-    constants: tuple[Any, ...] = ()
-    widening: Step | None = None
-    made: str = ""
-    narrowest: np.dtype | None = None
-    is_gradient: bool = False
+    constants: tuple[Any, ...] = ()  # the arrays and numbers that are among its elements, or were added to them
+    widening: Step | None = None  # the conversion that widened it from half precision; it was at most moved since
+    made: str = ""  # its name in the language of losses and norms, such as `"sum of exp"`, or the empty string
+    narrowest: np.dtype | None = None  # the narrowest dtype in which that was made
+    is_gradient: bool = False  # whether a backward pass made it; it was at most moved, converted or scaled since
+    # The step of a backward pass that added it up in half precision; it was at most moved or converted since.
     summed: Step | None = None
-    carried: Jaxpr | None = None
+    carried: Jaxpr | None = None  # the body of the loop that carries it
 
 
 ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
@@ -83,7 +74,7 @@ def _derive_fact(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
     return Fact(
         given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
-        constants=_collect_constants(step, facts),
+        constants=_join_constants(facts) if step.name in ("add", "sub") else (),
         made=made,
         narrowest=narrowest,
         is_gradient=gradient,
@@ -138,8 +129,7 @@ def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
         return floats[0]
     # Of several values that become one, a computed value says more than an argument.
     first = next((fact for fact in floats if not fact.given), floats[0])
-    constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
-    return first._replace(given=_join_origins(floats), constants=constants)
+    return first._replace(given=_join_origins(floats), constants=_join_constants(floats))
 
 
 def _join_origins(facts: Sequence[Fact]) -> str:
@@ -148,14 +138,8 @@ def _join_origins(facts: Sequence[Fact]) -> str:
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
 
-_FEW = 8
-"""A fact remembers so many constants."""
-
-
-def _collect_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
-    if step.name not in ("add", "sub"):
-        return ()
-    return tuple(constant for fact in facts for constant in fact.constants)[:_FEW]
+def _join_constants(facts: Sequence[Fact]) -> tuple[Any, ...]:
+    return tuple(constant for fact in facts for constant in fact.constants)[:8]  # a few suffice
 
 
 def _recognize(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
@@ -171,25 +155,12 @@ def _recognize_total(step: Step, facts: Sequence[Fact]) -> str:
     return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _recognize_kept(step, facts[:1])
 
 
-def _recognize_product(step: Step, facts: Sequence[Fact]) -> str:
-    if step.operands[0] is step.operands[-1]:
-        return "square"
-    return _recognize_kept(step, facts)
-
-
 def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
     above, below = facts
     if below.made == "sum of exp" and above.made == "exp":
         return "softmax"
     if below.made == "one and exp" and (above.given or above.made == "exp"):
         return "sigmoid"
-    return _recognize_kept(step, facts)
-
-
-def _recognize_sum(step: Step, facts: Sequence[Fact]) -> str:
-    kinds = [fact.made or bool(fact.given) for fact in facts]
-    if "exp" in kinds and True in kinds:
-        return "one and exp"
     return _recognize_kept(step, facts)
 
 
@@ -221,9 +192,13 @@ _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
     "reduce_min": _recognize_kept,
     "neg": _recognize_kept,
     "abs": _recognize_kept,
-    "mul": _recognize_product,
+    "mul": lambda step, facts: "square" if step.operands[0] is step.operands[-1] else _recognize_kept(step, facts),
     "div": _recognize_quotient,
-    "add": _recognize_sum,
+    "add": lambda step, facts: (
+        "one and exp"
+        if any(fact.made == "exp" for fact in facts) and any(fact.given and not fact.made for fact in facts)
+        else _recognize_kept(step, facts)
+    ),
     "sub": _recognize_kept,
     "max": _recognize_kept,
     "min": _recognize_kept,

@@ -4,9 +4,19 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._base import DTypeLike, did_you_mean, escape_controls, parse_dtype
+from ..._base import DTypeLike, did_you_mean, parse_dtype
 from ..._jaxpr import REMEDY
-from ...report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
+from ...report import (
+    Report,
+    Table,
+    find_largest,
+    format_bytes,
+    format_count,
+    list_lines,
+    make_columns,
+    make_plain,
+    shorten_dtypes,
+)
 
 MOST_ROWS = 60
 """Maximum number of rows to print; `AuditReport.rows` has all of them."""
@@ -207,8 +217,8 @@ class AuditReport(Report):
             raise AssertionError(f"The program has neither a matmul nor a convolution, in {wanted} or another dtype.")
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
-            lines = "".join(f"\n  {escape_controls(_describe_matmul(matmul), keep='')}" for matmul in others)
             counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
+            lines = list_lines(map(_describe_matmul, others))
             raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
@@ -223,15 +233,14 @@ class AuditReport(Report):
                 raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
         found = [finding for finding in self.findings if not ids or finding.id in ids]
         if found:
-            lines = "".join(f"\n  {escape_controls(str(finding), keep='')}" for finding in found)
-            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{lines}")
+            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{list_lines(found)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
         return {
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "findings": [_make_plain(finding) for finding in self.findings],
-            "matmuls": [_make_plain(matmul) for matmul in self.matmuls],
+            "rows": [make_plain(row) for row in self.rows],
+            "findings": [make_plain(finding) for finding in self.findings],
+            "matmuls": [make_plain(matmul) for matmul in self.matmuls],
             "uncounted_loops": list(self.uncounted_loops),
             "flops": self.flops,
             "bytes": self.bytes,
@@ -243,7 +252,8 @@ class AuditReport(Report):
 
     def _list_tables(self, width: int | None) -> list[Table]:
         tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
-        return [*tables, _make_row_table(_choose_rows(self.rows))] if self.rows or width is None else tables
+        dearest = find_largest(self.rows, lambda row: (row.flops, row.bytes), MOST_ROWS)
+        return [*tables, _make_row_table(dearest)] if self.rows or width is None else tables
 
     def _list_notes(self) -> list[str]:
         notes = []
@@ -267,10 +277,6 @@ def _describe_matmul(matmul: Matmul) -> str:
     return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}{times}"
 
 
-def _make_plain(entry: Finding | Matmul) -> dict[str, Any]:
-    return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}
-
-
 def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
     """Returns a table with the number and work of matmuls in each dtype."""
     total = sum(matmul.flops for matmul in matmuls)
@@ -281,11 +287,10 @@ def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
         counts = str(_count_matmuls(group) - backward), str(backward)
         work = sum(matmul.flops for matmul in group)
         rows.append((dtype, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
-    return Table([Column("matmuls in"), *map(_number_column, ("forward", "backward", "flops", "of all"))], rows)
+    return Table(make_columns("matmuls in", "forward, backward, flops, of all"), rows)
 
 
 def _make_row_table(rows: Iterable[AuditRow]) -> Table:
-    texts, numbers = ("module", "operation", "dtype", "pass"), ("count", "flops", "bytes")
     cells = [
         (
             row.path,
@@ -298,14 +303,4 @@ def _make_row_table(rows: Iterable[AuditRow]) -> Table:
         )
         for row in rows
     ]
-    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
-
-
-def _number_column(header: str) -> Column:
-    return Column(header, is_number=True)
-
-
-def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:
-    """Returns the rows with the most flops, in the order of the program."""
-    dearest = set(sorted(rows, key=lambda row: (-row.flops, -row.bytes))[:MOST_ROWS])
-    return [row for row in rows if row in dearest]
+    return Table(make_columns("module, operation, dtype, pass", "count, flops, bytes"), cells)

@@ -17,6 +17,7 @@ from ...report import (
     format_bytes,
     is_fitting,
     list_places,
+    make_plain,
     name_place,
     shorten_dtypes,
     shorten_policy,
@@ -78,9 +79,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain strings, numbers and lists."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        return plain | {"policy": None if self.policy is None else self.policy.name}
+        return make_plain(self) | {"policy": None if self.policy is None else self.policy.name}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -155,8 +154,10 @@ class Explanation(Report):
             return [whole]
         # A narrow terminal has a table of the policies, and one of quantized weights. Where there is not room even for
         # the rules, that table has their names, and the one of the modules has numbers.
-        numbers = {} if is_fitting(modules, width) else _number_rules(rows)
-        modules = _make_module_table(rows, headers, gap=1, module=indent, rule=lambda row: _name_rule(row, numbers))
+        rules: dict[Rule, None] = dict.fromkeys((row.rule, row.policy) for row in rows if row.policy is not None)
+        numbers = {} if is_fitting(modules, width) else {rule: i for i, rule in enumerate(rules, start=1)}
+        name_rule = lambda row: str(numbers.get((row.rule, row.policy), row.rule))
+        modules = _make_module_table(rows, headers, gap=1, module=indent, rule=name_rule)
         return [modules, _make_rule_table(rows, numbers), *(_make_quantization_table(rows) for _ in quantization)]
 
     def _list_notes(self) -> list[str]:
@@ -179,18 +180,16 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "rule": lambda row: row.rule,
     "param": lambda row: shorten_dtypes(row.param_dtypes),
     "in": lambda row: shorten_dtypes(row.input_dtypes),
-    "compute": lambda row: _describe_computation(row),
+    "compute": lambda row: (
+        shorten_dtypes(row.compute_dtypes)
+        + (f", sums {shorten_dtypes((row.accumulate_dtype,))}" if row.accumulate_dtype else "")
+    ),
     "out": lambda row: shorten_dtypes(row.output_dtypes),
     "bytes": lambda row: format_bytes(row.param_bytes),
     "quantization": lambda row: row.quantization,
     "leaks into": lambda row: ", ".join(map(name_place, row.leaks_into)),
 }
 """By column: the text for a module."""
-
-
-def _describe_computation(row: Row) -> str:
-    computed = shorten_dtypes(row.compute_dtypes)
-    return f"{computed}, sums {shorten_dtypes((row.accumulate_dtype,))}" if row.accumulate_dtype else computed
 
 
 def _make_module_table(
@@ -213,15 +212,6 @@ def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
     return Table([Column("rule", wraps=True), Column("policy"), Column("modules", is_number=True)], cells)
 
 
-def _number_rules(rows: Sequence[Row]) -> dict[Rule, int]:
-    rules = dict.fromkeys((row.rule, row.policy) for row in rows if row.policy is not None)
-    return {rule: number for number, rule in enumerate(rules, start=1)}
-
-
-def _name_rule(row: Row, numbers: Mapping[Rule, int]) -> str:
-    return str(numbers.get((row.rule, row.policy), row.rule))
-
-
 def _make_quantization_table(rows: Sequence[Row]) -> Table:
     """Returns a table of formats, and of reasons why a weight is not quantized."""
     places: dict[str, list[str]] = {}
@@ -235,12 +225,8 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
 def _indent(row: Row, paths: set[str]) -> str:
     """Returns the path of a module, indented below its parent; marked if it has a note."""
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
-    name = _name_module(row)
+    name = (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
     return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
-
-
-def _name_module(row: Row) -> str:
-    return (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
 
 
 def _describe_bytes(explanation: Explanation) -> str:

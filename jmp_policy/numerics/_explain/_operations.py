@@ -3,15 +3,15 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import ROUNDING_SCOPE, Fact, HalfSum, find_half_sum, having, walk
+from ..._jaxpr import ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8
@@ -25,98 +25,37 @@ STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
 A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.
 """
 
-
-class OperandInfo(NamedTuple):
-    """An operand or result: a key that identifies the value (None for a literal), and its dtype if floating."""
-
-    key: int | None
-    dtype: np.dtype | None
+LocatedStep = tuple[str | None, Step]
+"""The module path of a step (None if it has none), and the step."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One primitive operation.
-
-    Attributes:
-      name: the name of the primitive.
-      scope: the `jax.named_scope`s around it, outermost first, joined by `/`.
-      operands: its inputs.
-      results: its outputs.
-      half_sum: the sum or product of many elements that it takes in half precision, if it is one.
-    """
-
-    name: str
-    scope: str
-    operands: tuple[OperandInfo, ...]
-    results: tuple[OperandInfo, ...]
-    half_sum: HalfSum | None = None
-
-    @property
-    def computes(self) -> bool:
-        """True if it does arithmetic other than rounding into a quantized format."""
-        return self.name not in STRUCTURAL and ROUNDING_SCOPE not in self.scope
+def locate_steps(jaxpr: Jaxpr) -> list[LocatedStep]:
+    return [(read_path(step.scope), step) for step in walk(jaxpr) if step.name != "constant"]
 
 
-def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
-    """Yields the operations of a jaxpr in order, also in sub-jaxprs of jit, scan, cond, remat and custom rules.
-
-    `link`s join the values of a sub-jaxpr to those around it. Values that a loop carries are not followed to the next
-    iteration. Values are identified by id, so the jaxpr must stay alive.
-
-    >>> import jax, jax.numpy as jnp
-    >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
-    >>> [operation.name for operation in walk_operations(program.jaxpr) if operation.computes]
-    ['sin', 'mul']
-    """
-    for step in walk(jaxpr, scope):
-        if step.name != "constant":
-            operands, results = _describe_operands(step.operands), _describe_operands(step.results)
-            yield Operation(step.name, step.scope, operands, results, find_half_sum(step))
+def computes(step: Step) -> bool:
+    """True if a step does arithmetic other than rounding into a quantized format."""
+    return step.name not in STRUCTURAL and ROUNDING_SCOPE not in step.scope
 
 
-def _describe_operands(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
-    return tuple(OperandInfo(_identify(variable), _floating_dtype(variable.aval)) for variable in variables)
-
-
-def _identify(variable: Any) -> int | None:
-    return None if hasattr(variable, "val") else id(variable)
-
-
-def _floating_dtype(aval: Any) -> np.dtype | None:
-    dtype = getattr(aval, "dtype", None)
-    return np.dtype(dtype) if dtype is not None and is_floating_dtype(dtype) else None
-
-
-def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
-    """Returns, by path, the dtypes that the operations in a module's own code read; conversions do not count."""
+def collect_by_path(steps: Iterable[LocatedStep], describe: Callable[[Step], list[Any]]) -> dict[str, tuple[str, ...]]:
+    """Returns, by path, the distinct descriptions of the steps in a module's own code."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
-    for operation in program:
-        path = read_path(operation.scope)
-        if path is not None and operation.computes:
-            # Behind the two that a `scaled_dot` multiplies are the scales of their blocks.
-            read = operation.operands[:2] if operation.name == "scaled_dot" else operation.operands
-            found[path].update(dict.fromkeys(str(v.dtype) for v in read if v.dtype is not None))
-    return {path: tuple(dtypes) for path, dtypes in found.items()}
-
-
-def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
-    """Returns, by path, the dtypes that the operations in a module's own code make; conversions count."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for operation in program:
-        path = read_path(operation.scope)
+    for path, step in steps:
         if path is not None:
-            found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
-    return found
+            found[path].update(dict.fromkeys(str(described) for described in describe(step) if described is not None))
+    return {path: tuple(descriptions) for path, descriptions in found.items()}
 
 
-def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
-    """Returns, by path, the long sums and products that a module's own code takes in half precision."""
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-    for operation in program:
-        path = read_path(operation.scope)
-        if path is not None and operation.half_sum is not None:
-            found[path][str(operation.half_sum)] = None
-    return {path: tuple(sums) for path, sums in found.items()}
+def list_read_dtypes(step: Step) -> list[Any]:
+    """Lists the floating dtypes that a step computes with; conversions do not count."""
+    # A `scaled_dot` multiplies its first two operands. The others are the scales of their blocks.
+    read = step.operands[:2] if step.name == "scaled_dot" else step.operands
+    return list(map(float_dtype, read)) if computes(step) else []
+
+
+def list_made_dtypes(step: Step) -> list[Any]:
+    return list(map(float_dtype, step.results))
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
@@ -138,65 +77,55 @@ def _has_float8(dtypes: Collection[str]) -> bool:
     return any(dtype.startswith("float8") for dtype in dtypes)
 
 
-Marks = dict[int | None, frozenset[str]]
-"""By value: the named modules whose wide outputs it is made of."""
+Marks = dict[int, frozenset[str]]
+"""By id of a value: the named modules whose wide outputs it is made of."""
 
 
-def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
-    """Returns, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
+def find_leaks(
+    jaxpr: Jaxpr, steps: Iterable[LocatedStep], modules: Mapping[str, ModuleInfo]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Returns the modules into whose code each named module leaks, and the dtype to which the root casts its output.
 
     A rule such as `"norm": "float32"` makes a module return float32. A Flax layer casts it down, but in the user's
     code, such as a residual sum, promotion makes all later values float32. So the output of a named module gets a mark.
-    The mark passes through operations that keep the dtype; an explicit conversion removes it. Arithmetic with a marked
+    The mark passes through steps that keep the dtype; an explicit conversion removes it. Arithmetic with a marked
     operand is a leak if it is in the code of a module with a narrower compute dtype.
     """
     marks: Marks = {}
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-    for operation in program:
-        path = read_path(operation.scope)
-        # Does it compute with what another module marked?
-        if operation.computes and path is not None:
-            for value in operation.operands:
-                for source in _find_leaking_modules(marks.get(value.key, frozenset()), path, value, modules[path]):
-                    found[source][path] = None
-        # Its results keep the marks of its operands, and get the marks of the named modules around it.
-        sources = _find_named_around(path, modules)
-        for value in operation.results:
-            marks[value.key] = _pass_on(operation, value, marks) | sources
-    return {source: tuple(paths) for source, paths in found.items()}
+    leaks: dict[str, dict[str, None]] = defaultdict(dict)
+    casts: dict[str, str] = {}
+    outputs = set(map(id, jaxpr.outvars))
+    for path, step in steps:
+        if computes(step) and path is not None:
+            for atom in step.operands:
+                for source in _find_leaking_modules(marks.get(id(atom), frozenset()), path, atom, modules[path]):
+                    leaks[source][path] = None
+        # Results keep the marks of the operands, and get the marks of the named modules around them.
+        named = _find_named_around(path, modules)
+        for var in step.results:
+            marks[id(var)] = _pass_on(step, var, marks) | named
+        if step.name == "convert_element_type" and path == "" and id(step.results[0]) in outputs:
+            read, made = float_dtype(step.operands[0]), float_dtype(step.results[0])
+            if read is not None and made is not None and read.itemsize > made.itemsize:
+                casts.update((source, str(made)) for source in marks.get(id(step.operands[0]), ()))
+    return {source: tuple(paths) for source, paths in leaks.items()}, casts
 
 
-def find_output_casts(jaxpr: Jaxpr, program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, str]:
-    """Returns the output dtype of the root, by path of the named modules whose wide output it casts down."""
-    outputs = {id(variable) for variable in jaxpr.outvars}
-    marks: Marks = {}
-    found: dict[str, str] = {}
-    for operation in program:
-        path = read_path(operation.scope)
-        for value in operation.results:
-            marks[value.key] = _pass_on(operation, value, marks) | _find_named_around(path, modules)
-        if operation.name != "convert_element_type" or path != "":
-            continue
-        (read, *_), (made, *_) = operation.operands, operation.results
-        if made.key in outputs and read.dtype and made.dtype and read.dtype.itemsize > made.dtype.itemsize:
-            found.update((source, str(made.dtype)) for source in marks.get(read.key, ()))
-    return found
-
-
-def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
+def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: ModuleInfo) -> Iterable[str]:
     """Returns the marks of an operand that are wider than the compute dtype at a path, except those around it."""
-    if module.is_layer or module.compute_dtype is None or value.dtype is None:
+    dtype = float_dtype(atom)
+    if module.is_layer or module.compute_dtype is None or dtype is None:
         return ()
-    if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
+    if np.dtype(module.compute_dtype).itemsize >= dtype.itemsize:
         return ()
     return sorted(source for source in marks if source not in list_paths_to(path))
 
 
-def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
-    if result.dtype is None:
+def _pass_on(step: Step, result: Atom, marks: Marks) -> frozenset[str]:
+    dtype = float_dtype(result)
+    if dtype is None:
         return frozenset()
-    same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
-    return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
+    return frozenset().union(*(marks.get(id(v), frozenset()) for v in step.operands if float_dtype(v) == dtype))
 
 
 def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
@@ -208,12 +137,12 @@ def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> f
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
     """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
-    program = list(walk_operations(observation.program))
-    computed, made, summed = collect_compute_dtypes(program), collect_made_dtypes(program), collect_half_sums(program)
+    steps = locate_steps(observation.program)
+    computed, made = collect_by_path(steps, list_read_dtypes), collect_by_path(steps, list_made_dtypes)
+    summed = collect_by_path(steps, lambda step: [find_half_sum(step)])
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
-    leaking = find_leaks(program, modules)
-    cast = find_output_casts(observation.program, program, modules)
+    leaking, cast = find_leaks(observation.program, steps, modules)
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]

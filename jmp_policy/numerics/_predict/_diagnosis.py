@@ -10,9 +10,9 @@ from ..._base import list_paths_to
 from ..._jaxpr import MATMULS
 from ...autocast._rewrite import root_policy
 from ...policy import Key, Policy, PolicyMap
-from .._stats import FloatFormat, ObservedProgram, Row, Stats, parse_format
+from .._stats import ObservedProgram, Row, Stats
 from ._flow import NarrowValue, find_masked, find_noise, list_narrow_values, list_operations, list_quantized_values
-from ._losses import Choice, Loss, choose_scale, find_loss, find_scaled_loss, find_span
+from ._losses import Choice, Loss, choose_scale, find_loss, find_scaled_loss, find_span, parse_float_format
 from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
 
@@ -85,13 +85,11 @@ class _Trial:
         self._places = {path: self._find_place(path) for path in paths}
         self.paths = tuple(dict.fromkeys(self._places.values()))
         self._noise = find_noise(self._operations, self.rows)
-        self._masked = {name: self._find_masked(name) for name in ("float16", "bfloat16")}
+        largest = {name: parse_float_format(name).max for name in ("float16", "bfloat16")}
+        self._masked = {name: find_masked(self._operations, self.rows, largest[name]) for name in largest}
         self._find_span = functools.cache(lambda row, format: find_span(self.rows[row], format))
 
-    @property
-    def is_of_modules(self) -> bool:
-        """True if autocast is asked about for a program that calls Flax modules."""
-        return self._by == "autocast" and bool(self._observed.types)
+        self.is_of_modules = by == "autocast" and bool(observed.types)
 
     def list_values(self, policy: Policy | PolicyMap) -> list[NarrowValue]:
         """Lists values in half precision or quantized formats. Leaves out zeros and rounding noise."""
@@ -136,15 +134,6 @@ class _Trial:
         least = max(scaled, key=lambda value: self._find_span(value.row, value.format)[0])
         return least, min(scaled, key=lambda value: self._find_span(value.row, value.format)[1])
 
-    def lacks_operations(self) -> bool:
-        """True if only matmuls were measured."""
-        return not any(row.primitive and row.primitive not in MATMULS for row in self.rows)
-
-    def _find_masked(self, format: str) -> set[int]:
-        known = parse_format(format)
-        assert isinstance(known, FloatFormat)
-        return find_masked(self._operations, self.rows, known.max)
-
 
 def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
     """Makes a map with float32 for some scopes and everything inside them.
@@ -173,25 +162,20 @@ def _list_reasons(
         key = value.path, value.direction, loss.what
         if loss.what and (key not in worst or loss.risk > worst[key][1].risk):
             worst[key] = value, loss
-    made = [_make_reason(value, loss, rows[value.row], culprits) for value, loss in worst.values()]
+    made = [
+        Reason(
+            path=value.path,
+            direction=value.direction,
+            format=value.format,
+            primitive=value.primitive,
+            is_operand=value.is_cast,
+            source=rows[value.row].source or rows[value.row].path,
+            cure="float32" if value.path in culprits else "loss_scale",
+            **loss._asdict(),
+        )
+        for value, loss in worst.values()
+    ]
     return tuple(sorted(made, key=lambda reason: (reason.cure != "float32", -reason.risk)))
-
-
-def _make_reason(value: NarrowValue, loss: Loss, row: Row, culprits: Sequence[str]) -> Reason:
-    return Reason(
-        path=value.path,
-        direction=value.direction,
-        what=loss.what,
-        format=value.format,
-        share=loss.share,
-        amax=loss.amax,
-        limit=loss.limit,
-        primitive=value.primitive,
-        is_operand=value.is_cast,
-        source=row.source or row.path,
-        cure="float32" if value.path in culprits else "loss_scale",
-        risk=loss.risk,
-    )
 
 
 def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
@@ -231,7 +215,7 @@ def _list_notes(
         yield f"In float32 by .policy_map: {names}."
     if trial.is_of_modules:
         yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
-    if trial.lacks_operations():
+    if all(row.primitive in ("", *MATMULS) for row in trial.rows):
         yield "Only matmuls were measured: collect(..., where='all') measures all ops."
     broken = [row for row in trial.rows if row.nans]
     if broken:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
+from ..._base import list_paths_to
 from ..._jaxpr import MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row, Value, identify
@@ -25,27 +26,16 @@ _ROUNDING = 2.0**-18
 
 
 class Operation(NamedTuple):
-    """One call of an equation.
+    """One call of an equation."""
 
-    Attributes:
-      chain: the ids of the equations around it and of itself.
-      name: its primitive.
-      path: its module or scope.
-      scope: its name stack.
-      reads: for each operand, the rows of the values that it may be; empty if not measured.
-      makes: for each result, its rows, one per iteration of a loop.
-      unknown: True if it reads a floating value that was not measured, such as a constant.
-      terms: the number of elements that it sums per output element.
-    """
-
-    chain: tuple[int, ...]
-    name: str
-    path: str
-    scope: str
-    reads: tuple[tuple[int, ...], ...]
-    makes: tuple[tuple[int, ...], ...]
-    unknown: bool
-    terms: int
+    chain: tuple[int, ...]  # the ids of the equations around it and of itself
+    name: str  # its primitive
+    path: str  # its module or scope
+    scope: str  # its name stack
+    reads: tuple[tuple[int, ...], ...]  # for each operand, the rows of the values that it may be; empty if not measured
+    makes: tuple[tuple[int, ...], ...]  # for each result, its rows, one per iteration of a loop
+    unknown: bool  # True if it reads a floating value that was not measured, such as a constant
+    terms: int  # the number of elements that it sums per output element
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
@@ -57,27 +47,29 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
     paths, program = ModulePaths(observed.modules), observed.program
     sources: dict[Any, tuple[int, ...]] = {var: tuple(rows_of.get(((), i), ())) for i, var in enumerate(program.invars)}
     found = []
+
+    def list_rows(atoms: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        return tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in atoms)
+
     for step in walk(program, live_only=True):
         if step.name == "constant":
             continue
-        chain = identify(step.around, step.eqn)
-        reads = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.operands)
+        chain, reads = identify(step.around, step.eqn), list_rows(step.operands)
+        joined = tuple(dict.fromkeys(row for rows in reads for row in rows))
+        path, name = paths.read_stack(step.scope), step.eqn.primitive.name
         if step.name in ("link", "carry"):
-            own = rows_of.get((chain, _find_index(step)), ()) if step.results[0] in step.eqn.outvars else ()
-            sources[step.results[0]] = tuple(own) or tuple(dict.fromkeys(row for rows in reads for row in rows))
+            index = next((i for i, var in enumerate(step.eqn.outvars) if var is step.results[0]), None)
+            own = () if index is None else tuple(rows_of.get((chain, index), ()))
+            sources[step.results[0]] = own or joined
             if own:  # a function with custom derivatives: its result was measured, the ops inside were not
-                given = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.eqn.invars)
-                makes = tuple(tuple(own) if i == _find_index(step) else () for i in range(len(step.eqn.outvars)))
-                where = chain, step.eqn.primitive.name, paths.read_stack(step.scope), step.scope
-                found.append(Operation(*where, given, makes, True, 1))
+                makes = tuple(own if i == index else () for i in range(len(step.eqn.outvars)))
+                found.append(Operation(chain, name, path, step.scope, list_rows(step.eqn.invars), makes, True, 1))
             continue
         makes = tuple(tuple(rows_of.get((chain, i), ())) for i in range(len(step.results)))
-        for i, var in enumerate(step.results):
-            moved = tuple(dict.fromkeys(row for rows in reads for row in rows)) if step.name in _MOVES else ()
-            sources[var] = makes[i] or moved
+        for var, rows in zip(step.results, makes, strict=True):
+            sources[var] = rows or (joined if name in _MOVES else ())
         unknown = any(not rows and float_dtype(atom) for atom, rows in zip(step.operands, reads, strict=True))
-        where = chain, step.name, paths.read_stack(step.scope), step.scope
-        found.append(Operation(*where, reads, makes, unknown, _count_terms(step)))
+        found.append(Operation(chain, name, path, step.scope, reads, makes, unknown, _count_terms(step)))
     return found
 
 
@@ -125,10 +117,6 @@ _MASKING = {
     "select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter",
 }  # fmt: skip
 """Ops that insert a mask."""
-
-
-def _find_index(step: Step) -> int:
-    return next(i for i, var in enumerate(step.eqn.outvars) if var is step.results[0])
 
 
 def _count_terms(step: Step) -> int:
@@ -190,7 +178,7 @@ def list_quantized_values(
         direction = _find_direction(operation, rows)
         kind = match_policy(policy, operation.path, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
-        if kind is None or not _is_inside(operation.path, types):
+        if kind is None or types.keys().isdisjoint(list_paths_to(operation.path)):
             continue
         if weights and max(np.prod(rows[i].shape) for i in weights[0]) < kind.min_size:
             continue
@@ -200,7 +188,9 @@ def list_quantized_values(
             continue
         for indices in operation.reads:
             format = _find_format(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
-            if format and (direction == "forward" or _has_narrow_gradients(kind)):
+            # The matmuls of the backward pass are quantized too in these formats.
+            trains = isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
+            if format and (direction == "forward" or trains):
                 where = operation.path, direction, format, operation.name
                 found += [NarrowValue(i, *where, is_cast=True, is_scaled=True) for i in indices]
     return found
@@ -221,17 +211,8 @@ def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
     return "int8" if is_weight or kind.activations else ""
 
 
-def _has_narrow_gradients(kind: Quantization) -> bool:
-    """True if the matmuls of the backward pass are quantized too."""
-    return isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
-
-
 def _find_direction(operation: Operation, rows: Sequence[Row]) -> str:
     made = [index for indices in operation.makes for index in indices]
     if made:
         return rows[made[0]].direction
     return "backward" if is_backward(operation.scope) else "forward"
-
-
-def _is_inside(path: str, types: Mapping[str, type]) -> bool:
-    return any(path == module or not module or path.startswith(f"{module}/") for module in types)

@@ -31,15 +31,21 @@ class Loss(NamedTuple):
 
 def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
     """Predicts the loss in a floating format of a tensor multiplied by `2**exponent`."""
+    known, amax = parse_float_format(format), math.ldexp(row.amax, exponent)
+    measured = row.formats.get(known.name) if exponent == 0 else None
+    if amax > _largest(known):
+        counted = _count_bins(row, slice(known.max_exponent + 1 - exponent, None))
+        share = measured.overflow if measured else counted
+        return Loss("overflow", share, amax, known.max, 1 + max(0.0, math.log2(amax / known.max)))
+    error, least = estimate_error(row, known, exponent), known.min_exponent - known.mantissa_bits
+    zeros = measured.underflow if measured else _count_bins(row, slice(None, least - 1 - exponent))
+    return Loss("underflow" if error > MOST_ERROR else "", zeros, amax, math.ldexp(1.0, least), min(1.0, error))
+
+
+def parse_float_format(format: str) -> FloatFormat:
     known = parse_format(format)
     assert isinstance(known, FloatFormat)
-    amax = math.ldexp(row.amax, exponent)
-    if amax > _largest(known):
-        beyond = math.log2(amax / known.max)
-        return Loss("overflow", _count_beyond(row, known, exponent), amax, known.max, 1 + max(0.0, beyond))
-    error, zeros = estimate_error(row, known, exponent), _count_zeros(row, known, exponent)
-    smallest = math.ldexp(1.0, known.min_exponent - known.mantissa_bits)
-    return Loss("underflow" if error > MOST_ERROR else "", zeros, amax, smallest, min(1.0, error))
+    return known
 
 
 def find_scaled_loss(row: Row, format: str) -> Loss:
@@ -62,8 +68,7 @@ def find_span(row: Row, format: str) -> tuple[float, float]:
 
     If none fits, the smallest is above the largest.
     """
-    known = parse_format(format)
-    assert isinstance(known, FloatFormat)
+    known = parse_float_format(format)
     if not row.amax:
         return -math.inf, math.inf
     most = math.floor(math.log2(_largest(known)) - math.log2(row.amax))
@@ -95,7 +100,9 @@ def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
             return 1.0
         raise ValueError(_ask_for(known.name, histogram=True))
     counts, squares = _list_bins(row)
-    steps = _find_steps(known, exponent, squares)
+    # The rounding step of the format at each mean square, in units before scaling.
+    kept = np.maximum(np.frexp(np.sqrt(squares))[1] - 1 + exponent, known.min_exponent)
+    steps = np.ldexp(1.0, kept - known.mantissa_bits - exponent)
     lost = np.where(squares < steps**2 / 4, squares, steps**2 / 12)
     return math.sqrt(float((counts * lost).sum() / (counts * squares).sum()))
 
@@ -119,25 +126,6 @@ def _list_bins(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return counts, squares
 
 
-def _find_steps(known: FloatFormat, exponent: int, squares: np.ndarray) -> np.ndarray:
-    """Returns the rounding step of a format at the given mean squares, in units before scaling."""
-    exponents = np.frexp(np.sqrt(squares))[1] - 1
-    kept = np.maximum(exponents + exponent, known.min_exponent)
-    return np.ldexp(1.0, kept - known.mantissa_bits - exponent)
-
-
-def _count_beyond(row: Row, known: FloatFormat, exponent: int) -> float:
-    if exponent == 0 and known.name in row.formats:
-        return row.formats[known.name].overflow
-    return _count_bins(row, slice(known.max_exponent + 1 - exponent, None))
-
-
-def _count_zeros(row: Row, known: FloatFormat, exponent: int) -> float:
-    if exponent == 0 and known.name in row.formats:
-        return row.formats[known.name].underflow
-    return _count_bins(row, slice(None, known.min_exponent - known.mantissa_bits - 1 - exponent))
-
-
 def _count_bins(row: Row, exponents: slice) -> float:
     """Returns the fraction of elements with certain exponents; 0 without a histogram."""
     if row.histogram is None or not row.count:
@@ -158,8 +146,8 @@ def _ask_for(format: str, *, histogram: bool = False) -> str:
 _LEAST, _MOST = -14, 24
 """Exponents of the tried scales, up to the maximum of `DynamicLossScale`."""
 
-Span = tuple[float, float]
-"""Smallest and largest exponent of the scales with which a value fits."""
+Spans = Mapping[str, Sequence[tuple[float, float]]]
+"""By scope: the smallest and largest exponent of the scales with which each value fits."""
 
 
 class Choice(NamedTuple):
@@ -169,7 +157,7 @@ class Choice(NamedTuple):
     unsaved: tuple[str, ...]
 
 
-def choose_scale(spans: Mapping[str, Sequence[Span]], given: int | None, formats: Sequence[str]) -> Choice:
+def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> Choice:
     """Chooses the scale that saves most scopes, or `given` if that saves as many. Ties go to the one with most room.
 
     If all formats have the range of float32, the scale is 1.
@@ -177,13 +165,22 @@ def choose_scale(spans: Mapping[str, Sequence[Span]], given: int | None, formats
     tries = range(_LEAST, _MOST + 1) if any(map(is_short, formats)) else range(1)
     if given is not None and given not in tries:
         tries = [*tries, given]
-    unsaved = {exponent: _list_unsaved(spans, exponent) for exponent in tries}
+    unsaved = {
+        exponent: tuple(path for path, own in spans.items() if any(not low <= exponent <= high for low, high in own))
+        for exponent in tries
+    }
     fewest = min(map(len, unsaved.values()))
     if given is not None and len(unsaved[given]) == fewest:
         return Choice(given, unsaved[given])
     saving = [exponent for exponent in tries if len(unsaved[exponent]) == fewest]
     best = [exponent for exponent in saving if exponent >= 0] or saving  # prefer scales of at least 1
-    chosen = max(best, key=lambda exponent: (_find_room(spans, unsaved[exponent], exponent), -abs(exponent)))
+
+    def find_room(exponent: int) -> float:
+        """Returns how many binades the gradients may grow or shrink before they no longer fit."""
+        saved = (span for path, own in spans.items() if path not in unsaved[exponent] for span in own)
+        return min((min(exponent - least, most - exponent) for least, most in saved), default=math.inf)
+
+    chosen = max(best, key=lambda exponent: (find_room(exponent), -abs(exponent)))
     return Choice(chosen, unsaved[chosen])
 
 
@@ -191,13 +188,3 @@ def is_short(format: str) -> bool:
     """True if a format has a shorter exponent range than float32."""
     known = parse_format(format)
     return isinstance(known, FloatFormat) and known.max_exponent < 100
-
-
-def _list_unsaved(spans: Mapping[str, Sequence[Span]], exponent: int) -> tuple[str, ...]:
-    return tuple(path for path, own in spans.items() if any(not least <= exponent <= most for least, most in own))
-
-
-def _find_room(spans: Mapping[str, Sequence[Span]], unsaved: Sequence[str], exponent: int) -> float:
-    """Returns how many binades the gradients may grow or shrink before they no longer fit."""
-    saved = (span for path, own in spans.items() if path not in unsaved for span in own)
-    return min((min(exponent - least, most - exponent) for least, most in saved), default=math.inf)

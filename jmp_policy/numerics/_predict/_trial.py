@@ -16,6 +16,7 @@ from ..._jaxpr import (
     ModulePaths,
     Modules,
     Rewriter,
+    Rewritten,
     Rule,
     Value,
     float_dtype,
@@ -24,18 +25,7 @@ from ..._jaxpr import (
     is_float,
     walk,
 )
-from ...autocast._rewrite import (
-    COMPUTE_DTYPES,
-    FUNCTIONS,
-    AutocastRules,
-    CastingRule,
-    CastState,
-    EquationPlace,
-    Functions,
-    Level,
-    Scopes,
-    root_policy,
-)
+from ...autocast._rewrite import FUNCTIONS, AutocastRules, EquationPlace, Functions, make_casting_rule, root_policy
 from ...policy import Policy, PolicyMap, match_policy
 from .._stats import ObservedProgram
 
@@ -158,21 +148,15 @@ def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -
     A jaxpr with half-precision values was traced under a policy already. The new policy is taken to have the same
     values in half precision.
     """
-    program, found = observed.program, dict[Chain, Written]()
-    rule: Rule
+    program, rule = observed.program, _make_casting_rule(observed, policy)
+    start: Any = EquationPlace()
     if by == "with_policy" or has_half(program):
-        rule, start = LayerRule(policy, observed.modules, observed.list_types(), has_half(program)), LayerPlace()
-    else:
-        rule, start = _make_casting_rule(observed, policy), EquationPlace()
-    kinds = [
-        AbstractValue(float_dtype(var), CastState(Level.TRACED))
-        if isinstance(rule, CastingRule)
-        else rule.argument(float_dtype(var))
-        for var in program.invars
-    ]
-    wanted = [float_dtype(var) for var in program.outvars]
-    _Watcher(_PlacedRule(rule, found), found).rewrite(program, kinds, _Place(start), wanted)
-    return found
+        rule = LayerRule(policy, observed.modules, observed.list_types(), has_half(program))
+        start = LayerPlace()
+    watcher = _Watcher(rule)
+    kinds = [rule.argument(float_dtype(var)) for var in program.invars]
+    watcher.rewrite(program, kinds, start, [float_dtype(var) for var in program.outvars])
+    return watcher.found
 
 
 def has_half(program: Jaxpr) -> bool:
@@ -180,92 +164,52 @@ def has_half(program: Jaxpr) -> bool:
     return any(is_float(atom) and float_dtype(atom) in HALF for atom in (*program.invars, *inside))
 
 
-def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) -> CastingRule:
-    rules, scopes = AutocastRules(), None
-    if isinstance(policy, PolicyMap):
-        modules = observed.modules._replace(types=tuple(observed.list_types().items()))
-        scopes = Scopes(policy, rules.scopes, rules.backward, modules)
-    root = root_policy(policy)
-    dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-    rule = CastingRule(dtype, rules, "opaque", scopes, root.accumulate_dtype)
+def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) -> Rule:
+    modules = observed.modules._replace(types=tuple(observed.list_types().items()))
+    scoped = modules if isinstance(policy, PolicyMap) else None
+    rule = make_casting_rule(policy, root_policy(policy), AutocastRules(), "opaque", scoped)
     rule.rewritten = weakref.WeakKeyDictionary()
     return rule
 
 
-class _Place(NamedTuple):
-    """The inner rule's context of an equation, and the ids of the equations around it and of itself."""
-
-    inner: Any
-    chain: Chain = ()
-
-
-class _PlacedRule(Rule):
-    """Applies a rule to a sub-jaxpr again at each place that calls it."""
-
-    def __init__(self, rule: Rule, found: dict[Chain, Written]):
-        self._rule, self._found = rule, found
-        self.rewritten = weakref.WeakKeyDictionary()
-
-    def contexts(self, outer: _Place, program: Jaxpr) -> list[_Place]:
-        inner = self._rule.contexts(outer.inner, program)
-        return [_Place(place, (*outer.chain, id(eqn))) for place, eqn in zip(inner, program.eqns, strict=True)]
-
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
-        return self._rule.equation(eqn, values, body, context.inner)
-
-    def fuse(
-        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[_Place]
-    ) -> tuple[int, list[Value]] | None:
-        several = self._rule.fuse(program, start, read, body, [place.inner for place in contexts])
-        if several is not None:
-            # Equations that autocast fuses into one op compute in float32 inside it.
-            count, results = several
-            *inside, last = range(start, start + count)
-            for i in inside:
-                wide = tuple(np.dtype(np.float32) if is_float(var) else None for var in program.eqns[i].outvars)
-                self._found[contexts[i].chain] = Written((), wide)
-            operands = [read(atom) for atom in program.eqns[last].invars] if count == 1 else []
-            self._found[contexts[last].chain] = _describe(operands, results)
-        return several
-
-    def cast_operands(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
-        return self._rule.cast_operands(eqn, values, body, context.inner)
-
-    def argument(self, dtype: np.dtype | None) -> AbstractValue:
-        return self._rule.argument(dtype)
-
-    def literal(self, literal: Literal) -> AbstractValue:
-        return self._rule.literal(literal)
-
-    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
-        return self._rule.join(kinds)
-
-    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
-        return self._rule.accumulators(program, carry)
-
-    def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        return self._rule.accumulated(kind)
-
-    def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: _Place) -> Sequence[AbstractValue]:
-        return self._rule.stacked(eqn, kinds, context.inner)
-
-    def rewrites_custom_rule(self, eqn: JaxprEqn, context: _Place) -> bool:
-        return self._rule.rewrites_custom_rule(eqn, context.inner)
-
-    def rewrites_primal_only(self, eqn: JaxprEqn, context: _Place) -> bool:
-        return self._rule.rewrites_primal_only(eqn, context.inner)
-
-
 class _Watcher(Rewriter):
-    """Records the dtypes of each equation; for a loop, the dtypes of its last rewrite."""
+    """Records the dtypes of each equation, at each place that runs it; for a loop, those of its last rewrite."""
 
-    def __init__(self, rule: Rule, found: dict[Chain, Written]):
+    def __init__(self, rule: Rule):
         super().__init__(rule)
-        self._found = found
+        self.found: dict[Chain, Written] = {}
+        self._chain: Chain = ()
+        self._rewritten: dict[Any, Rewritten] = {}
 
-    def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
+    def rewrite(
+        self, program: Any, kinds: Sequence[AbstractValue], context: Any, out_dtypes: Sequence[Any] | None = None
+    ) -> Rewritten:
+        key = program, self._chain, tuple(kinds), context, None if out_dtypes is None else tuple(out_dtypes)
+        if key not in self._rewritten:
+            self._rewritten[key] = self._rewrite(program, kinds, context, key[-1])
+        return self._rewritten[key]
+
+    def _fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[Any]
+    ) -> tuple[int, list[Value]] | None:
+        fused = super()._fuse(program, start, read, body, contexts)
+        if fused is not None:
+            # Equations that autocast fuses into one op compute in float32 inside it.
+            count, results = fused
+            *inside, last = program.eqns[start : start + count]
+            for eqn in inside:
+                wide = tuple(_FLOAT32 if is_float(var) else None for var in eqn.outvars)
+                self.found[*self._chain, id(eqn)] = Written((), wide)
+            operands = [read(atom) for atom in last.invars] if count == 1 else []
+            self.found[*self._chain, id(last)] = _describe(operands, results)
+        return fused
+
+    def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Any) -> list[Value]:
+        outer = self._chain
+        self._chain = chain = (*outer, id(eqn))
         results = super()._write(eqn, values, body, context)
-        self._found[context.chain] = _describe(values, results)
+        self._chain = outer
+        self.found[chain] = _describe(values, results)
         return results
 
 

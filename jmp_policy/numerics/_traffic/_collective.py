@@ -3,15 +3,15 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..._jaxpr import sub_jaxprs
+from ..._jaxpr import Pass, walk
 
 
 class Meshes(NamedTuple):
@@ -24,47 +24,29 @@ class Meshes(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(axis for mesh in (*self.concrete, *self.abstract) for axis in mesh.axis_names))
 
+    @property
+    def devices(self) -> int:
+        return max((mesh.size for mesh in (*self.concrete, *self.abstract)), default=1)
+
 
 def find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> Meshes:
     """Finds the meshes of the arguments, the shard_maps and the sharding constraints of a jaxpr."""
-    found = dict.fromkeys(_list_meshes(program, arguments))
-    large = [mesh for mesh in found if math.prod(mesh.shape.values()) > 1]
+    shardings = [getattr(argument, "sharding", None) for argument in arguments]
+    for eqn in {id(step.eqn): step.eqn for step in walk(program)}.values():
+        shardings += [value for name in _MESH_PARAMETERS for value in jax.tree.leaves(eqn.params.get(name))]
+    shardings += [getattr(var.aval, "sharding", None) for var in program.invars]  # of an explicit mesh
+    shardings.append(jax.sharding.get_abstract_mesh())
+    found = [value.mesh if isinstance(value, NamedSharding) else value for value in shardings]
+    large = dict.fromkeys(mesh for mesh in found if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1)
     concrete = [mesh for mesh in large if isinstance(mesh, Mesh)]
     shapes = [dict(mesh.shape) for mesh in concrete]
     abstract = [mesh for mesh in large if isinstance(mesh, AbstractMesh) and dict(mesh.shape) not in shapes]
     return Meshes(tuple(concrete), tuple(abstract))
 
 
-def _list_meshes(program: Jaxpr, arguments: Iterable[Any]) -> Iterator[Mesh | AbstractMesh]:
-    for argument in arguments:
-        yield from _find_mesh(getattr(argument, "sharding", None))
-    yield from _list_meshes_inside(program)
-    for var in program.invars:  # arguments of an explicit mesh
-        yield from _find_mesh(getattr(var.aval, "sharding", None))
-    yield jax.sharding.get_abstract_mesh()
+_MESH_PARAMETERS = ("mesh", "ctx_mesh", "sharding", "in_shardings", "out_shardings", "dst_sharding")
 
-
-def _list_meshes_inside(program: Jaxpr) -> Iterator[Mesh | AbstractMesh]:
-    for eqn in program.eqns:
-        yield from _list_meshes_of(eqn)
-        for body in sub_jaxprs(eqn):
-            yield from _list_meshes_inside(body.program)
-
-
-def _list_meshes_of(eqn: JaxprEqn) -> Iterator[Mesh | AbstractMesh]:
-    for name in ("mesh", "ctx_mesh", "sharding", "in_shardings", "out_shardings", "dst_sharding"):
-        for value in jax.tree.leaves(eqn.params.get(name)):
-            yield from _find_mesh(value)
-
-
-def _find_mesh(value: Any) -> Iterator[Mesh | AbstractMesh]:
-    mesh = value.mesh if isinstance(value, NamedSharding) else value
-    if isinstance(mesh, Mesh | AbstractMesh) and not mesh.empty:
-        yield mesh
-
-
-Direction = Literal["forward", "recomputed", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "recomputed", "backward")
+DIRECTIONS = ("forward", "recomputed", "backward")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 REDUCING = ("all-reduce", "reduce-scatter")
 
@@ -105,7 +87,7 @@ class Collective:
     axes: tuple[str, ...]
     devices: int
     shape: tuple[int, ...]
-    direction: Direction
+    direction: Pass
     is_gradient: bool
     inserted: bool
     source: str
@@ -136,7 +118,7 @@ class Place(NamedTuple):
     """Module path and pass of an op."""
 
     path: str
-    direction: Direction
+    direction: Pass
 
 
 def add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -147,10 +129,6 @@ def add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
         amounts[0] += row.count
         amounts[1] += row.bytes
     return tuple(dataclasses.replace(row, count=count, bytes=bytes) for row, (count, bytes) in table.items())
-
-
-def count_elements(shape: Iterable[int]) -> int:
-    return math.prod(shape)
 
 
 Shape = Mapping[str, int]

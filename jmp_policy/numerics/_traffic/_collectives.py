@@ -1,15 +1,15 @@
 """`numerics.collectives`: traces and partitions a program, and counts its collectives."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from ..._base import TRACING, describe, is_array
-from ..._jaxpr import ModulePaths, Register, Step, choose_line, find_direction, find_line, find_origin, flatten_function
-from .._ends import check_function
-from ._collective import Direction, Meshes, Place, add_up, find_meshes
+from ..._base import TRACING, describe
+from ..._jaxpr import ModulePaths, Register, find_direction, flatten_function
+from .._ends import Results, check_function
+from ._collective import Meshes, Place, add_up, find_meshes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collectives
@@ -65,36 +65,24 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
 
     @functools.wraps(fun)
     def find_collectives(*args: Any, **kwargs: Any) -> Collectives:
-        register = Register()
-        flat, arrays, _ = flatten_function(register.watch(_return_arrays(fun)), args, kwargs)
+        register, results = Register(), Results()
+        flat, arrays, _ = flatten_function(register.watch(results.take_arrays(fun)), args, kwargs)
         unique = make_unique(flat, getattr(fun, "__name__", ""))
         with TRACING(register.token):
             traced = jax.jit(unique).trace(*arrays)
-            body = traced.jaxpr.jaxpr
-            meshes = find_meshes(body, arrays)
-            places = _Places(ModulePaths(register.list_modules()))
-            devices = _count_devices(meshes)
-            compiles = devices > 1 and _choose(compiled, meshes)
+            program = traced.jaxpr.jaxpr
+            meshes, paths = find_meshes(program, arrays), ModulePaths(register.list_modules())
+            find_place = functools.cache(lambda stack: Place(paths.read_stack(stack), find_direction(stack)))
+            compiles = meshes.devices > 1 and _choose(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
-                found = read_module(parse_module(partition(traced.lower())), shapes, devices, places)
+                found = read_module(parse_module(partition(traced.lower())), shapes, meshes.devices, find_place)
             else:
-                found = read_program(body, places) if devices > 1 else Found([], [])
+                found = read_program(program, find_place) if meshes.devices > 1 else Found([], [])
                 _check_abstract(found, meshes, compiled)
-        return Collectives(add_up(found.rows), devices, meshes.axes, compiles, tuple(found.uncounted_loops))
+        return Collectives(add_up(found.rows), meshes.devices, meshes.axes, compiles, tuple(found.uncounted_loops))
 
     return find_collectives
-
-
-def _return_arrays(fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def list_arrays(*args: Any, **kwargs: Any) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
-
-    return list_arrays
-
-
-def _count_devices(meshes: Meshes) -> int:
-    return max([mesh.size for mesh in (*meshes.concrete, *meshes.abstract)], default=1)
 
 
 def _choose(compiled: bool | None, meshes: Meshes) -> bool:
@@ -119,23 +107,3 @@ def _describe_mesh(meshes: Meshes) -> str:
     mesh = meshes.abstract[0]
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"the AbstractMesh of {sizes} ({mesh.size} devices; {jax.device_count()} are here)"
-
-
-class _Places:
-    """Implements the protocol `Places` of `_traced.py`."""
-
-    def __init__(self, paths: ModulePaths):
-        self._paths = paths
-        self._known: dict[str, Place] = {}
-
-    def find_place(self, stack: str) -> Place:
-        if stack not in self._known:
-            direction = cast(Direction, find_direction(stack))
-            self._known[stack] = Place(self._paths.read_stack(stack), direction)
-        return self._known[stack]
-
-    def find_line(self, step: Step) -> str:
-        return find_line(find_origin(step))
-
-    def choose_line(self, frames: Iterable[Any]) -> str:
-        return choose_line(list(frames))

@@ -68,27 +68,16 @@ class Reference(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-      name: its name, without the percent sign.
-      type: the output type as text.
-      opcode: such as `"all-gather"`.
-      operands: the inputs; none for a constant.
-      literal: the text in its parentheses.
-      attributes: the text after the parentheses.
-      op_name: the name stack from JAX, or an empty string.
-      frame: the key in `Module.frames`; 0 for none.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[Reference, ...]
-    literal: str
-    attributes: str
-    op_name: str
-    frame: int
+    name: str  # its name, without the percent sign
+    type: str  # the output type as text
+    opcode: str  # such as `"all-gather"`
+    operands: tuple[Reference, ...]  # the inputs; none for a constant
+    literal: str  # the text in its parentheses
+    attributes: str  # the text after the parentheses
+    op_name: str  # the name stack from JAX, or an empty string
+    frame: int  # the key in `Module.frames`; 0 for none
 
     @property
     def arrays(self) -> list[Array]:

@@ -1,18 +1,20 @@
 """Collectives of a partitioned HLO module, and the trip counts of its loops."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ._collective import KINDS, REDUCING, Collective, Place, Shape, count_elements, find_group
+from ..._jaxpr import choose_line
+from ._collective import KINDS, REDUCING, Collective, Shape, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, Flow, Found, Node, Places, find_direction, make_operation
+from ._traced import PRIMITIVES, FindPlace, Flow, Found, Node, choose_direction
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
 def count_turns(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` with a constant start, end and step, else None.
+    """Returns the trip count of a `while` that counts up from one constant to another, else None.
 
     >>> from jmp_policy.numerics._traffic._hlo import parse_module
     >>> module = parse_module('''HloModule jit_f
@@ -42,30 +44,14 @@ def count_turns(module: Module, around: Computation, loop: Instruction) -> int |
     if test is None or body is None:
         return None
     compared = test.instructions.get(test.root)
-    if compared is None or compared.opcode != "compare" or len(compared.operands) != 2:
+    if compared is None or compared.opcode != "compare" or compared.find_called("direction") != "LT":
         return None
-    index, direction = _find_carried(test, compared.operands[0]), compared.find_called("direction")
-    last = compared.operands[1]
-    if index is None:
-        index, last, direction = _find_carried(test, last), compared.operands[0], _TURNED.get(direction, direction)
+    index = _find_carried(test, compared.operands[0])
     if index is None:
         return None
-    start = _read_constant(around, Reference(loop.operands[0].name, index))
-    step = _find_step(body, index)
-    end = _read_end(around, loop, test, body, last)
-    return None if start is None or not step or end is None else _count(start, end, step, direction)
-
-
-_TURNED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
-
-
-def _count(start: int, end: int, step: int, direction: str) -> int | None:
-    if direction in ("LE", "GE"):
-        end += 1 if direction == "LE" else -1
-    upwards = {"LT": True, "LE": True, "GT": False, "GE": False, "NE": end > start}.get(direction)
-    if upwards is None or (step > 0) != upwards or (direction == "NE" and (end - start) % step):
-        return None
-    return max(0, -(-(end - start) // step))
+    start, step = _read_constant(around, Reference(loop.operands[0].name, index)), _find_step(body, index)
+    end = _read_end(around, loop, test, body, compared.operands[1])
+    return None if start is None or step is None or end is None else max(0, -(-(end - start) // step))
 
 
 def _read_end(
@@ -85,15 +71,14 @@ def _find_step(body: Computation, index: int) -> int | None:
     step, value = 0, Reference(body.root, index)
     while _find_carried(body, value) != index:
         added = _find_maker(body, value)
-        if not isinstance(added, Instruction) or added.opcode not in ("add", "subtract"):
+        if not isinstance(added, Instruction) or added.opcode != "add":
             return None
-        value, amount = added.operands[0], _read_constant(body, added.operands[1])
-        if amount is None and added.opcode == "add":
-            value, amount = added.operands[1], _read_constant(body, added.operands[0])
-        if amount is None:
+        amounts = [_read_constant(body, operand) for operand in added.operands]
+        if amounts.count(None) != 1:
             return None
-        step += amount if added.opcode == "add" else -amount
-    return step
+        value = added.operands[amounts.index(None)]
+        step += sum(amount for amount in amounts if amount is not None)
+    return step if step > 0 else None
 
 
 def _find_carried(computation: Computation, reference: Reference) -> int | None:
@@ -131,10 +116,10 @@ _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "pr
 _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
 
-def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: Places) -> Found:
+def read_module(module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace) -> Found:
     """Lists the collectives of a partitioned module. The meshes name the axes."""
     module = _complete_names(module)
-    reader = _Reader(module, meshes, devices, places)
+    reader = _Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for site in _list_sites(module, module.computations[module.entry], 1, ()):
@@ -205,8 +190,8 @@ def _list_called(module: Module, instruction: Instruction, attributes: Sequence[
 class _Reader:
     """Makes rows of the collectives of a module."""
 
-    def __init__(self, module: Module, meshes: Sequence[Shape], devices: int, places: Places):
-        self._module, self._meshes, self._devices, self._places = module, meshes, devices, places
+    def __init__(self, module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace):
+        self._module, self._meshes, self._devices, self._find_place = module, meshes, devices, find_place
         self._readers = {computation.name: _list_readers(computation) for computation in module.computations.values()}
         self._flow = self._follow()
 
@@ -217,10 +202,10 @@ class _Reader:
         group = find_group(instruction.attributes, self._meshes, self._devices)
         named = self._find_named(site.computation, instruction)
         primitive = named.op_name.rpartition("/")[2]
-        stands, line = self._find_place(named), self.find_line(site.computation, instruction)
+        stands, line = self._find_place(read_stack(named.op_name)), self.find_line(site.computation, instruction)
         node = _node(site.computation, Reference(instruction.name, 0 if instruction.is_tuple else None))
         operand = _node(site.computation, instruction.operands[0])
-        direction = find_direction(stands.direction, kind, reduction, operand, self._flow)
+        direction = choose_direction(stands.direction, kind, reduction, operand, self._flow)
         sums = kind in REDUCING and reduction == "sum" and direction == "backward"
         return [
             Collective(
@@ -230,7 +215,7 @@ class _Reader:
                 source=line,
                 path=stands.path,
                 count=site.turns,
-                bytes=site.turns * count_elements(array.shape) * array.bits // 8,
+                bytes=site.turns * math.prod(array.shape) * array.bits // 8,
             )
             for array in _list_sent(instruction, kind, group.devices)
         ]  # fmt: skip
@@ -238,7 +223,7 @@ class _Reader:
     def find_line(self, computation: Computation, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
         named = self._find_named(computation, instruction)
-        return self._places.choose_line(self._module.frames.get(named.frame, ()))
+        return choose_line(self._module.frames.get(named.frame, ()))
 
     def _find_named(self, computation: Computation, instruction: Instruction) -> Instruction:
         """Returns the instruction if it has a name stack, else its nearest reader with one."""
@@ -250,9 +235,6 @@ class _Reader:
             waiting += [reader for reader in readers if reader.name not in seen]
             seen.update(reader.name for reader in readers)
         return instruction
-
-    def _find_place(self, named: Instruction) -> Place:
-        return self._places.find_place(read_stack(named.op_name))
 
     def _find_reduction(self, instruction: Instruction) -> str:
         function = self._module.computations.get(instruction.find_called("to_apply"))
@@ -293,12 +275,11 @@ class _Reader:
                         self._join(flow, here, operand, body, parameter, body.instructions[parameter])
                 self._join(flow, body, Reference(body.root), here, made.name, made)
         elif made.opcode != "parameter":
-            direction = self._find_place(made).direction if made.op_name else None
+            direction = self._find_place(read_stack(made.op_name)).direction if made.op_name else None
             parts = range(len(made.arrays)) if made.is_tuple else (None,)
             results = [_node(here, Reference(made.name, part)) for part in parts]
-            sizes = (_measure_first(here, made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 0)
-            operation = make_operation(made.opcode, direction, *sizes)
-            flow.add(operation, results, [_node(here, operand) for operand in operands])
+            sizes = (_measure_first(here, made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
+            flow.add(made.opcode, direction, results, [_node(here, operand) for operand in operands], sizes)
 
     def _join(
         self, flow: Flow, source: Computation, value: Reference, target: Computation, name: str, typed: Instruction
@@ -319,7 +300,7 @@ def _measure_first(computation: Computation, instruction: Instruction) -> int:
 
 
 def _measure(arrays: Iterable[Array]) -> int:
-    return sum(count_elements(array.shape) for array in arrays)
+    return sum(math.prod(array.shape) for array in arrays)
 
 
 def _node(computation: Computation, reference: Reference) -> Node:

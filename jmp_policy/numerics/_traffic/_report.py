@@ -2,11 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._base import DTypeLike, did_you_mean, escape_controls, is_floating_dtype, parse_dtype
-from ...report import Column, Report, Table, format_bytes, shorten_dtypes
+from ..._base import DTypeLike, did_you_mean, is_floating_dtype, parse_dtype
+from ...report import Report, Table, find_largest, format_bytes, list_lines, make_columns, make_plain, shorten_dtypes
 from ._collective import DIRECTIONS, KINDS, Collective
 
 MOST_ROWS = 40
@@ -136,12 +136,12 @@ class Collectives(Report):
         """
         found = self.select(**selection).rows
         if found:
-            raise AssertionError(f"{_count(found)} collectives:{_list_lines(found)}")
+            raise AssertionError(f"{_count(found)} collectives:{list_lines(map(_describe, found))}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers."""
         return {
-            "rows": [_make_plain(row) for row in self.rows],
+            "rows": [make_plain(row) | {"moved_bytes": row.moved_bytes} for row in self.rows],
             "devices": self.devices,
             "axes": list(self.axes),
             "compiled": self.compiled,
@@ -156,7 +156,8 @@ class Collectives(Report):
         return f"<Collectives: {amount} on {_count_devices(self.devices)}; print it for the table>"
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        return [_make_sums_table(self.rows), _make_row_table(_choose_rows(self.rows))] if self.rows else []
+        largest = find_largest(self.rows, lambda row: row.bytes, MOST_ROWS)
+        return [_make_sums_table(self.rows), _make_row_table(largest)] if self.rows else []
 
     def _list_notes(self) -> list[str]:
         if self.devices == 1:
@@ -180,11 +181,6 @@ _UNSHARDED = (
 )
 _COMPILED = "Read after XLA's partitioner, before later passes combine, widen or re-form collectives."
 _TRACED = "Read off the program's shard_maps: what XLA inserts by itself is not counted."
-
-
-def _make_plain(row: Collective) -> dict[str, Any]:
-    lists = {"axes": list(row.axes), "shape": list(row.shape)}
-    return dataclasses.asdict(row) | lists | {"moved_bytes": row.moved_bytes}
 
 
 def _count(rows: Iterable[Collective]) -> int:
@@ -229,11 +225,8 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
         raise AssertionError(f"Found no {name}, in {wanted} or any other floating dtype.")
     others = [row for row in floating if row.dtype != wanted]
     if others:
-        raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{_list_lines(others)}")
-
-
-def _list_lines(rows: Iterable[Collective]) -> str:
-    return "".join(f"\n  {escape_controls(_describe(row), keep='')}" for row in rows)
+        lines = list_lines(map(_describe, others))
+        raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{lines}")
 
 
 def _describe(row: Collective) -> str:
@@ -261,16 +254,14 @@ def _make_sums_table(rows: Sequence[Collective]) -> Table:
     for row in rows:
         key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
         groups.setdefault(key, []).append(row)
-    cells = [(*key, *_add_amounts(group)) for key, group in groups.items()]
-    texts = map(Column, ("collective", "dtype", "axes", "pass"))
-    return Table([*texts, *map(_number_column, ("count", "bytes", "sent"))], cells)
-
-
-def _add_amounts(rows: Sequence[Collective]) -> tuple[str, str, str]:
-    def add(measure: Callable[[Collective], int]) -> str:
-        return format_bytes(sum(map(measure, rows))) or "0 B"
-
-    return str(_count(rows)), add(lambda row: row.bytes), add(lambda row: row.moved_bytes)
+    sizes = {
+        key: (sum(row.bytes for row in group), sum(row.moved_bytes for row in group)) for key, group in groups.items()
+    }
+    cells = [
+        (*key, str(_count(group)), *(format_bytes(size) or "0 B" for size in sizes[key]))
+        for key, group in groups.items()
+    ]
+    return Table(make_columns("collective, dtype, axes, pass", "count, bytes, sent"), cells)
 
 
 def _make_row_table(rows: Iterable[Collective]) -> Table:
@@ -286,15 +277,4 @@ def _make_row_table(rows: Iterable[Collective]) -> Table:
         )
         for row in rows
     ]
-    texts = map(Column, ("line", "collective", "dtype", "shape", "pass", "module"))
-    return Table([*texts, _number_column("count")], cells)
-
-
-def _number_column(header: str) -> Column:
-    return Column(header, is_number=True)
-
-
-def _choose_rows(rows: Sequence[Collective]) -> list[Collective]:
-    """Returns the rows with the most bytes, in program order."""
-    largest = set(sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS])
-    return [row for row in rows if row in largest]
+    return Table(make_columns("line, collective, dtype, shape, pass, module", "count"), cells)

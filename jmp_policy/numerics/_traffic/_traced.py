@@ -1,24 +1,20 @@
 """Collectives of a jaxpr, and the dataflow that shows which of them sum gradients of parameters."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import MATMULS, Fact, Step, having, sub_jaxprs, walk
-from ._collective import REDUCING, Collective, Direction, Group, Place, count_elements
+from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, sub_jaxprs, walk
+from ._collective import REDUCING, Collective, Group, Place
 
 Node = Hashable
 """A value of a jaxpr or an HLO module."""
 
 
-class Operation(NamedTuple):
-    """Primitive or HLO opcode, and the pass if known."""
-
-    name: str
-    direction: Direction | None
-
+Maker = tuple[str, Pass | None]
+"""Primitive or HLO opcode that makes a value, and the pass if known."""
 
 _CONTRACTING = MATMULS | {
     "reduce_sum", "reduce_window_sum", "custom_vjp_call", "pallas_call",
@@ -38,30 +34,30 @@ _KEEPING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, 
 """Ops (of jaxprs, and of HLO if the name differs) that move, cast, scale or add their operands."""
 
 
-def make_operation(name: str, direction: Direction | None, read: int, made: int) -> Operation:
-    """Makes an `Operation`. A reduction with as many outputs as inputs (over axes of size 1) is a reshape.
-
-    >>> make_operation("reduce_sum", "backward", 8, 8).name, make_operation("reduce_sum", "backward", 8, 4).name
-    ('reshape', 'reduce_sum')
-    """
-    return Operation("reshape" if name in ("reduce_sum", "reduce") and read == made else name, direction)
-
-
 class Flow:
     """Dataflow of a program."""
 
     def __init__(self) -> None:
         self._sources: dict[Node, list[Node]] = {}
-        self._makers: dict[Node, Operation] = {}
+        self._makers: dict[Node, Maker] = {}
         self._feeding: set[Node] | None = None
 
-    def add(self, operation: Operation, results: Iterable[Node], operands: Iterable[Node]) -> None:
-        read = list(operands)
+    def add(
+        self,
+        name: str,
+        direction: Pass | None,
+        results: Iterable[Node],
+        operands: Sequence[Node],
+        sizes: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Adds an op. `sizes` are the element counts of its first operand and result."""
+        if name in ("reduce_sum", "reduce") and sizes[0] == sizes[1]:  # over axes of size 1
+            name = "reshape"
         for result in results:
-            self._makers[result] = operation
+            self._makers[result] = name, direction
             known = self._sources.setdefault(result, [])
-            if known != read:  # a sub-jaxpr that is called twice is walked twice
-                known.extend(read)
+            if known != operands:  # a sub-jaxpr that is called twice is walked twice
+                known.extend(operands)
 
     def join(self, result: Node, source: Node) -> None:
         """Adds an alias: `result` may be `source`, through a loop, a call or a tuple."""
@@ -75,59 +71,49 @@ class Flow:
 
     def is_gradient(self, node: Node) -> bool:
         """True if the backward pass made a value, and it was only moved, cast, scaled or added since."""
-        seen, waiting = set(), [node]
-        while waiting:
-            node = waiting.pop()
-            maker = self._makers.get(node)
-            if maker is not None and maker.direction == "backward":
-                return True
-            if node not in seen and (maker is None or self._keeps(node, maker)):
-                waiting += self._sources.get(node, ())
-            seen.add(node)
-        return False
+        return any(
+            node in self._makers and self._makers[node][1] == "backward" for node in self._trace([node], self._keeps)
+        )
 
-    def _keeps(self, node: Node, maker: Operation) -> bool:
+    def _trace(self, nodes: Iterable[Node], goes_on: Callable[[Node], bool]) -> Iterator[Node]:
+        """Yields nodes and the nodes that they are made of, each once, and not beyond nodes that do not go on."""
+        waiting = dict.fromkeys(nodes)
+        seen: set[Node] = set()
+        while waiting:
+            node, _ = waiting.popitem()
+            seen.add(node)
+            yield node
+            if goes_on(node):
+                waiting.update(dict.fromkeys(source for source in self._sources.get(node, ()) if source not in seen))
+
+    def _keeps(self, node: Node) -> bool:
         """True if an op moves, casts, scales or adds. False for an embedding lookup, whose result is an activation."""
-        is_lookup = maker.name == "gather" and not self._is_fixed(self._sources[node][-1])
-        return maker.name in _KEEPING and not is_lookup
+        if node not in self._makers:
+            return True
+        name, _ = self._makers[node]
+        is_lookup = name == "gather" and not self._is_fixed(self._sources[node][-1])
+        return name in _KEEPING and not is_lookup
 
     def _find_feeding(self) -> set[Node]:
         """Finds the values that reach a sum of the backward pass within that pass.
 
         Stopping at its start keeps out the previous step of a loop over training steps.
         """
-        seen: set[Node] = set()
-        waiting: list[Node] = []
-        for node, maker in self._makers.items():
-            if maker.direction == "backward" and self._is_sum(node, maker):
-                waiting += self._sources.get(node, ())
-        while waiting:
-            node = waiting.pop()
-            maker = self._makers.get(node)
-            inside = maker is None or maker.direction in ("backward", None)
-            if node not in seen and inside:
-                waiting += self._sources.get(node, ())
-            seen.add(node)
-        return seen
+        sums = [node for node, (_, direction) in self._makers.items() if direction == "backward" and self._is_sum(node)]
+        operands = [source for node in sums for source in self._sources.get(node, ())]
+        return set(self._trace(operands, lambda node: self._makers.get(node, ("", None))[1] in ("backward", None)))
 
-    def _is_sum(self, node: Node, maker: Operation) -> bool:
+    def _is_sum(self, node: Node) -> bool:
         """True if an op sums elements of an operand."""
-        if maker.name not in _SCATTERING:
-            return maker.name in _CONTRACTING
+        name, _ = self._makers[node]
+        if name not in _SCATTERING:
+            return name in _CONTRACTING
         operands = self._sources.get(node, [])
         return not self._is_fixed(operands[len(operands) // 2])  # operands: table, indices, rows
 
     def _is_fixed(self, node: Node) -> bool:
         """True if a value does not depend on any argument."""
-        seen, waiting = set(), [node]
-        while waiting:
-            node = waiting.pop()
-            if node not in self._makers and node not in self._sources:
-                return False
-            if node not in seen:
-                waiting += self._sources.get(node, ())
-            seen.add(node)
-        return True
+        return all(node in self._makers or node in self._sources for node in self._trace([node], lambda _: True))
 
 
 PRIMITIVES: dict[str, tuple[str, str]] = {
@@ -152,14 +138,8 @@ PRIMITIVES: dict[str, tuple[str, str]] = {
 """HLO name and reduction by JAX primitive."""
 
 
-class Places(Protocol):
-    """Reads name stacks and source lines."""
-
-    def find_place(self, stack: str) -> Place: ...
-
-    def find_line(self, step: Step) -> str: ...
-
-    def choose_line(self, frames: Iterable[Any]) -> str: ...
+FindPlace = Callable[[str], Place]
+"""Reads the place of an op from its name stack."""
 
 
 class Found(NamedTuple):
@@ -169,37 +149,38 @@ class Found(NamedTuple):
     uncounted_loops: list[str]
 
 
-def read_program(program: Jaxpr, places: Places) -> Found:
+def read_program(program: Jaxpr, find_place: FindPlace) -> Found:
     """Lists the collectives in the shard_maps of a jaxpr."""
     steps = list(walk(program, live_only=True))
-    flow = _follow(program, steps, places)
+    flow = _follow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
         if step.name in PRIMITIVES and (turns := _count_turns(step)):
-            found = list(_describe(step, turns, flow, places))
+            found = list(_describe(step, turns, flow, find_place))
             rows += found
-            loops.update(dict.fromkeys(_list_while_loops(step, places) if found else ()))
+            for n, (eqn, _) in enumerate(step.around):
+                if found and eqn.primitive.name == "while":
+                    loops.setdefault(find_line(find_origin(Step("while", (), (), eqn, "", step.around[:n]))))
     return Found(rows, list(loops))
 
 
-def _follow(program: Jaxpr, steps: Iterable[Step], places: Places) -> Flow:
+def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
     flow = Flow()
-    flow.add(_CONSTANT, map(id, program.constvars), ())
+    flow.add("constant", None, map(id, program.constvars), [])
     carried: dict[int, dict[int, Any]] = {}
     for step in steps:
         results, operands = [id(var) for var in step.results], [id(var) for var in step.operands]
         literals = [id(atom) for atom in step.operands if isinstance(atom, Literal)]
-        flow.add(_CONSTANT, literals, ())
+        flow.add("constant", None, literals, [])
         if step.name == "constant":
-            flow.add(_CONSTANT, results, ())
+            flow.add("constant", None, results, [])
         elif step.name in ("link", "carry"):
             for operand in operands:
                 flow.join(results[0], operand)
         else:
             sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
-            direction = places.find_place(step.scope).direction
-            flow.add(make_operation(step.name, direction, sizes[0], sizes[-1]), results, operands)
+            flow.add(step.name, find_place(step.scope).direction, results, operands, (sizes[0], sizes[-1]))
         if step.name == "carry":  # the next iteration reads this value
             eqn, body = step.around[-1]
             if id(body) not in carried:
@@ -207,9 +188,6 @@ def _follow(program: Jaxpr, steps: Iterable[Step], places: Places) -> Flow:
             if (again := carried[id(body)].get(results[0])) is not None:
                 flow.join(results[0], id(again))
     return flow
-
-
-_CONSTANT = Operation("constant", None)
 
 
 def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
@@ -220,16 +198,16 @@ def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
     return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
 
 
-def _describe(step: Step, turns: int, flow: Flow, places: Places) -> Iterator[Collective]:
+def _describe(step: Step, turns: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
     """Makes one row for each array of a collective, unless its group is one device."""
     group = _find_group(step)
     if group.devices == 1:
         return
     kind, reduction = PRIMITIVES[step.name]
-    place, line = places.find_place(step.scope), places.find_line(step)
+    place, line = find_place(step.scope), find_line(find_origin(step))
     for operand, result in zip(step.operands, step.results, strict=False):
         aval = result.aval if kind == "all-gather" else operand.aval
-        direction = find_direction(place.direction, kind, reduction, id(operand), flow)
+        direction = choose_direction(place.direction, kind, reduction, id(operand), flow)
         yield Collective(
             kind,
             reduction,
@@ -243,11 +221,11 @@ def _describe(step: Step, turns: int, flow: Flow, places: Places) -> Iterator[Co
             source=line,
             path=place.path,
             count=turns,
-            bytes=turns * count_elements(aval.shape) * aval.dtype.itemsize,
+            bytes=turns * math.prod(aval.shape) * aval.dtype.itemsize,
         )
 
 
-def find_direction(stands: Direction, kind: str, reduction: str, operand: Any, flow: Flow) -> Direction:
+def choose_direction(stands: Pass, kind: str, reduction: str, operand: Any, flow: Flow) -> Pass:
     """Returns the pass of a collective. A sum of gradients is backward, also if it follows `jax.grad`."""
     sums = kind in REDUCING and reduction == "sum"
     return "backward" if stands == "forward" and sums and flow.is_gradient(operand) else stands
@@ -256,14 +234,10 @@ def find_direction(stands: Direction, kind: str, reduction: str, operand: Any, f
 def _find_group(step: Step) -> Group:
     names = step.eqn.params.get("axes", step.eqn.params.get("axis_name", ()))
     listed = (names,) if isinstance(names, str) else tuple(names)
-    sizes = _find_sizes(step)
+    sizes = {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
     axes = tuple(axis for axis in listed if axis in sizes)  # an integer is an axis of vmap
     groups = step.eqn.params.get("axis_index_groups")
     return Group(axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes))
-
-
-def _find_sizes(step: Step) -> Mapping[str, int]:
-    return {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
 
 
 def _list_shard_maps(step: Step) -> list[Any]:
@@ -276,8 +250,3 @@ def _count_turns(step: Step) -> int:
         eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]
     )
     return step.trips // math.prod(devices)
-
-
-def _list_while_loops(step: Step, places: Places) -> list[str]:
-    loops = ((n, eqn) for n, (eqn, _) in enumerate(step.around) if eqn.primitive.name == "while")
-    return [places.find_line(Step("while", (), (), eqn, "", step.around[:n])) for n, eqn in loops]

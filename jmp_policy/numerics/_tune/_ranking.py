@@ -1,9 +1,8 @@
 """Ranks scopes by predicted error, from one measured run in float32."""
 
-import dataclasses
-import math
 import operator
 from collections.abc import Collection
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr
@@ -19,12 +18,10 @@ from .._stats import Format, Row, Stats, collect, find_program, parse_format
 from ._subject import Subject
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranking:
-    """Scopes of a function or module, the most suspicious first. The score of a predicted culprit is infinite."""
+class Ranking(NamedTuple):
+    """Scopes of a function or module, the most suspicious first, and the loss scale of the trials."""
 
     scopes: tuple[str, ...]
-    scores: tuple[float, ...]
     loss_scale: float
 
 
@@ -52,10 +49,9 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
         prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")
         predicted, scale = prediction.culprits, prediction.loss_scale or 1.0
     culprits = [scope for scope in predicted if scope in by_scope]
-    scores = _score(by_scope, low) | dict.fromkeys(culprits, math.inf)
+    scores = _score(by_scope, low)
     others = sorted(set(scopes) - set(culprits), key=lambda scope: (-scores[scope], scopes.index(scope)))
-    ranked = [*culprits, *others]
-    return Ranking(tuple(ranked), tuple(scores[scope] for scope in ranked), scale if loss_scale is None else loss_scale)
+    return Ranking((*culprits, *others), scale if loss_scale is None else loss_scale)
 
 
 def _choose_operations(program: Jaxpr) -> tuple[str, ...]:

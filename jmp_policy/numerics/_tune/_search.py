@@ -9,17 +9,11 @@ Oracle = Callable[[frozenset[int]], float]
 
 
 class Found(NamedTuple):
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-      kept: the smallest accepted set found, or all items if no smaller set was accepted.
-      is_minimal: True if no item can be left out. False if the budget ran out first.
-      trials: the number of calls of the oracle.
-    """
-
-    kept: frozenset[int]
-    is_minimal: bool
-    trials: int
+    kept: frozenset[int]  # the smallest accepted set found, or all items if no smaller set was accepted
+    is_minimal: bool  # True if no item can be left out. False if the budget ran out first
+    trials: int  # the number of calls of the oracle
 
 
 def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int | None = None) -> Found:

@@ -1,51 +1,19 @@
-"""Trials of a search: a file to resume from, and a progress bar."""
+"""Trials of a search, and a file to resume from."""
 
 import dataclasses
 import json
 import math
-import sys
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._base import PyTree, escape_controls, is_array
-
-
-class Show(Protocol):
-    """Shows the number of trials, the number of scopes kept in the last trial, and its error."""
-
-    def __call__(self, trials: int, kept: int, error: float) -> None: ...
-
-
-@contextmanager
-def show_progress(name: str, wanted: bool | None, budget: int | None) -> Iterator[Show]:
-    """Shows a progress bar on standard error. `wanted=None` shows it on a terminal if rich is installed."""
-    is_shown = sys.stderr.isatty() if wanted is None else wanted
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        if wanted:
-            raise ImportError("A progress bar needs rich: pip install rich, or tune(..., progress=False).") from None
-        yield lambda trials, kept, error: None
-        return
-    if not is_shown:
-        yield lambda trials, kept, error: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"tuning {escape_controls(name)}", total=budget, state="float32")
-
-        def show(trials: int, kept: int, error: float) -> None:
-            progress.update(task, completed=trials, state=f"trial {trials}: {kept} kept, error {error:.2g}")
-
-        yield show
+from ..._base import PyTree, is_array
+from ._ranking import Ranking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +44,17 @@ class TrialLog:
     def __init__(self, path: Path | None, header: dict[str, Any]):
         self._path, self._header = path, header
         self._known: dict[frozenset[str], Trial] = {}
-        self.ranking: dict[str, Any] | None = None
+        self.ranking: Ranking | None = None
         if path is not None and path.exists() and path.stat().st_size:
             self._read(path)
 
     def find(self, kept: Iterable[str]) -> Trial | None:
         return self._known.get(frozenset(kept))
 
-    def start(self, ranking: dict[str, Any]) -> None:
+    def start(self, ranking: Ranking) -> None:
         """Writes the first line of a new file."""
         if self.ranking is None and self._path is not None:
-            self._path.write_text(_write_line({**self._header, "ranking": ranking}), encoding="utf-8")
+            self._path.write_text(_write_line({**self._header, "ranking": ranking._asdict()}), encoding="utf-8")
         self.ranking = ranking
 
     def add(self, trial: Trial) -> None:
@@ -102,7 +70,8 @@ class TrialLog:
         whole = text[: text.rfind("\n") + 1]
         try:
             first, *others = map(json.loads, whole.splitlines())
-            ranking = first.pop("ranking")
+            stored = first.pop("ranking")
+            ranking = Ranking(tuple(stored["scopes"]), stored["loss_scale"])
             self._check_header(first)
             errors = [math.inf if line["error"] is None else float(line["error"]) for line in others]
             trials = [Trial(tuple(line["kept"]), error) for line, error in zip(others, errors, strict=True)]

@@ -1,7 +1,9 @@
 """`tune`: finds the smallest set of scopes that must stay out of a policy."""
 
+import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._base import describe, is_floating
+from ..._base import describe, escape_controls, is_floating
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
 from ._ranking import Ranking, find_format, rank_scopes
 from ._search import Found, find_smallest
 from ._subject import Observed, Subject, is_loss, make_map
-from ._trial_log import Show, Trial, TrialLog, show_progress, sum_arrays
+from ._trial_log import Trial, TrialLog, sum_arrays
 from ._tuning import Tuning, list_numbers, measure_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
@@ -68,7 +70,7 @@ def tune(
         no gradient of the measured run overflows.
       trials_file: a file with one trial per line. Trials in it are not run again, so a search can resume, also with
         another tolerance.
-      progress: whether to show a progress bar. If `None`, only if standard error is a terminal and rich is installed.
+      progress: whether to print a line for each trial on standard error. If `None`, only if that is a terminal.
       seed: the seed of the random projection.
 
     Returns:
@@ -101,7 +103,8 @@ def tune(
     subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
     if not subject.is_module and subject.differentiates:
         given = given.replace(output_dtype=None)
-    scale = None if loss_scale is None else _read_scale(loss_scale)
+    given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
+    scale = None if given_scale is None else float(given_scale)
     header = {
         "function": subject.name,
         "policy": str(given),
@@ -112,12 +115,11 @@ def tune(
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
     log = TrialLog(None if trials_file is None else Path(trials_file), header)
-    ranking = _recall_ranking(log) or rank_scopes(subject, given, scale)
+    ranking = log.ranking or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
-    log.start(_store_ranking(ranking))
-    with show_progress(subject.name, progress, budget) as show:
-        found = tuner.search(tolerance, budget, show)
+    log.start(ranking)
+    found = tuner.search(tolerance, budget, sys.stderr.isatty() if progress is None else progress)
     return tuner.conclude(found, tolerance, noise)
 
 
@@ -126,12 +128,11 @@ class _Tuner:
 
     def __init__(self, subject: Subject, policy: Policy, metric: Any, ranking: Ranking, log: TrialLog):
         self._subject, self._policy, self._metric, self._log = subject, policy, metric, log
-        self._scopes = ranking.scopes
-        self._ranking = ranking
+        self._scopes, self._loss_scale = ranking
         is_quantized = policy.quantization is not None
         self._kept_policy = policy.replace(**{"quantization": None} if is_quantized else {"compute_dtype": "float32"})
         self._base = self._kept_policy if is_quantized else None
-        self._scale = StaticLossScale(ranking.loss_scale) if ranking.loss_scale != 1 else NoOpLossScale()
+        self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
         self._compare = jax.jit(measure_error)
         self._trials: list[Trial] = []
@@ -157,10 +158,12 @@ class _Tuner:
             )
         return noise
 
-    def search(self, tolerance: float, budget: int | None, show: Show) -> Found:
+    def search(self, tolerance: float, budget: int | None, is_shown: bool) -> Found:
         def measure(kept: frozenset[int]) -> float:
             error = self._try(kept)
-            show(len(self._trials), len(kept), error)
+            if is_shown:
+                line = f"tuning {self._subject.name}: trial {len(self._trials)}, {len(kept)} kept, error {error:.2g}"
+                print(escape_controls(line), file=sys.stderr)
             return error
 
         return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
@@ -178,7 +181,7 @@ class _Tuner:
             tolerance=float(tolerance),
             trials=tuple(self._trials),
             is_minimal=found.is_minimal,
-            loss_scale=self._ranking.loss_scale,
+            loss_scale=self._loss_scale,
             noise=noise,
             name=self._subject.name,
             low=find_format(self._policy).name,
@@ -243,18 +246,15 @@ def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None
             "Tune the module itself. For example: tune(model, (variables, x), 'int8_from_float32', tolerance=0.01)."
         )
     subject = Subject(target, tuple(args), False, has_aux, seed)
-    if gradients is None:
-        gradients = _has_gradients(subject, policy)
-    return Subject(target, tuple(args), gradients, has_aux, seed)
+    compared = _has_gradients(subject, policy) if gradients is None else gradients
+    return dataclasses.replace(subject, differentiates=compared)
 
 
 def _has_gradients(subject: Subject, policy: Policy) -> bool:
     """Default of `gradients`."""
-    if subject.is_module and policy.quantization is not None:
-        format = policy.quantization
-        return isinstance(format, Float8) or (isinstance(format, BlockFormat) and format.activations)
     if subject.is_module:
-        return True
+        format = policy.quantization
+        return format is None or isinstance(format, Float8) or (isinstance(format, BlockFormat) and format.activations)
     run, arrays = subject.make_run(None, NoOpLossScale())
     if not is_loss(jax.eval_shape(run, arrays)["outputs"]):
         return False
@@ -266,13 +266,10 @@ def _check_policy(spec: PolicySpec) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
-    if policy.quantization is None and policy.compute_dtype not in _LOW:
+    if policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy
-
-
-_LOW = frozenset(map(np.dtype, ("float16", jax.numpy.bfloat16)))
 
 
 def _check_numbers(tolerance: Any, budget: Any) -> None:
@@ -283,21 +280,5 @@ def _check_numbers(tolerance: Any, budget: Any) -> None:
         raise ValueError(f"The budget must be an integer of at least 1, got {budget!r}. For example: budget=20.")
 
 
-def _read_scale(scale: LossScale | float) -> float:
-    return float(scale.loss_scale if isinstance(scale, LossScale) else scale)
-
-
 def _name_metric(metric: Any) -> str:
     return getattr(metric, "__qualname__", type(metric).__qualname__)
-
-
-def _store_ranking(ranking: Ranking) -> dict[str, Any]:
-    scores = [score if math.isfinite(score) else None for score in ranking.scores]
-    return {"scopes": list(ranking.scopes), "scores": scores, "loss_scale": ranking.loss_scale}
-
-
-def _recall_ranking(log: TrialLog) -> Ranking | None:
-    if log.ranking is None:
-        return None
-    scores = [math.inf if score is None else score for score in log.ranking["scores"]]
-    return Ranking(tuple(log.ranking["scopes"]), tuple(scores), log.ranking["loss_scale"])

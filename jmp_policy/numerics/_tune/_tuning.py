@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..._base import PyTree, at_least_float32
 from ...loss_scale import all_finite
 from ...policy import PolicyMap
-from ...report import REFERENCE_LINE, Column, Report, Table, find_style, make_figure
+from ...report import REFERENCE_LINE, Report, Table, find_style, make_columns, make_figure, make_plain
 from ._subject import write_code
 from ._trial_log import Trial
 
@@ -146,11 +146,9 @@ class Tuning(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["policy_map"] = self.policy_map.get_config()
+        plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
         finite = lambda number: number if math.isfinite(number) else None
         plain["trials"] = [{"kept": list(trial.kept), "error": finite(trial.error)} for trial in self.trials]
-        plain |= {name: list(plain[name]) for name in ("scopes", "candidates")}
         plain |= {name: finite(plain[name]) for name in ("error", "noise", "tolerance")}
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
@@ -198,13 +196,12 @@ class Tuning(Report):
         return "unquantized" if self.kept == "unquantized" else f"in {self.kept}"
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
-        columns = [Column(self.kept), Column("suspicion", is_number=True), Column("error without", is_number=True)]
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
         rows = [
             (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
             for scope in self.scopes
         ]
-        return [Table(columns, rows)] if rows else []
+        return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []
 
     def _list_notes(self) -> Sequence[str]:
         verdict = "within" if self.is_met else "above"
