@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
@@ -133,16 +134,16 @@ class RecorderCalls:
         """Makes variables outside a shard_map for values inside it, with a leading axis for the devices."""
         types = [_read_type(atom) for atom in atoms]
         # Inside another shard_map, the values vary along its axes too.
-        make = devices.map(lambda: [vary(jnp.zeros(shape[1:], dtype), varying) for shape, dtype, varying in types])
+        make = devices.map(lambda: [vary(jnp.zeros(kind.shape[1:], kind.dtype), kind.varying) for kind in types])
         mapped = next(eqn for eqn in self._trace(make) if eqn.primitive.name == "shard_map")
         return [Var(var.aval) for var in mapped.outvars]
 
     def _trace_call(self, function: Callable[..., list[Any]], types: Any) -> JaxprEqn:
         def call(*groups: list[Any]) -> list[Any]:
             pairs = [zip(group, kinds, strict=True) for group, kinds in zip(groups, types, strict=True)]
-            return function(*[[vary(value, varying) for value, (_, _, varying) in pair] for pair in pairs])
+            return function(*[[_give_type(value, kind) for value, kind in pair] for pair in pairs])
 
-        shapes = [[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in kinds] for kinds in types]
+        shapes = [[jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds] for kinds in types]
         equations = self._trace(call, *shapes)
         [found] = [eqn for eqn in equations if eqn.params.get("name") == function.__name__]
         return found
@@ -158,10 +159,44 @@ class RecorderCalls:
         return program.eqns
 
 
-def _read_type(atom: Atom) -> tuple[tuple[int, ...], Any, tuple[str, ...]]:
-    """Returns the shape, the dtype and the manual mesh axes over which an array varies."""
+class _Type(NamedTuple):
+    """The type of an array, with the manual mesh axes over which it varies, is summed already, or is not yet summed.
+
+    `spec` is the sharding along explicit axes beside manual ones.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: tuple[str, ...]
+    reduced: tuple[str, ...]
+    unreduced: tuple[str, ...]
+    spec: PartitionSpec | None
+
+
+def _read_type(atom: Atom) -> _Type:
     aval: Any = atom.aval
-    return aval.shape, aval.dtype, tuple(sorted(aval.manual_axis_type.varying))
+    kind, mesh = aval.manual_axis_type, aval.sharding.mesh
+    axes = [tuple(sorted(names)) for names in (kind.varying, kind.reduced, kind.unreduced)]
+    return _Type(aval.shape, aval.dtype, *axes, aval.sharding.spec if _is_partly_manual(mesh) else None)
+
+
+def _is_partly_manual(mesh: Any) -> bool:
+    """True inside a `shard_map` that leaves some mesh axes explicit."""
+    return bool(mesh.manual_axes and mesh.explicit_axes)
+
+
+def _give_type(value: jax.Array, kind: _Type) -> jax.Array:
+    if kind.spec is not None:
+        value = jax.sharding.reshard(value, kind.spec)
+    value = lax.pcast(vary(value, (*kind.varying, *kind.unreduced)), kind.reduced, to="reduced")
+    return lax.pcast(value, kind.unreduced, to="unreduced")
+
+
+def _drop_type(value: jax.Array) -> jax.Array:
+    """Turns an array that is reduced or unreduced over manual mesh axes into one that every op accepts."""
+    kind = jax.typeof(value).manual_axis_type
+    value = lax.pcast(value, tuple(kind.reduced), to="varying")
+    return lax.psum(value, tuple(kind.unreduced)) if kind.unreduced else value
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,9 +204,13 @@ def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> C
     """Makes a jitted function of leaves that calls a recorder. JAX caches its jaxprs by shape and mesh."""
 
     def record(*operands: list[Any]) -> list[Any]:
+        mesh = jax.sharding.get_abstract_mesh()
+        run = lambda *operands: _run(recorder, name, operands, statics)
+        if _is_partly_manual(mesh):  # explicit axes would restrict the ops of the recorder
+            run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=PartitionSpec())
         with jax.named_scope(RECORD):
             # Branches and iterations must return records of one type.
-            return vary_everywhere(_run(recorder, name, operands, statics))
+            return vary_everywhere(run(*jax.tree.map(_drop_type, operands)))
 
     record.__name__ = f"{RECORD}_{name}"
     return jax.jit(record)

@@ -276,3 +276,27 @@ def test_records_inside_of_two_shard_maps_are_folded_over_the_devices_of_both(ch
         _, record = jax.jit(observe(fun, lines=lines))(jnp.ones((4, 4)))
     assert [line.step.name for line in lines] == ["abs", "neg"]
     assert (record["times"].tolist(), record["sum"].tolist()) == ([2, 4], [16, 16])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_records_type_check_inside_of_a_shard_map_that_keeps_explicit_axes(checked):
+    def run(x):
+        return lax.cond(jnp.sum(x) > 0, jnp.negative, jnp.abs, lax.scan(lambda c, row: (c + row, -c), x[0], x)[1])
+
+    grid = make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(grid), jax.enable_checks(True):
+        fun = jax.shard_map(run, in_specs=P("i"), out_specs=P("i"), axis_names={"i"}, check_vma=checked)
+        ones = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.NamedSharding(grid, P("i", "j")))
+        jax.make_jaxpr(observe(fun))(ones)
+
+
+def test_values_that_are_reduced_or_unreduced_inside_of_a_shard_map_are_recorded_as_whole():
+    def run(w):
+        return -lax.pcast(jnp.abs(lax.pcast(w, "i", to="reduced")), "i", to="varying"), partial_sums(w)
+
+    partial_sums = lambda w: lax.pcast(lax.pcast(w, "i", to="varying"), "i", to="unreduced")
+    line = make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(line), jax.enable_checks(True):
+        fun = jax.shard_map(run, in_specs=P(), out_specs=(P("i"), P(None, unreduced={"i"})))
+        _, record = jax.jit(observe(fun))(jnp.ones(4))
+    assert record["sum"].tolist() == [8, 8, 8, 8, 8, 16]  # each device measures the sum over both
