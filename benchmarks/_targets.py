@@ -68,8 +68,8 @@ def tpu(topology: str = "v5e:1x1") -> Target:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    return Target(f"TPU {topology.split(':')[0]}", device)
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, chips_per_host_bounds=(1, 1, 1))
+    return Target(f"TPU {topology.split(':')[0]}", described.devices[0])
 
 
 @functools.cache

@@ -18,10 +18,10 @@ from jmp_policy.quant._numbers._block_numbers import (
     Blocks,
     dequantize,
     draw_noise,
-    pack_e2m1,
+    pack,
     quantize_mx,
     quantize_nv,
-    unpack_e2m1,
+    unpack,
 )
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn}
@@ -376,18 +376,19 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
 
 
 @examples(12)
-@given(strategies.data())
-def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
-    shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=4))
+@given(strategies.data(), strategies.sampled_from([ml_dtypes.float4_e2m1fn, ml_dtypes.uint4]))
+def test_pairs_of_numbers_go_into_a_byte_and_come_back(data, dtype):
+    shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=7))
     axis = data.draw(strategies.integers(-len(shape), len(shape) - 1))
-    shape = tuple(2 * n if i == axis % len(shape) else n for i, n in enumerate(shape))
     codes = data.draw(arrays.arrays(np.uint8, shape, elements=strategies.integers(0, 15)))
-    packed = pack_e2m1(jnp.asarray(codes.view(ml_dtypes.float4_e2m1fn)), axis)
-    low, high = (np.take(codes, range(i, codes.shape[axis], 2), axis) for i in (0, 1))
+    packed = pack(jnp.asarray(codes.view(dtype)), axis)
+    pad = [(0, shape[axis] % 2 if i == axis % len(shape) else 0) for i in range(len(shape))]
+    even = np.pad(codes, pad)
+    low, high = (np.take(even, range(i, even.shape[axis], 2), axis) for i in (0, 1))
     np.testing.assert_array_equal(packed, low | (high << 4))
-    back = unpack_e2m1(packed, axis)
-    assert back.dtype == jnp.float4_e2m1fn
-    np.testing.assert_array_equal(np.asarray(back).view(np.uint8), codes)
+    back = unpack(packed, axis, dtype)
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(back).view(np.uint8), even)
 
 
 @pytest.mark.slow
@@ -433,8 +434,9 @@ def test_an_array_is_read_twice_and_never_written_wide(dtype, width):
 
 
 @pytest.mark.slow
-def test_bytes_that_are_constants_of_a_program_are_unpacked_as_others_are():
+@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, jnp.uint4])
+def test_bytes_that_are_constants_of_a_program_are_unpacked_as_others_are(dtype):
     """XLA of jax 0.10 took their halves for bytes."""
     packed = jnp.asarray(np.random.default_rng().integers(0, 256, (16, 6)), jnp.uint8)
-    wide = lambda packed: unpack_e2m1(packed, 0).astype(jnp.float32)
+    wide = lambda packed: unpack(packed, 0, dtype).astype(jnp.float32)
     np.testing.assert_array_equal(jax.jit(lambda: wide(packed))(), wide(packed))

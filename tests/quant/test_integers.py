@@ -8,13 +8,12 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
+from jmp_policy.quant._numbers import unpack
 from jmp_policy.quant._numbers._numbers import (
     measure_amax,
     measure_bounds,
-    pack,
     quantize_asymmetric,
     quantize_symmetric,
-    unpack,
 )
 
 LENGTH, BLOCK = 33, 11
@@ -55,7 +54,7 @@ def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype)
 def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     weight = columns(dtype)
     array = quantized(weight, f"int4/{BLOCK}")
-    values, zero_point = numbers_of(unpack(array.values, -2, BLOCK)), numbers_of(array.zero_point)
+    values, zero_point = numbers_of(unpack(array.values, 1, jnp.uint4)[:, :BLOCK]), numbers_of(array.zero_point)
     exact, scale, zero = reference.uint4(in_blocks(weight), (1,))
     np.testing.assert_allclose(array.scale, scale, rtol=2**-21)
     assert (array.values.dtype, array.zero_point.dtype, array.scale.shape) == (jnp.uint8, jnp.uint8, scale.shape)
@@ -135,20 +134,6 @@ def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dt
         weight = jnp.array([[largest], [-largest], [0]], dtype)
         error = numbers_of(quantized(weight, format).dequantize()) - numbers_of(weight)
         assert np.abs(error).max() <= largest / steps * (HALF + 2.0**-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "axis"), [((1,), 0), ((1, 1), -1), ((7, 3), 0), ((2, 7, 3), -2), ((8, 3), 0)])
-def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
-    values = np.random.default_rng().integers(0, 16, shape).astype(np.uint8)
-    bytes = pack(jnp.asarray(values), axis)
-    length = shape[axis]
-    assert (bytes.dtype, bytes.shape[axis]) == (jnp.uint8, -(-length // 2))
-    np.testing.assert_array_equal(unpack(bytes, axis, length), values)
-    pairs = np.moveaxis(values, axis, 0)
-    low, high = pairs[0::2], np.zeros_like(pairs[0::2])
-    high[: length // 2] = pairs[1::2]
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(bytes), axis, 0), low + 16 * high)
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 from ._block_numbers import (
     Blocks as Blocks,
     dequantize as dequantize,
-    pack_e2m1 as pack_e2m1,
+    pack as pack,
     quantize_mx as quantize_mx,
     quantize_nv as quantize_nv,
-    unpack_e2m1 as unpack_e2m1,
+    unpack as unpack,
 )
 from ._block_operands import (
     mix_rows as mix_rows,
@@ -27,12 +27,10 @@ from ._numbers import (
     compute_current_scale as compute_current_scale,
     compute_scale as compute_scale,
     measure_amax as measure_amax,
-    pack as pack,
     quantize_asymmetric as quantize_asymmetric,
     quantize_symmetric as quantize_symmetric,
     saturate as saturate,
     select as select,
-    unpack as unpack,
 )
 from ._platform_forms import (
     fence_on_cpu as fence_on_cpu,

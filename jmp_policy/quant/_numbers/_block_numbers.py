@@ -159,26 +159,29 @@ def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.slice_in_dim(joined, 0, shape[axis], axis=axis)
 
 
-def pack_e2m1(values: jax.Array, axis: int) -> jax.Array:
-    """Packs e2m1fn values two to a byte (uint8), the first in the low half, along an axis of even length.
+def pack(values: jax.Array, axis: int) -> jax.Array:
+    """Packs values of a 4-bit dtype two to a byte (uint8), the first in the low half. An axis of odd length is padded.
 
-    >>> pack_e2m1(jnp.array([0.5, 1.0, -6.0, 0.0]).astype(jnp.float4_e2m1fn), 0).tolist()
-    [33, 15]
+    >>> pack(jnp.array([1, 2, 3]).astype(jnp.uint4), 0).tolist()
+    [33, 3]
     """
     axis %= values.ndim
+    if values.shape[axis] % 2:
+        values = jnp.pad(values, [(0, int(i == axis)) for i in range(values.ndim)])
     pairs = values.reshape(*values.shape[:axis], values.shape[axis] // 2, 2, *values.shape[axis + 1 :])
     return lax.bitcast_convert_type(jnp.moveaxis(pairs, axis + 1, -1), jnp.uint8)
 
 
-def unpack_e2m1(packed: jax.Array, axis: int) -> jax.Array:
-    """Inverse of `pack_e2m1`.
+def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    """Inverse of `pack`. Padding of an axis of odd length remains.
 
-    >>> unpack_e2m1(jnp.array([33, 15], jnp.uint8), 0).tolist()
-    [0.5, 1.0, -6.0, 0.0]
+    >>> unpack(jnp.array([33, 15], jnp.uint8), 0, jnp.uint4).tolist()
+    [1, 2, 15, 0]
     """
     axis %= packed.ndim
+    # A bitcast, because XLA for TPUs fuses it into a matmul, but writes the result of masks and shifts to memory.
     # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
-    pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), E2M1), -1, axis + 1)
+    pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
 
 

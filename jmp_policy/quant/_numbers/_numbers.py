@@ -86,32 +86,6 @@ def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quanti
     return Quantized(values.astype(jnp.uint8), scale, zero_point.astype(jnp.uint8))
 
 
-def pack(values: jax.Array, axis: int) -> jax.Array:
-    """Packs 4-bit values two to a byte, the first in the low half. An axis of odd length is padded.
-
-    >>> pack(jnp.array([1, 2, 3], jnp.uint8), 0).tolist()
-    [33, 3]
-    """
-    axis %= values.ndim
-    if values.shape[axis] % 2:
-        values = jnp.pad(values, [(0, int(i == axis)) for i in range(values.ndim)])
-    pairs = values.reshape(*values.shape[:axis], -1, 2, *values.shape[axis + 1 :])
-    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
-    return low | (high << 4)
-
-
-def unpack(packed: jax.Array, axis: int, length: int) -> jax.Array:
-    """Inverse of `pack`.
-
-    >>> unpack(jnp.array([33, 3], jnp.uint8), 0, 3).tolist()
-    [1, 2, 3]
-    """
-    axis %= packed.ndim
-    pairs = jnp.stack([packed & 15, packed >> 4], axis + 1)
-    values = pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
-    return values if values.shape[axis] == length else lax.slice_in_dim(values, 0, length, axis=axis)
-
-
 def _round_to_nearest(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -23,12 +24,10 @@ from .._numbers import (
     choose_peak,
     dequantize,
     pack,
-    pack_e2m1,
     quantize_asymmetric,
     quantize_symmetric,
     round_weight,
     unpack,
-    unpack_e2m1,
 )
 from ._layout import Layout, block_length, stack_shape
 
@@ -118,7 +117,7 @@ class QuantizedArray(Uncast):
         else:
             axis = -1 - self.layout.channels
             length = block_length(self.layout, self.format)
-            numbers = unpack(self.values, axis, length).astype(jnp.float32)
+            numbers = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis).astype(jnp.float32)
             wide = ((numbers - self.zero_point.astype(jnp.float32)) * self.scale).reshape(self.shape)  # type: ignore[union-attr]
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
@@ -128,7 +127,7 @@ class QuantizedArray(Uncast):
         """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""
         axis = self.values.ndim - 2 - self.layout.channels
         packed = isinstance(self.values, jax.Array) and self.values.dtype == jnp.uint8
-        values = unpack_e2m1(self.values, axis + 1) if packed else self.values
+        values = unpack(self.values, axis + 1, jnp.float4_e2m1fn) if packed else self.values
         shape = (*values.shape[:axis], values.shape[axis] * values.shape[axis + 1], -1)
         scale = self.scale.reshape(*shape[:-2], self.scale.shape[axis], -1)
         tensor_scale = None if self.tensor_scale is None else self.tensor_scale[..., None, None]
@@ -273,7 +272,7 @@ def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip,
     axis = -1 - layout.channels
     low, high = choose_bounds(blocks, (axis,), clip)
     made = quantize_asymmetric(blocks, low, high)
-    return made._replace(values=pack(made.values, axis))
+    return made._replace(values=pack(made.values.astype(jnp.uint4), axis))
 
 
 def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, where: str) -> QuantizedArray:
@@ -283,7 +282,7 @@ def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, w
     channels = array.shape[array.ndim - layout.channels :]
     made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2)
     blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
-    values = blocks if format.bits == 8 else pack_e2m1(blocks, len(stack) + 1)
+    values = blocks if format.bits == 8 else pack(blocks, len(stack) + 1)
     scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
     tensor_scale = None if made.tensor_scale is None else made.tensor_scale.reshape(stack)
     return QuantizedArray(values, scale, None, None, format, layout, np.dtype(array.dtype), tensor_scale)
