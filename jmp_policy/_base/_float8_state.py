@@ -49,22 +49,14 @@ def split_state(
 
 
 def join_state(tree: T, state: T | None) -> T:
-    """Inverse of `split_state`.
-
-    >>> join_state(*split_state({"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}))
-    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 1.0}
-    """
+    """Inverse of `split_state`."""
     if state is None:
         return tree
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, state, tree, is_leaf=lambda x: x is None)
 
 
 def map_rest(fun: Callable[[Any], Any], tree: T, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Maps a function over the leaves that are not float8 state, in one walk.
-
-    >>> map_rest(lambda x: 2 * x, {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}})
-    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 2.0}
-    """
+    """Maps a function over the leaves that are not float8 state, in one walk."""
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = _name_leaves([path for path, _ in keyed])
     return structure.unflatten([leaf if name else fun(leaf) for name, (_, leaf) in zip(names, keyed, strict=True)])

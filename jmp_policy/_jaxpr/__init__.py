@@ -18,6 +18,7 @@ from ._evaluate import (
     explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
     flatten_function as flatten_function,
+    make_remat as make_remat,
     note_casting as note_casting,
     open_partials as open_partials,
     prepare_replay as prepare_replay,

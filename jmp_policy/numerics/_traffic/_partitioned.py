@@ -14,31 +14,7 @@ _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
 def count_turns(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` that counts up from one constant to another, else None.
-
-    >>> from jmp_policy.numerics._traffic._hlo import parse_module
-    >>> module = parse_module('''HloModule jit_f
-    ... %body (p: (s32[])) -> (s32[]) {
-    ...   %p = (s32[]) parameter(0)
-    ...   %i = s32[] get-tuple-element(%p), index=0
-    ...   %two = s32[] constant(2)
-    ...   %next = s32[] add(%i, %two)
-    ...   ROOT %out = (s32[]) tuple(%next)
-    ... }
-    ... %test (q: (s32[])) -> pred[] {
-    ...   %q = (s32[]) parameter(0)
-    ...   %j = s32[] get-tuple-element(%q), index=0
-    ...   %end = s32[] constant(5)
-    ...   ROOT %less = pred[] compare(%j, %end), direction=LT
-    ... }
-    ... ENTRY %main () -> (s32[]) {
-    ...   %zero = s32[] constant(0)
-    ...   %first = (s32[]) tuple(%zero)
-    ...   ROOT %loop = (s32[]) while(%first), condition=%test, body=%body
-    ... }''')
-    >>> count_turns(module, module.computations["main"], module.computations["main"].instructions["loop"])
-    3
-    """
+    """Returns the trip count of a `while` that counts up from one constant to another, else None."""
     test = module.computations.get(loop.find_called("condition"))
     body = module.computations.get(loop.find_called("body"))
     if test is None or body is None:

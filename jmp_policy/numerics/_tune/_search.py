@@ -24,9 +24,6 @@ def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int |
     their geometric mean, because the ranking puts needed items first. All items together are taken as accepted.
 
     Source: delta debugging after Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
-
-    >>> find_smallest(lambda kept: 0.0 if {1, 6} <= kept else 1.0, 8, 0.5).kept
-    frozenset({1, 6})
     """
     needed: frozenset[int] = frozenset()
     enough, short = count, -1  # lengths of the shortest accepted prefix and of the longest rejected one, if any
