@@ -107,7 +107,8 @@ def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array
         return leaf
     is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # no operation for a `NoOpLossScale`
     scaled = _scale(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
-    return lax.convert_element_type(scaled, _max_dtype())
+    # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
+    return lax.convert_element_type(scaled, importlib.import_module("flax.linen.fp8_ops").fp32_max_grad)
 
 
 def is_prepared(leaf: jax.Array) -> bool:
@@ -215,11 +216,6 @@ def _words(path: KeyPath) -> list[str]:
     keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))) for key in path)
     text = "/".join(map(str, keys)).removesuffix("/value")  # the suffix of an nnx Variable
     return re.findall(r"\w+", text) or [""]
-
-
-def _max_dtype() -> Any:
-    # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
-    return importlib.import_module("flax.linen.fp8_ops").fp32_max_grad
 
 
 @jax.custom_vjp

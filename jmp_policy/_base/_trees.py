@@ -54,7 +54,8 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     else:
         found = _BY_NAME.get(_find_name(spec) or "")
     if found is None:
-        raise ValueError(_explain_unknown(spec, where, example))
+        known = did_you_mean(spec, dtype_names())
+        raise ValueError(f"Unknown dtype {quote(spec)}{where}. {known} For example: {example}.")
     return found
 
 
@@ -112,10 +113,6 @@ def _find_name(spec: DTypeLike) -> str | None:
         return np.dtype(spec).name
     except TypeError:  # np.floating, say
         return None
-
-
-def _explain_unknown(spec: DTypeLike, where: str, example: str) -> str:
-    return f"Unknown dtype {quote(spec)}{where}. {did_you_mean(spec, dtype_names())} For example: {example}."
 
 
 _JAX_SCALAR_TYPE = type(jnp.float32)

@@ -114,7 +114,7 @@ class Group(NamedTuple):
     devices: int
 
 
-class Place(NamedTuple):
+class OpLocation(NamedTuple):
     """Module path and pass of an op."""
 
     path: str
