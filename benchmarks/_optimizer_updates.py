@@ -65,7 +65,7 @@ class Update:
 
 
 def float32_updates() -> list[Update]:
-    """AdamW over float32 parameters: alone, with our wrappers, and with those of other libraries."""
+    """AdamW over float32 parameters: alone, with our wrappers, and with wrappers of other libraries."""
     scaled = jmp.optim.loss_scaled(ADAMW, jmp.DynamicLossScale())
     skipping = jmp.optim.skip_nonfinite(ADAMW)
     if_finite = optax.apply_if_finite(ADAMW, max_consecutive_errors=5)

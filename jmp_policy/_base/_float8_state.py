@@ -49,22 +49,14 @@ def split_state(
 
 
 def join_state(tree: T, state: T | None) -> T:
-    """Inverse of `split_state`.
-
-    >>> join_state(*split_state({"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}))
-    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 1.0}
-    """
+    """Inverse of `split_state`."""
     if state is None:
         return tree
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, state, tree, is_leaf=lambda x: x is None)
 
 
 def map_rest(fun: Callable[[Any], Any], tree: T, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Maps a function over the leaves that are not float8 state, in one walk.
-
-    >>> map_rest(lambda x: 2 * x, {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}})
-    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 2.0}
-    """
+    """Maps a function over the leaves that are not float8 state, in one walk."""
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = _name_leaves([path for path, _ in keyed])
     return structure.unflatten([leaf if name else fun(leaf) for name, (_, leaf) in zip(names, keyed, strict=True)])
@@ -115,7 +107,8 @@ def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array
         return leaf
     is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # no operation for a `NoOpLossScale`
     scaled = _scale(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
-    return lax.convert_element_type(scaled, _max_dtype())
+    # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
+    return lax.convert_element_type(scaled, importlib.import_module("flax.linen.fp8_ops").fp32_max_grad)
 
 
 def is_prepared(leaf: jax.Array) -> bool:
@@ -223,11 +216,6 @@ def _words(path: KeyPath) -> list[str]:
     keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))) for key in path)
     text = "/".join(map(str, keys)).removesuffix("/value")  # the suffix of an nnx Variable
     return re.findall(r"\w+", text) or [""]
-
-
-def _max_dtype() -> Any:
-    # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
-    return importlib.import_module("flax.linen.fp8_ops").fp32_max_grad
 
 
 @jax.custom_vjp

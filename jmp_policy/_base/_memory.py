@@ -46,12 +46,7 @@ _UNKNOWN = object()
 
 
 def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Memoizes a function of a class, or of another weakly referenced object. Results must not refer to it.
-
-    >>> name_of = remember_weakly(lambda kind: kind.__name__)
-    >>> name_of(dict), name_of(dict)
-    ('dict', 'dict')
-    """
+    """Memoizes a function of a class, or of another weakly referenced object. Results must not refer to it."""
     results: dict[weakref.ref[Any], T] = {}  # a WeakKeyDictionary makes two more calls per lookup
 
     @functools.wraps(fun)

@@ -24,11 +24,7 @@ def is_half(leaf: Any) -> bool:
 
 
 def round_as_float32(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds float32 to the nearest bfloat16 or float16 value, ties to even; the result is float32.
-
-    >>> round_as_float32(jnp.float32([1.001, 1e-8]), "float16").tolist()
-    [1.0009765625, 0.0]
-    """
+    """Rounds float32 to the nearest bfloat16 or float16 value, ties to even; the result is float32."""
     if np.dtype(dtype) == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     # reduce_precision flushes subnormal float16 values, which are multiples of the smallest one.
@@ -49,10 +45,6 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
     BFloat16 Training, 2020.
-
-    >>> bits = jnp.array([0, 2**15, 2**16 - 1], jnp.uint16)
-    >>> round_stochastically(jnp.full(3, 1.004, jnp.float32), "bfloat16", bits).tolist()
-    [1.0, 1.0078125, 1.0078125]
     """
     if np.dtype(dtype) == jnp.bfloat16:
         # A carry out of the low 16 bits is a step to the next bfloat16 away from zero.
@@ -71,10 +63,6 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The bfloat16 is rounded to nearest, ties away from zero: the 16 bits then tell on which side of it the value lies.
     All nans become JAX's nan.
-
-    >>> high, low = split_float32(jnp.float32([1.0, 1.00390625, -1.001]))
-    >>> high.tolist(), low.tolist()
-    ([1.0, 1.0078125, -1.0], [0, 32768, 8389])
     """
     words = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
     # Both halves must read one array in memory. If XLA fused each with the producer of `x`, different fused

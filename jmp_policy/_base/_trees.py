@@ -43,9 +43,6 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     """Reads a floating dtype: a name in any case, an `np.dtype`, or a scalar type such as `jnp.bfloat16`.
 
     `where` and `example` complete the error message. Equal dtypes are returned as one object.
-
-    >>> parse_dtype("bf16") == parse_dtype(jnp.bfloat16) == np.dtype("bfloat16")
-    True
     """
     if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the fast path: every cast comes here
         return _CANONICAL[spec]
@@ -57,7 +54,8 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     else:
         found = _BY_NAME.get(_find_name(spec) or "")
     if found is None:
-        raise ValueError(_explain_unknown(spec, where, example))
+        known = did_you_mean(spec, dtype_names())
+        raise ValueError(f"Unknown dtype {quote(spec)}{where}. {known} For example: {example}.")
     return found
 
 
@@ -75,11 +73,7 @@ def half_dtype() -> Any:
 
 @functools.cache  # `issubdtype` is slow
 def is_floating_dtype(dtype: DTypeLike) -> bool:
-    """True for real floating dtypes, but not for extended dtypes such as PRNG keys.
-
-    >>> is_floating_dtype(jnp.bfloat16), is_floating_dtype(jnp.complex64), is_floating_dtype(jax.random.key(0).dtype)
-    (True, False, False)
-    """
+    """True for real floating dtypes, but not for extended dtypes such as PRNG keys."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -89,13 +83,7 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """Suggests the nearest of `choices`, or lists all of them if none is near.
-
-    >>> did_you_mean("bflaot16", ["bfloat16", "float16"])
-    "Did you mean 'bfloat16'?"
-    >>> did_you_mean("tahn", ["tan", "tanh"])
-    "Did you mean 'tanh'?"
-    """
+    """Suggests the nearest of `choices`, or lists all of them if none is near."""
     choices = list(choices)
     text = str(word).strip().lower()
     near = difflib.get_close_matches(text, choices) if len(text) <= _LONGEST_WORD else []
@@ -125,10 +113,6 @@ def _find_name(spec: DTypeLike) -> str | None:
         return np.dtype(spec).name
     except TypeError:  # np.floating, say
         return None
-
-
-def _explain_unknown(spec: DTypeLike, where: str, example: str) -> str:
-    return f"Unknown dtype {quote(spec)}{where}. {did_you_mean(spec, dtype_names())} For example: {example}."
 
 
 _JAX_SCALAR_TYPE = type(jnp.float32)
@@ -206,33 +190,18 @@ def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic | ja
 
 
 def is_floating(leaf: object) -> bool:
-    """True if `cast_floating` casts this leaf.
-
-    >>> import jax.numpy as jnp
-    >>> is_floating(np.float32(1)), is_floating(1.0), is_floating(jnp.arange(3))
-    (True, False, False)
-    """
+    """True if `cast_floating` casts this leaf."""
     return is_array(leaf) and is_floating_dtype(leaf.dtype)
 
 
 def first_floating_dtype(tree: PyTree) -> np.dtype | None:
-    """Returns the dtype that JAX gives the first floating array of a tree, or None if there is none.
-
-    >>> import jax.numpy as jnp
-    >>> first_floating_dtype((3, jnp.arange(2), jnp.ones(2, jnp.float16)))
-    dtype('float16')
-    """
+    """Returns the dtype that JAX gives the first floating array of a tree, or None if there is none."""
     first = next(iter(floating_leaves(tree)), None)
     return None if first is None else np.dtype(jax.dtypes.canonicalize_dtype(first.dtype))
 
 
 def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Returns the leaves that `cast_floating` casts; the values of a loss scale are not among them.
-
-    >>> import jmp_policy as jmp
-    >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
-    [np.float32(2.0)]
-    """
+    """Returns the leaves that `cast_floating` casts; the values of a loss scale are not among them."""
     is_whole = _add_uncast(is_leaf)
     rest, _ = split_state(tree, is_leaf=is_whole)
     return [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_whole) if is_floating(leaf)]
@@ -259,10 +228,6 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
 
 
 def list_paths_to(path: str) -> list[str]:
-    """Returns the paths of the modules around a path, outermost first, and then the path itself.
-
-    >>> list_paths_to("blocks/0"), list_paths_to("")
-    (['', 'blocks', 'blocks/0'], [''])
-    """
+    """Returns the paths of the modules around a path, outermost first, and then the path itself."""
     names = path.split("/") if path else []
     return ["/".join(names[:n]) for n in range(len(names) + 1)]

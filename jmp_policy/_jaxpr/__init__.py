@@ -5,19 +5,18 @@ from ._cost import (
     HALF_SUMS as HALF_SUMS,
     MOVING as MOVING,
     REMEDY as REMEDY,
-    HalfSum as HalfSum,
     count_bytes as count_bytes,
     count_flops as count_flops,
     count_products as count_products,
     find_half_sum as find_half_sum,
 )
 from ._evaluate import (
-    Traced as Traced,
     call as call,
     evaluate as evaluate,
     explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
     flatten_function as flatten_function,
+    make_remat as make_remat,
     note_casting as note_casting,
     open_partials as open_partials,
     prepare_replay as prepare_replay,
@@ -61,7 +60,7 @@ from ._program import (
     without_mesh as without_mesh,
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
-from ._records import Recorded as Recorded, record_program as record_program
+from ._records import record_program as record_program
 from ._rewriter import Rewriter as Rewriter, Rewritten as Rewritten
 from ._rule import Context as Context, Rule as Rule
 from ._source import (

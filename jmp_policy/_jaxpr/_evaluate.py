@@ -25,9 +25,6 @@ def open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwar
     """Moves the arguments of a partial, and the object of a bound Flax method, to the arguments.
 
     The function may write to a Flax object, so it must be an argument.
-
-    >>> open_partials(functools.partial(max, 1), (2,), {})
-    (<built-in function max>, (1, 2), {})
     """
     if isinstance(fun, functools.partial):
         return open_partials(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
@@ -103,11 +100,7 @@ class Traced(NamedTuple):
 
 
 def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Traced:
-    """Traces a function. Leaves of the arguments that are not arrays are constants.
-
-    >>> trace(lambda x: jnp.sin(x) * 2, (jnp.ones(2),), {}).program.in_avals
-    [ShapedArray(float32[2])]
-    """
+    """Traces a function. Leaves of the arguments that are not arrays are constants."""
     flat, arrays, out_trees = flatten_function(fun, args, kwargs)
     program = jax.make_jaxpr(flat)(*arrays)
     return Traced(program, arrays, out_trees[-1])
@@ -216,21 +209,15 @@ def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | No
         found = _CALLS.get(key)
     except TypeError:  # an unhashable parameter
         return None
-    if found is None and not _is_bound_directly(eqn):
+    # Functions and jaxprs of users may be new in each call, and the cache would keep them alive. A jitted `device_put`
+    # would run on the devices of its inputs.
+    name, params = eqn.primitive.name, eqn.params
+    has_functions = any(callable(value) for value in params.values()) or any(jaxprs_in_params(params))
+    if found is None and not (name == "device_put" or name.startswith("custom_") or has_functions):
         if len(_CALLS) >= _MOST_CALLS:
             _CALLS.clear()
         found = _CALLS[key] = _jit_equation(eqn, list(positions))
     return found
-
-
-def _is_bound_directly(eqn: JaxprEqn) -> bool:
-    """True for device transfers, since `jit` runs on the devices of its inputs, and for equations with functions.
-
-    Functions and jaxprs of users may be new in each call, and the cache would keep them alive.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    has_functions = any(callable(value) for value in params.values()) or any(jaxprs_in_params(params))
-    return name == "device_put" or name.startswith("custom_") or has_functions
 
 
 def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
@@ -308,7 +295,7 @@ def _prepare(program: Program) -> Program | None:
         if eqn.primitive.name in _CALLBACKS and not eqn.outvars:
             silenced |= eqn.effects
         elif _selects_computed(eqn, constants):
-            equations.append(_call(eqn, _split_select(*[atom.aval for atom in (*eqn.outvars, *eqn.invars)])))
+            equations.append(make_remat(eqn, _split_select(*[atom.aval for atom in (*eqn.outvars, *eqn.invars)])))
         else:
             equations.append(_prepare_equation(eqn))
             silenced |= eqn.effects - equations[-1].effects
@@ -321,7 +308,7 @@ def _prepare(program: Program) -> Program | None:
 def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
     name, params = eqn.primitive.name, eqn.params
     if name in ("custom_jvp_call", "custom_vjp_call") and not body_of(params["call_jaxpr"]).constvars:
-        return _call(eqn, body_of(prepare_replay(params["call_jaxpr"])))
+        return make_remat(eqn, body_of(prepare_replay(params["call_jaxpr"])))
     if name not in _ENTERED:
         return eqn
     changed, silenced = {}, set[Any]()
@@ -335,9 +322,9 @@ def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(params={**params, **changed}, effects=eqn.effects - silenced) if changed else eqn
 
 
-def _call(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
+def make_remat(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     """Makes an equation that runs `body`: a remat, because the parameters of `jit` depend on the mesh."""
-    return eqn.replace(primitive=_CALL.primitive, params={**_CALL.params, "jaxpr": body}, effects=body.effects)
+    return eqn.replace(primitive=_REMAT.primitive, params={**_REMAT.params, "jaxpr": body}, effects=body.effects)
 
 
 def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:
@@ -373,4 +360,4 @@ def _split_select(result: Any, *operands: Any) -> Jaxpr:
     return body_of(replace_variables(traced, invars, equations, outvars))
 
 
-_CALL = jax.make_jaxpr(jax.checkpoint(lambda x: x + x, prevent_cse=False))(1.0).eqns[0]
+_REMAT = jax.make_jaxpr(jax.checkpoint(lambda x: x + x, prevent_cse=False))(1.0).eqns[0]

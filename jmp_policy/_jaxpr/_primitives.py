@@ -106,11 +106,7 @@ PRIMITIVES = {name: frozenset(facts) for facts, names in _ROWS.items() for name 
 
 
 def having(*facts: Fact) -> frozenset[str]:
-    """Finds the primitives that have at least one of these facts.
-
-    >>> sorted(having(Fact.SUMS))
-    ['cumsum', 'reduce_sum', 'reduce_window_sum']
-    """
+    """Finds the primitives that have at least one of these facts."""
     return frozenset(name for name, known in PRIMITIVES.items() if not known.isdisjoint(facts))
 
 

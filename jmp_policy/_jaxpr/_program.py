@@ -94,12 +94,6 @@ def name_stack(eqn: JaxprEqn) -> str:
 
     In the backward pass of a remat or `jax.custom_jvp` function, JAX's own stack also contains the scopes of the
     forward pass. This function drops that repetition.
-
-    >>> import jax
-    >>> fun = jax.named_scope("net")(jax.grad(jax.checkpoint(jax.numpy.sin)))
-    >>> remat = jax.make_jaxpr(fun)(1.0).eqns[-1]
-    >>> str(remat.source_info.name_stack), name_stack(remat)
-    ('net/transpose(jvp(net))/jvp()', 'transpose(net)')
     """
     stack = str(eqn.source_info.name_stack)
     has_forward = eqn.primitive.name in ("checkpoint", "remat2") or ")/jvp(" in stack
@@ -248,11 +242,6 @@ def walk(
     A sub-jaxpr is visited once per equation that runs it. Links, each with one result, join its values to those
     around it. A carried value is not followed to the next iteration. Variables are compared by identity, so keep
     `program` alive. With `live_only`, equations without a used output are skipped.
-
-    >>> import jax
-    >>> program = jax.make_jaxpr(jax.jit(lambda x: jax.numpy.sin(x) * 2))(1.0)
-    >>> [step.name for step in walk(program.jaxpr)]
-    ['link', 'sin', 'mul', 'link']
     """
     for eqn in list_live(program) if live_only else program.eqns:
         stack = name_stack(eqn)

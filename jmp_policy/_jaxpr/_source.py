@@ -203,14 +203,9 @@ class ModulePaths:
                 path = [name.removeprefix(ELSEWHERE)]
             elif name not in self._with_methods:
                 path = [*path, name]
-            elif not self._is_own_method(path, name):
+            elif not any(f"/{'/'.join(path)}".endswith(f"/{module}") for module in self._with_methods[name]):
                 path = [*path, name.partition(".")[0]]
         return "/".join(path)
-
-    def _is_own_method(self, path: list[str], name: str) -> bool:
-        """True if the module at `path` itself has the method of a scope, not a submodule."""
-        here = "/" + "/".join(path)
-        return any(here.endswith(f"/{module}") for module in self._with_methods[name])
 
 
 def _list_names(stack: str) -> list[str]:

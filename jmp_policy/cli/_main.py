@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._audit import add_audit
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with spell_signs_plainly():
         try:
             arguments = _parse(sys.argv[1:] if argv is None else argv)
-            return _run_command(arguments)
+            return _print_versions() if arguments.version else _run_command(arguments)
         except SystemExit as exit:  # argparse has printed its help or an error
             return int(exit.code or 0)
         except KeyboardInterrupt:
@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse_arguments(arguments.parser, unknown)
-    if command is None:
+    if command is None and not arguments.version:
         *others, last = COMMANDS
         parser.error(f"which command? {', '.join(others)} or {last}: jmp-policy --help says what they do")
     return arguments
@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _make_parser() -> "_Parser":
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
-    parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of what is installed")
+    parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     for add_command in COMMANDS.values():
@@ -86,16 +86,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {escape_controls(message)}\n")
 
 
-class _PrintVersions(argparse.Action):
-    """Prints versions on demand, because reading them takes time."""
+def _print_versions() -> int:
+    from .doctor import list_versions
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from .doctor import list_versions
-
-        versions = list_versions()
-        others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")
-        print(f"jmp_policy {versions['jmp_policy']} ({others})")
-        parser.exit(0)
+    versions = list_versions()
+    others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")
+    print(f"jmp_policy {versions['jmp_policy']} ({others})")
+    return 0
 
 
 def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:

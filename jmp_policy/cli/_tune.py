@@ -96,9 +96,7 @@ def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     found = load_function(arguments.function)
     if find_adapter(found) is not None and not isinstance(found, type):
         return found, () if arguments.args is None else make_arguments(arguments.args)
-    return load_call(arguments, _refuse_class, example=_ARRAY)
-
-
-def _refuse_class(target: Any) -> None:
-    if isinstance(target, type):
-        raise TypeError(f"tune takes a function or a module, and {target.__name__} is a class.")
+    if isinstance(found, type):
+        name = arguments.function
+        raise UserError(f"{name}: tune takes a function or a module, and {found.__name__} is a class.")
+    return load_call(arguments, callable, example=_ARRAY)

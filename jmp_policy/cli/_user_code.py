@@ -54,7 +54,10 @@ def load_function(name: str) -> Callable[..., Any]:
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             where = getattr(found, "__name__", found)
-            raise UserError(f"{where} has no {attribute!r}, of {name!r}{_suggest(found, attribute)}")
+            names = [each for each in dir(found) if not each.startswith("_") and callable(getattr(found, each))]
+            nearest = did_you_mean(attribute, names)
+            hint = f". {nearest}" if nearest.startswith("Did") else ""
+            raise UserError(f"{where} has no {attribute!r}, of {name!r}{hint}")
         found = getattr(found, attribute)
     if not callable(found):
         raise UserError(f"{name!r} is not a function, but {found!r}")
@@ -124,13 +127,9 @@ def explain_errors(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         line = find_raising_line(error)
         place = f", at {line}" if line else ""
-        raise UserError(f"{what} {_describe_error(error)}{place}") from error
-
-
-def _describe_error(error: BaseException) -> str:
-    """Returns the type and the first line of an error: JAX's messages have paragraphs."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+        # The first line of an error: JAX's messages have paragraphs.
+        said = "".join(f": {text.rstrip('.')}" for text in str(error).strip().splitlines()[:1])
+        raise UserError(f"{what} {type(error).__name__}{said}{place}") from error
 
 
 def _load_module(module: str, name: str) -> Any:
@@ -148,10 +147,3 @@ def _load_module(module: str, name: str) -> Any:
                 raise
             missing = error.name
     raise UserError(f"the module {missing!r}, of {name!r}, is not here and not installed")
-
-
-def _suggest(found: Any, attribute: str) -> str:
-    """Suggests the function with the nearest name, if any is near."""
-    names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
-    sentence = did_you_mean(attribute, names)
-    return f". {sentence}" if sentence.startswith("Did") else ""

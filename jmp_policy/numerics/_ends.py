@@ -26,14 +26,7 @@ _ARRAY = object()
 
 
 class Results:
-    """The outputs of a function, whose arrays can be computed elsewhere and put back.
-
-    >>> results = Results()
-    >>> results.take_arrays(lambda x: {"loss": x, "name": "adam"})(jax.numpy.ones(()))
-    [Array(1., dtype=float32)]
-    >>> results.put_back([2.0]), results.list_paths()
-    ({'loss': 2.0, 'name': 'adam'}, [(DictKey(key='loss'),)])
-    """
+    """The outputs of a function, whose arrays can be computed elsewhere and put back."""
 
     def __init__(self) -> None:
         self._leaves: list[tuple[KeyPath, Any]] = []
@@ -107,12 +100,7 @@ def spell_arguments(
 
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
-    """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments.
-
-    >>> paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((1, {"w": 2}))[0]]
-    >>> name_results(paths, is_lifted=False)
-    ['result/0', 'result/1/w']
-    """
+    """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments."""
     own = [_find_own(path) if is_lifted else path for path in paths]
     return [None if path is None else _join("result", path) for path in own]
 

@@ -102,14 +102,7 @@ def list_styles(formats: Iterable[str]) -> dict[str, Style]:
 
 
 def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:
-    """Returns the style of a format, or of a policy by its quantization or compute dtype.
-
-    >>> from jmp_policy.report import FORMAT_STYLES, find_style
-    >>> find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES["float16 without a loss scale"]
-    True
-    >>> find_style("int8_from_mixed_bfloat16").color, find_style("int8(min_size=0)").color
-    ('#009E73', '#009E73')
-    """
+    """Returns the style of a format, or of a policy by its quantization or compute dtype."""
     name = _name_format(format) if isinstance(format, Policy) else _drop_options(format)
     if not isinstance(format, Policy) and name not in FORMAT_STYLES:
         name = _name_format(parse_policy(format))

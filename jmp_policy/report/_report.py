@@ -21,23 +21,6 @@ class Report(abc.ABC):
     A subclass returns its tables from `_list_tables` and its notes from `_list_notes`. The text is as wide as the
     terminal, or as `COLUMNS` in the environment. Without a terminal, tables are 80 characters wide, and each
     note is one line.
-
-    >>> from jmp_policy.report import Column, Report, Table
-    >>> class Prices(Report):
-    ...     def _list_tables(self, width):
-    ...         return [Table([Column("fruit"), Column("price", is_number=True)], [("apple", "1"), ("fig", "10")])]
-    ...
-    ...     def _list_notes(self):
-    ...         return ["prices in <cents>"]
-    >>> print(Prices())
-    fruit  price
-    ────────────
-    apple      1
-    fig       10
-    <BLANKLINE>
-    prices in <cents>
-    >>> Prices()._repr_html_().partition("</table>")[2]
-    '<p>prices in &lt;cents&gt;</p>'
     """
 
     @abc.abstractmethod

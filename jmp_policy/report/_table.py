@@ -60,16 +60,7 @@ def wrap_note(note: str, width: int | None) -> str:
 
 
 def draw_table(table: Table, width: int) -> str:
-    """Draws a table as text. Columns that wrap become narrower until rows fit, but no word is cut.
-
-    >>> columns = [Column("module"), Column("why", wraps=True), Column("count", is_number=True)]
-    >>> print(draw_table(Table(columns, [("layers_0", "left: too small", "2"), ("layers_1", "", "12")]), 24))
-    module   why       count
-    ────────────────────────
-    layers_0 left: too     2
-             small
-    layers_1              12
-    """
+    """Draws a table as text. Columns that wrap become narrower until rows fit, but no word is cut."""
     widths, gap = _fit_columns(table, width)
     headers = [column.header for column in table.columns]
     lines = _draw_rows(table.columns, [headers], widths, gap)

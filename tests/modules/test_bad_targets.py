@@ -161,9 +161,7 @@ in_every_target = pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("value", [rows, later, later_rows])
 def test_result_whose_body_has_yet_to_run_is_an_error(make, value):
     kind = {rows: "generator", later: "coroutine", later_rows: "async_generator"}[value]
-    with pytest.raises(
-        TypeError, match=rf"^{value.__name__} returned a {kind}, which would run after its policy "
-    ):
+    with pytest.raises(TypeError, match=rf"^{value.__name__} returned a {kind}, which would run after its policy "):
         make(value)(X)
 
 

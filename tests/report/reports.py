@@ -5,6 +5,16 @@ import itertools
 import numpy as np
 
 import jmp_policy as jmp
+from jmp_policy.cli.doctor import (
+    MATMULS,
+    Diagnosis,
+    Machine,
+    MatmulRate,
+    Recommendation,
+    Sizes,
+    Speedup,
+    StepTime,
+)
 from jmp_policy.numerics import (
     AuditReport,
     AuditRow,
@@ -136,9 +146,19 @@ def _predict() -> Prediction:
     return Prediction(tuple(reasons), policy_map, 2.0**12, policy_map, 2.0**24, "with_policy", risks, ("A note.",))
 
 
+def _diagnose() -> Diagnosis:
+    machine = Machine("cpu", "AMD EPYC 9B14", "Linux x86_64, 2 cores", {"jax": "0.10.2", "jaxlib": "0.10.2"})
+    rates = [MatmulRate(kind, 0.125, 1.25, "float32") for kind in MATMULS[:-1]] + [MatmulRate(MATMULS[-1], None, 0.0)]
+    steps = {"float32": StepTime(0.02, Speedup(1.0, 1.0, 1.0), {"float32": 5})}
+    steps |= {"bfloat16": StepTime(0.025, Speedup(0.8, 0.6, 1.0), {"bfloat16": 3, "float32": 2})}
+    advice = Recommendation("float32", "half precision is slower here")
+    return Diagnosis(machine, Sizes(1024, 512, 256), rates, steps, advice)
+
+
 REPORTS = {
     "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
     "prediction": _predict(), "collectives": _communicate(), "state": _store(),
+    "diagnosis": _diagnose(),
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
@@ -152,6 +172,7 @@ NAMES = {
                     "16384x53248", "f8_e4m3fn"],
     "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
     "state": [*(f"{path}/kernel" for path in PATHS), "nu", "u8", "f32"],
+    "diagnosis": ["float8_e4m3fn", "0.125", "25.00", "0.80x"],
     "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
 }  # fmt: skip
 """The names that must be whole in the text of each."""

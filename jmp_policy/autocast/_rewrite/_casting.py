@@ -100,7 +100,8 @@ class CastingRule(Rule):
         return [as_low(kind, dtype) if i in context.saved else kind for i, kind in numbered]
 
     def rewrites_custom_rule(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
-        return _is_of_jax(eqn)
+        # The derivatives of JAX's own functions work for any dtype.
+        return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
     def rewrites_primal_only(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return self.custom_rules == "inside"
@@ -384,11 +385,6 @@ _WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], JaxprBui
 }
 
 _JAX = os.path.dirname(jax.__file__)
-
-
-def _is_of_jax(eqn: JaxprEqn) -> bool:
-    """True if the custom derivative is part of JAX, and so works for any dtype."""
-    return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
 def _shape_of(atom: Atom) -> tuple[int, ...]:

@@ -150,18 +150,15 @@ def parse_scope_rule(spec: PolicySpec, where: str) -> Policy | str:
         raise ValueError(f"{error} It is the value {where}, which may also be {words}.") from None
     if not isinstance(policy, Policy):
         raise ValueError(f"{policy!r} {where} is not a policy of one scope. For example: 'float32'.")
-    _check_policy(policy, where)
+    check_policy(policy, where)
     return policy
 
 
-def check_policy(policy: Policy | PolicyMap) -> None:
+def check_policy(policy: Policy | PolicyMap, where: str = "") -> None:
     """Raises a `ValueError` if autocast cannot compute under a policy, or under one of a map."""
-    _check_policy(root_policy(policy))
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
-        _check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
-
-
-def _check_policy(policy: Policy, where: str = "") -> None:
+        check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
+    policy = root_policy(policy)
     dtype = policy.compute_dtype
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         names = sorted(str(known) for known in COMPUTE_DTYPES)

@@ -104,7 +104,8 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
     is_in_range = float(finfo.smallest_normal) <= abs(number) <= float(finfo.max)  # the epsilon 1e-8 is 0 in float16
     if name in _FACTORS:
         return not is_in_range
-    if _is_mask(number):
+    # Numbers far below zero, and the maximum of a dtype, mask elements. Other large numbers may be values.
+    if number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max):
         return False
     if not is_in_range:
         return True
@@ -112,11 +113,6 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
     # The output may violate a rounded bound. Elsewhere, rounding a constant is as harmless as rounding an output,
     # except for 1 - 1e-7: it avoids 1, where a logarithm of the complement is infinite.
     return rounded != number and (name in _BOUNDS or abs(rounded) == 1)
-
-
-def _is_mask(number: float) -> bool:
-    """True if a number masks elements: far below zero, or the maximum of a dtype. Other large numbers may be values."""
-    return number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max)
 
 
 def _round(number: float, dtype: np.dtype) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, remember_by_jaxpr, without_mesh
+from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, make_remat, remember_by_jaxpr, without_mesh
 from ._place import EquationPlace
 
 KEEPING = frozenset(("mul", "div", "square", "integer_pow"))
@@ -61,12 +61,9 @@ def write_again(
     last, invars = eqns[-1], list[Any](value.atom for value in inner.values())
     info = DebugInfo("checkpoint", "autocast", None, None)
     inside = Jaxpr((), invars, [value.atom for value in results], again.equations, debug_info=info)
-    pattern = _trace_checkpoint()
-    params = {**pattern.params, "jaxpr": inside}
-    call = pattern.replace(
-        invars=invars, outvars=last.outvars, params=params, source_info=last.source_info, ctx=last.ctx
-    )
-    return body.append(call, [value.atom for value in outer.values()], [value.kind for value in results], params)
+    atoms, kinds = [value.atom for value in outer.values()], [value.kind for value in results]
+    remat = make_remat(last, inside)
+    return body.append(remat, atoms, kinds, remat.params)
 
 
 @remember_by_jaxpr
@@ -74,11 +71,6 @@ def _find_last_uses(program: Jaxpr) -> dict[Var, int]:
     """Finds the number of the last equation that reads each variable; outputs are read after all equations."""
     uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}
     return uses | dict.fromkeys(list_variables(program.outvars), len(program.eqns))
-
-
-@functools.cache
-def _trace_checkpoint() -> JaxprEqn:
-    return jax.make_jaxpr(jax.checkpoint(lambda x: x * x, prevent_cse=False))(1.0).eqns[0]
 
 
 SOFTMAX = (
@@ -103,9 +95,10 @@ def find_softmax(body: Jaxpr, start: int) -> Sequence[JaxprEqn] | None:
         (quotient.invars, [exponentials.outvars[0], repeated.outvars[0]]),
     ]
     is_chain = all(atom is other for atoms, others in links for atom, other in zip(atoms, others, strict=True))
-    if not is_chain or largest.params["axes"] != total.params["axes"] or _is_used(eqns[:-1], body, start):
-        return None
-    return eqns
+    inside = {var for eqn in eqns[:-1] for var in eqn.outvars}
+    later = [atom for eqn in body.eqns[start + len(SOFTMAX) :] for atom in eqn.invars]
+    is_used = not inside.isdisjoint(list_variables([*later, *body.outvars]))
+    return None if not is_chain or is_used or largest.params["axes"] != total.params["axes"] else eqns
 
 
 def make_softmax(source: np.dtype, dtype: np.dtype, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
@@ -148,15 +141,13 @@ def _change(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array, jax.Array]
     @functools.partial(jax.checkpoint, prevent_cse=False)  # otherwise the float32 elements would be kept
     def change(x: jax.Array, y: jax.Array, tangent: jax.Array) -> jax.Array:
         wide = _upcast(tangent)
+        of_result = lambda x, y, wide: _differentiate_output(y, wide, axes)
         return lax.platform_dependent(x, y, wide, tpu=of_logits, default=of_result).astype(y.dtype)
 
     def of_logits(x: jax.Array, y: jax.Array, wide: jax.Array) -> jax.Array:
         normal = _normalize(jnp.exp(_upcast(x) - _upcast(x.max(axes, keepdims=True))), axes)
         # XLA:TPU fuses this form. The difference of two products would be written to memory in float32.
         return normal * (wide - (normal * wide).sum(axes, keepdims=True))
-
-    def of_result(x: jax.Array, y: jax.Array, wide: jax.Array) -> jax.Array:
-        return _differentiate_output(y, wide, axes)
 
     return change
 
@@ -182,10 +173,3 @@ def _normalize(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def _upcast(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def _is_used(eqns: Sequence[JaxprEqn], body: Jaxpr, start: int) -> bool:
-    """True if an equation after the softmax, or an output, reads an intermediate value of it."""
-    made = {var for eqn in eqns for var in eqn.outvars}
-    later = [atom for eqn in body.eqns[start + len(SOFTMAX) :] for atom in eqn.invars]
-    return not made.isdisjoint(list_variables([*later, *body.outvars]))

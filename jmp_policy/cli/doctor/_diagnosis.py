@@ -253,11 +253,7 @@ def measure_steps(rows: int, width: int, dtypes: Iterable[str] = ("float32", *HA
 
 
 def compare_times(reference: Sequence[float], seconds: Sequence[float]) -> Speedup:
-    """Compares shortest times, which show the device and not its other load; needs at least three rounds.
-
-    >>> compare_times([2.0, 2.0, 2.0, 9.0], [1.0, 1.0, 1.6, 1.0])
-    Speedup(value=2.0, low=1.25, high=2.0)
-    """
+    """Compares shortest times, which show the device and not its other load; needs at least three rounds."""
     thirds = [min(reference[start::3]) / min(seconds[start::3]) for start in range(3)]
     return Speedup(min(reference) / min(seconds), min(thirds), max(thirds))
 
@@ -356,11 +352,7 @@ def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime
 
 
 def judge(speedup: Speedup) -> str:
-    """Returns "faster", "slower" or "tie".
-
-    >>> judge(Speedup(1.5, 1.4, 1.6)), judge(Speedup(0.8, 0.7, 0.9)), judge(Speedup(1.5, 0.9, 1.6))
-    ('faster', 'slower', 'tie')
-    """
+    """Returns "faster", "slower" or "tie"."""
     if speedup.low > 1 and speedup.value > 1 + TIE:
         return "faster"
     return "slower" if speedup.high < 1 and speedup.value < 1 - TIE else "tie"

@@ -188,7 +188,7 @@ def _check_all_reduce(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
 
 
 def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """A sum that a loop carries from turn to turn."""
+    """Finds a sum that a loop carries from one iteration to the next."""
     dtype = float_dtype(step.results[0])
     if dtype not in HALF or backward:
         return
@@ -200,7 +200,7 @@ def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterat
         if uses == 1 and any(other is step.results[0] for other in fact.carried.outvars):
             gradient = any(other.is_gradient for other in facts)
             name = "half-gradient" if gradient else "half-reduction"
-            yield Suspicion(name, step, f"over the turns of a loop, in {dtype}", (dtype,))
+            yield Suspicion(name, step, f"over the iterations of a loop, in {dtype}", (dtype,))
 
 
 CHECKS: dict[str, Check] = (

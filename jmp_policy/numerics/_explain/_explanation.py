@@ -161,8 +161,12 @@ class Explanation(Report):
         return [modules, _make_rule_table(rows, numbers), *(_make_quantization_table(rows) for _ in quantization)]
 
     def _list_notes(self) -> list[str]:
-        found = _describe_bytes(self), *_describe_leaks(self), *_describe_output_casts(self), *_describe_half_sums(self)
-        return [*found, *self.unused, *self.unknown]
+        total, float32 = self.total_bytes, self.float32_bytes
+        size = "no parameters"
+        if float32:
+            size = f"parameters: {format_bytes(total)}, {total / float32:.0%} of what they would take in float32"
+        found = *_describe_leaks(self), *_describe_output_casts(self), *_describe_half_sums(self)
+        return [size, *found, *self.unused, *self.unknown]
 
 
 Rule = tuple[str, Policy | None]
@@ -227,13 +231,6 @@ def _indent(row: Row, paths: set[str]) -> str:
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
     name = (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
     return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
-
-
-def _describe_bytes(explanation: Explanation) -> str:
-    total, float32 = explanation.total_bytes, explanation.float32_bytes
-    if not float32:
-        return "no parameters"
-    return f"parameters: {format_bytes(total)}, {total / float32:.0%} of what they would take in float32"
 
 
 def _describe_leaks(explanation: Explanation) -> list[str]:

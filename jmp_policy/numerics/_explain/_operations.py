@@ -29,10 +29,6 @@ LocatedStep = tuple[str | None, Step]
 """The module path of a step (None if it has none), and the step."""
 
 
-def locate_steps(jaxpr: Jaxpr) -> list[LocatedStep]:
-    return [(read_path(step.scope), step) for step in walk(jaxpr) if step.name != "constant"]
-
-
 def computes(step: Step) -> bool:
     """True if a step does arithmetic other than rounding into a quantized format."""
     return step.name not in STRUCTURAL and ROUNDING_SCOPE not in step.scope
@@ -52,10 +48,6 @@ def list_read_dtypes(step: Step) -> list[Any]:
     # A `scaled_dot` multiplies its first two operands. The others are the scales of their blocks.
     read = step.operands[:2] if step.name == "scaled_dot" else step.operands
     return list(map(float_dtype, read)) if computes(step) else []
-
-
-def list_made_dtypes(step: Step) -> list[Any]:
-    return list(map(float_dtype, step.results))
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
@@ -100,10 +92,13 @@ def find_leaks(
             for atom in step.operands:
                 for source in _find_leaking_modules(marks.get(id(atom), frozenset()), path, atom, modules[path]):
                     leaks[source][path] = None
-        # Results keep the marks of the operands, and get the marks of the named modules around them.
-        named = _find_named_around(path, modules)
+        # Results keep the marks of operands of their dtype, and get the marks of the named modules around them.
+        named = {outer for outer in list_paths_to(path or "")[1:] if outer in modules and modules[outer].is_named}
+        dtypes = {id(atom): float_dtype(atom) for atom in step.operands}
         for var in step.results:
-            marks[id(var)] = _pass_on(step, var, marks) | named
+            made = float_dtype(var)
+            same = [atom for atom, dtype in dtypes.items() if made is not None and dtype is not None and dtype == made]
+            marks[id(var)] = frozenset(named).union(*(marks.get(atom, ()) for atom in same))
         if step.name == "convert_element_type" and path == "" and id(step.results[0]) in outputs:
             read, made = float_dtype(step.operands[0]), float_dtype(step.results[0])
             if read is not None and made is not None and read.itemsize > made.itemsize:
@@ -121,24 +116,12 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
     return sorted(source for source in marks if source not in list_paths_to(path))
 
 
-def _pass_on(step: Step, result: Atom, marks: Marks) -> frozenset[str]:
-    dtype = float_dtype(result)
-    if dtype is None:
-        return frozenset()
-    return frozenset().union(*(marks.get(id(v), frozenset()) for v in step.operands if float_dtype(v) == dtype))
-
-
-def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
-    """Returns the modules around an operation that a rule, a policy or an author's dtype names, but not the root."""
-    around = list_paths_to(path or "")[1:]
-    return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
-
-
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
     """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
-    steps = locate_steps(observation.program)
-    computed, made = collect_by_path(steps, list_read_dtypes), collect_by_path(steps, list_made_dtypes)
+    steps = [(read_path(step.scope), step) for step in walk(observation.program) if step.name != "constant"]
+    computed = collect_by_path(steps, list_read_dtypes)
+    made = collect_by_path(steps, lambda step: [*map(float_dtype, step.results)])
     summed = collect_by_path(steps, lambda step: [find_half_sum(step)])
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)

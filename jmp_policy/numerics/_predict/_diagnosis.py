@@ -12,7 +12,7 @@ from ...autocast._rewrite import root_policy
 from ...policy import Key, Policy, PolicyMap
 from .._stats import ObservedProgram, Row, Stats
 from ._flow import NarrowValue, find_masked, find_noise, list_narrow_values, list_operations, list_quantized_values
-from ._losses import Choice, Loss, choose_scale, find_loss, find_scaled_loss, find_span, parse_float_format
+from ._losses import Loss, ScaleChoice, choose_scale, find_loss, find_scaled_loss, find_span, parse_float_format
 from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
 
@@ -50,7 +50,7 @@ class _Repair(NamedTuple):
     """Scopes to keep in float32, the loss scale for the others, and losses found with these changes."""
 
     culprits: tuple[str, ...]
-    scale: Choice
+    scale: ScaleChoice
     later: dict[NarrowValue, Loss]
 
 
@@ -119,7 +119,7 @@ class _Trial:
         """True if the value is multiplied by the loss scale."""
         return value.direction == "backward" and self.rows[value.row].direction == "backward" and not value.is_scaled
 
-    def choose_scale(self, values: Sequence[NarrowValue], given: int | None) -> Choice:
+    def choose_scale(self, values: Sequence[NarrowValue], given: int | None) -> ScaleChoice:
         spans: dict[str, list[tuple[float, float]]] = {}
         scaled = [value for value in values if self.is_scaled(value)]
         for value in scaled:

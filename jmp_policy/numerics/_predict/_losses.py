@@ -150,19 +150,21 @@ Spans = Mapping[str, Sequence[tuple[float, float]]]
 """By scope: the smallest and largest exponent of the scales with which each value fits."""
 
 
-class Choice(NamedTuple):
+class ScaleChoice(NamedTuple):
     """The exponent of a loss scale, and the scopes with a value that does not fit with it."""
 
     exponent: int
     unsaved: tuple[str, ...]
 
 
-def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> Choice:
+def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> ScaleChoice:
     """Chooses the scale that saves most scopes, or `given` if that saves as many. Ties go to the one with most room.
 
     If all formats have the range of float32, the scale is 1.
     """
-    tries = range(_LEAST, _MOST + 1) if any(map(is_short, formats)) else range(1)
+    known = map(parse_format, formats)
+    is_short = any(isinstance(format, FloatFormat) and format.max_exponent < 100 for format in known)
+    tries = range(_LEAST, _MOST + 1) if is_short else range(1)
     if given is not None and given not in tries:
         tries = [*tries, given]
     unsaved = {
@@ -171,7 +173,7 @@ def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> Cho
     }
     fewest = min(map(len, unsaved.values()))
     if given is not None and len(unsaved[given]) == fewest:
-        return Choice(given, unsaved[given])
+        return ScaleChoice(given, unsaved[given])
     saving = [exponent for exponent in tries if len(unsaved[exponent]) == fewest]
     best = [exponent for exponent in saving if exponent >= 0] or saving  # prefer scales of at least 1
 
@@ -181,10 +183,4 @@ def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> Cho
         return min((min(exponent - least, most - exponent) for least, most in saved), default=math.inf)
 
     chosen = max(best, key=lambda exponent: (find_room(exponent), -abs(exponent)))
-    return Choice(chosen, unsaved[chosen])
-
-
-def is_short(format: str) -> bool:
-    """True if a format has a shorter exponent range than float32."""
-    known = parse_format(format)
-    return isinstance(known, FloatFormat) and known.max_exponent < 100
+    return ScaleChoice(chosen, unsaved[chosen])

@@ -97,7 +97,7 @@ class LayerRule(Rule):
             half = any(float_dtype(var) in HALF for var in eqn.outvars)
             compute = self._policy_at(place.path).compute_dtype
             return (compute if half and compute is not None and compute in HALF else _FLOAT32), _LayerState(place.path)
-        module = self._find_module(place.path)
+        module = next((outer for outer in reversed(list_paths_to(place.path)) if outer in self._types), None)
         if module is None:
             return self._promote(values), _LayerState()
         compute = self._policy_at(module).compute_dtype or _FLOAT32
@@ -124,9 +124,6 @@ class LayerRule(Rule):
             return kind.dtype
         outermost = next(outer for outer in list_paths_to(state.module) if outer in self._types)
         return self._policy_at(outermost).output_dtype or kind.dtype
-
-    def _find_module(self, path: str) -> str | None:
-        return next((outer for outer in reversed(list_paths_to(path)) if outer in self._types), None)
 
     def _policy_at(self, path: str) -> Policy:
         return match_policy(self._policy, path, self._types).policy
@@ -173,7 +170,7 @@ def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) ->
 
 
 class _Watcher(Rewriter):
-    """Records the dtypes of each equation, at each place that runs it; for a loop, those of its last rewrite."""
+    """Records the dtypes of each equation, at each place that runs it; of a loop, from its last rewrite."""
 
     def __init__(self, rule: Rule):
         super().__init__(rule)

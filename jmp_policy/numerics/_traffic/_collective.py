@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +114,7 @@ class Group(NamedTuple):
     devices: int
 
 
-class Place(NamedTuple):
+class OpLocation(NamedTuple):
     """Module path and pass of an op."""
 
     path: str
@@ -136,21 +136,21 @@ Shape = Mapping[str, int]
 
 
 def find_group(attributes: str, meshes: Iterable[Shape], devices: int) -> Group:
-    """Finds the device group in the attributes of an instruction. The first matching mesh names the axes.
-
-    >>> mesh = {"data": 2, "model": 2}
-    >>> find_group("replica_groups={{0,2},{1,3}}, dimensions={0}", [mesh], 4)
-    Group(axes=('data',), devices=2)
-    >>> find_group("replica_groups=[1,4]<=[4]", [mesh], 4)
-    Group(axes=('data', 'model'), devices=4)
-    >>> find_group("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", [mesh], 4)
-    Group(axes=('model',), devices=2)
-    """
+    """Finds the device group in the attributes of an instruction. The first matching mesh names the axes."""
     pairs = re.search(r"source_target_pairs=(\{[\d{},]*\})", attributes)
-    if pairs is not None:
-        return _find_of_pairs(_read_lists(pairs[1]), meshes)
-    groups = _read_groups(attributes, devices)
-    return next((found for mesh in meshes if (found := _match(groups, mesh))), Group((), len(groups[0])))
+    groups = _read_groups(attributes, devices) if pairs is None else _read_lists(pairs[1])
+    members = {number for group in groups for number in group}
+    for mesh in meshes if members else ():
+        sizes = list(mesh.values())
+        if max(members) >= math.prod(sizes):
+            continue
+        coordinates = [np.transpose(np.unravel_index(group, sizes)) for group in groups]
+        axes = [i for i in range(len(sizes)) if any(np.ptp(group[:, i]) for group in coordinates)]
+        count = math.prod(sizes[i] for i in axes)
+        # A permute may leave out devices. Any other group must have all devices along its axes.
+        if pairs is not None or all(len(group) == count for group in groups):
+            return Group(tuple(list(mesh)[i] for i in axes), count)
+    return Group((), len(members) if pairs is not None else len(groups[0]))
 
 
 def _read_groups(attributes: str, devices: int) -> list[list[int]]:
@@ -164,20 +164,12 @@ def _read_groups(attributes: str, devices: int) -> list[list[int]]:
 
 
 def _read_lists(text: str) -> list[list[int]]:
-    """Parses lists of integers.
-
-    >>> _read_lists("{{0,1},{2,3}}")
-    [[0, 1], [2, 3]]
-    """
+    """Parses lists of integers."""
     return [[int(number) for number in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
 
 
 def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
-    """Parses groups written as a transposed and reshaped iota.
-
-    >>> _read_iota("[2,2]", "[2,2]", "1,0")
-    [[0, 2], [1, 3]]
-    """
+    """Parses groups written as a transposed and reshaped iota."""
     dimensions = _read_numbers(sizes)
     numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
     if order:
@@ -186,13 +178,7 @@ def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
 
 
 def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
-    """Parses groups along named axes; `'x':(2)4` is a sub-axis of size 4, with 2 before it.
-
-    >>> _read_mesh_groups("'a'=2,'b'=2", " ", "'a'")
-    [[0, 2], [1, 3]]
-    >>> _read_mesh_groups("'a'=2,'b'=2", ", device_ids=([2,2]T(1,0)) ", "'a'")
-    [[0, 1], [2, 3]]
-    """
+    """Parses groups along named axes; `'x':(2)4` is a sub-axis of size 4, with 2 before it."""
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     numbers = np.arange(math.prod(sizes.values()))
     if (found := re.search(r"(?:\[[\d,]+\]<=)?(\[[\d,]+\])(?:T\(([\d,]+)\))?", order)) is not None:
@@ -216,35 +202,3 @@ def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
 
 def _read_numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _match(groups: Sequence[Sequence[int]], mesh: Shape) -> Group | None:
-    """Returns the mesh axes of device groups, or None if they do not match."""
-    sizes = list(mesh.values())
-    if max(map(max, groups)) >= math.prod(sizes):
-        return None
-    axes = _find_varying(groups[0], sizes)
-    others = [i for i in range(len(sizes)) if i not in axes]
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + axes)
-    expected = numbers.reshape(-1, math.prod(sizes[i] for i in axes))
-    if {frozenset(group) for group in groups} != set(map(frozenset, expected.tolist())):
-        return None
-    names = list(mesh)
-    return Group(tuple(names[i] for i in axes), len(groups[0]))
-
-
-def _find_of_pairs(pairs: Sequence[Sequence[int]], meshes: Iterable[Shape]) -> Group:
-    """Returns the mesh axes along which devices send in a permute."""
-    for mesh in meshes:
-        sizes = list(mesh.values())
-        if pairs and max(map(max, pairs)) < math.prod(sizes):
-            axes = sorted({axis for pair in pairs for axis in _find_varying(pair, sizes)})
-            names = list(mesh)
-            return Group(tuple(names[i] for i in axes), math.prod(sizes[i] for i in axes))
-    return Group((), len({number for pair in pairs for number in pair}))
-
-
-def _find_varying(numbers: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Returns the axes along which the coordinates of devices differ."""
-    coordinates = np.unravel_index(list(numbers), sizes)
-    return [i for i, along in enumerate(coordinates) if len(set(along.tolist())) > 1]

@@ -9,11 +9,11 @@ import jax
 from ..._base import TRACING, describe
 from ..._jaxpr import ModulePaths, Register, find_direction, flatten_function
 from .._ends import Results, check_function
-from ._collective import Meshes, Place, add_up, find_meshes
+from ._collective import Meshes, OpLocation, add_up, find_meshes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collectives
-from ._traced import Found, read_program
+from ._traced import FoundCollectives, read_program
 
 
 def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Callable[..., Collectives]:
@@ -72,13 +72,13 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             traced = jax.jit(unique).trace(*arrays)
             program = traced.jaxpr.jaxpr
             meshes, paths = find_meshes(program, arrays), ModulePaths(register.list_modules())
-            find_place = functools.cache(lambda stack: Place(paths.read_stack(stack), find_direction(stack)))
+            find_place = functools.cache(lambda stack: OpLocation(paths.read_stack(stack), find_direction(stack)))
             compiles = meshes.devices > 1 and _choose(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
                 found = read_module(parse_module(partition(traced.lower())), shapes, meshes.devices, find_place)
             else:
-                found = read_program(program, find_place) if meshes.devices > 1 else Found([], [])
+                found = read_program(program, find_place) if meshes.devices > 1 else FoundCollectives([], [])
                 _check_abstract(found, meshes, compiled)
         return Collectives(add_up(found.rows), meshes.devices, meshes.axes, compiles, tuple(found.uncounted_loops))
 
@@ -94,7 +94,7 @@ def _choose(compiled: bool | None, meshes: Meshes) -> bool:
     return bool(meshes.concrete) and not meshes.abstract if compiled is None else compiled
 
 
-def _check_abstract(found: Found, meshes: Meshes, compiled: bool | None) -> None:
+def _check_abstract(found: FoundCollectives, meshes: Meshes, compiled: bool | None) -> None:
     if compiled is None and meshes.abstract and not found.rows:
         raise ValueError(
             "The program has no explicit collectives, and XLA can only insert them for devices, which "

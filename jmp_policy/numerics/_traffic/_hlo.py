@@ -112,17 +112,7 @@ class Module(NamedTuple):
 
 
 def parse_module(text: str) -> Module:
-    """Parses HLO text.
-
-    >>> module = parse_module('''HloModule jit_f
-    ... ENTRY %main.1 (x: bf16[8,4]) -> bf16[8,8] {
-    ...   %x = bf16[8,4]{1,0} parameter(0)
-    ...   ROOT %all = bf16[8,8]{1,0} all-gather(%x), replica_groups={{0,1}}, metadata={op_name="jit(f)/dot_general"}
-    ... }''')
-    >>> root = module.computations[module.entry].instructions["all"]
-    >>> root.opcode, root.arrays, root.op_name
-    ('all-gather', [Array(dtype='bfloat16', bits=16, shape=(8, 8))], 'jit(f)/dot_general')
-    """
+    """Parses HLO text."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():

@@ -8,37 +8,13 @@ from typing import NamedTuple
 from ..._jaxpr import choose_line
 from ._collective import KINDS, REDUCING, Collective, Shape, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, FindPlace, Flow, Found, Node, choose_direction
+from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, Node, choose_direction
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
-def count_turns(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` that counts up from one constant to another, else None.
-
-    >>> from jmp_policy.numerics._traffic._hlo import parse_module
-    >>> module = parse_module('''HloModule jit_f
-    ... %body (p: (s32[])) -> (s32[]) {
-    ...   %p = (s32[]) parameter(0)
-    ...   %i = s32[] get-tuple-element(%p), index=0
-    ...   %two = s32[] constant(2)
-    ...   %next = s32[] add(%i, %two)
-    ...   ROOT %out = (s32[]) tuple(%next)
-    ... }
-    ... %test (q: (s32[])) -> pred[] {
-    ...   %q = (s32[]) parameter(0)
-    ...   %j = s32[] get-tuple-element(%q), index=0
-    ...   %end = s32[] constant(5)
-    ...   ROOT %less = pred[] compare(%j, %end), direction=LT
-    ... }
-    ... ENTRY %main () -> (s32[]) {
-    ...   %zero = s32[] constant(0)
-    ...   %first = (s32[]) tuple(%zero)
-    ...   ROOT %loop = (s32[]) while(%first), condition=%test, body=%body
-    ... }''')
-    >>> count_turns(module, module.computations["main"], module.computations["main"].instructions["loop"])
-    3
-    """
+def count_iterations(module: Module, around: Computation, loop: Instruction) -> int | None:
+    """Returns the trip count of a `while` that counts up from one constant to another, else None."""
     test = module.computations.get(loop.find_called("condition"))
     body = module.computations.get(loop.find_called("body"))
     if test is None or body is None:
@@ -116,7 +92,7 @@ _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "pr
 _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
 
-def read_module(module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace) -> Found:
+def read_module(module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace) -> FoundCollectives:
     """Lists the collectives of a partitioned module. The meshes name the axes."""
     module = _complete_names(module)
     reader = _Reader(module, meshes, devices, find_place)
@@ -126,7 +102,7 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, find_plac
         rows += reader.describe(site)
         for computation, loop in site.loops:
             loops.setdefault(reader.find_line(computation, loop))
-    return Found([row for row in rows if row.devices > 1], list(loops))
+    return FoundCollectives([row for row in rows if row.devices > 1], list(loops))
 
 
 def _complete_names(module: Module) -> Module:
@@ -163,22 +139,22 @@ class _Site(NamedTuple):
 
     computation: Computation
     instruction: Instruction
-    turns: int
+    runs: int
     loops: tuple[tuple[Computation, Instruction], ...]
 
 
-def _list_sites(module: Module, computation: Computation, turns: int, loops: tuple) -> Iterator[_Site]:
+def _list_sites(module: Module, computation: Computation, runs: int, loops: tuple) -> Iterator[_Site]:
     for instruction in computation.instructions.values():
         if instruction.opcode in _OPCODES:
-            yield _Site(computation, instruction, turns, loops)
+            yield _Site(computation, instruction, runs, loops)
         elif instruction.opcode == "while":
-            count = count_turns(module, computation, instruction)
+            count = count_iterations(module, computation, instruction)
             inside = loops if count is not None else (*loops, (computation, instruction))
             for body in _list_called(module, instruction, ("condition", "body")):
-                yield from _list_sites(module, body, turns * (1 if count is None else count), inside)
+                yield from _list_sites(module, body, runs * (1 if count is None else count), inside)
         elif instruction.opcode in ("call", "fusion", "conditional", "async-start"):
             for body in _list_called(module, instruction, _CALLS):
-                yield from _list_sites(module, body, turns, loops)
+                yield from _list_sites(module, body, runs, loops)
 
 
 def _list_called(module: Module, instruction: Instruction, attributes: Sequence[str]) -> list[Computation]:
@@ -202,10 +178,10 @@ class _Reader:
         group = find_group(instruction.attributes, self._meshes, self._devices)
         named = self._find_named(site.computation, instruction)
         primitive = named.op_name.rpartition("/")[2]
-        stands, line = self._find_place(read_stack(named.op_name)), self.find_line(site.computation, instruction)
+        place, line = self._find_place(read_stack(named.op_name)), self.find_line(site.computation, instruction)
         node = _node(site.computation, Reference(instruction.name, 0 if instruction.is_tuple else None))
         operand = _node(site.computation, instruction.operands[0])
-        direction = choose_direction(stands.direction, kind, reduction, operand, self._flow)
+        direction = choose_direction(place.direction, kind, reduction, operand, self._flow)
         sums = kind in REDUCING and reduction == "sum" and direction == "backward"
         return [
             Collective(
@@ -213,9 +189,9 @@ class _Reader:
                 is_gradient=sums and not self._flow.is_summed_on(node),
                 inserted=primitive not in PRIMITIVES,
                 source=line,
-                path=stands.path,
-                count=site.turns,
-                bytes=site.turns * math.prod(array.shape) * array.bits // 8,
+                path=place.path,
+                count=site.runs,
+                bytes=site.runs * math.prod(array.shape) * array.bits // 8,
             )
             for array in _list_sent(instruction, kind, group.devices)
         ]  # fmt: skip

@@ -67,7 +67,9 @@ class Collectives(Report):
         """
         _check_name("kind", kind, KINDS)
         _check_name("direction", direction, DIRECTIONS)
-        _check_axis(axis, self.axes)
+        if axis is not None and axis not in self.axes:
+            known = f"Its axes are {', '.join(map(repr, self.axes))}." if self.axes else _ONE_DEVICE
+            raise ValueError(f"No mesh of the program has an axis {axis!r}. {known}")
         name = None if dtype is None else _name_dtype(dtype)
 
         def is_selected(row: Collective) -> bool:
@@ -175,6 +177,7 @@ _LEGEND = (
     "bytes: on one device, gathered arrays and what goes into the others; sent: what it sends in a ring. "
     "gradient: a sum of gradients of parameters."
 )
+_ONE_DEVICE = "It runs on one device, without a mesh."
 _UNSHARDED = (
     "A mesh comes with the arguments, jax.device_put(x, NamedSharding(mesh, spec)) or "
     "jax.ShapeDtypeStruct(..., sharding=), with jax.jit(..., in_shardings=), or with jax.shard_map."
@@ -203,12 +206,6 @@ _EXAMPLES = {
     "direction": "report.select(direction='backward')",
     "of": "report.assert_reduced_in('float32', of='gradients')",
 }
-
-
-def _check_axis(axis: str | None, axes: Sequence[str]) -> None:
-    if axis is not None and axis not in axes:
-        known = f"Its axes are {', '.join(map(repr, axes))}." if axes else "It runs on one device, without a mesh."
-        raise ValueError(f"No mesh of the program has an axis {axis!r}. {known}")
 
 
 def _name_dtype(dtype: DTypeLike) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, Literal
 
 from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, sub_jaxprs, walk
-from ._collective import REDUCING, Collective, Group, Place
+from ._collective import REDUCING, Collective, Group, OpLocation
 
 Node = Hashable
 """A value of a jaxpr or an HLO module."""
@@ -138,31 +138,31 @@ PRIMITIVES: dict[str, tuple[str, str]] = {
 """HLO name and reduction by JAX primitive."""
 
 
-FindPlace = Callable[[str], Place]
+FindPlace = Callable[[str], OpLocation]
 """Reads the place of an op from its name stack."""
 
 
-class Found(NamedTuple):
+class FoundCollectives(NamedTuple):
     """Collectives, and the lines of loops with collectives and an unknown trip count."""
 
     rows: list[Collective]
     uncounted_loops: list[str]
 
 
-def read_program(program: Jaxpr, find_place: FindPlace) -> Found:
+def read_program(program: Jaxpr, find_place: FindPlace) -> FoundCollectives:
     """Lists the collectives in the shard_maps of a jaxpr."""
     steps = list(walk(program, live_only=True))
     flow = _follow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
-        if step.name in PRIMITIVES and (turns := _count_turns(step)):
-            found = list(_describe(step, turns, flow, find_place))
+        if step.name in PRIMITIVES and (runs := _count_runs(step)):
+            found = list(_describe(step, runs, flow, find_place))
             rows += found
             for n, (eqn, _) in enumerate(step.around):
                 if found and eqn.primitive.name == "while":
                     loops.setdefault(find_line(find_origin(Step("while", (), (), eqn, "", step.around[:n]))))
-    return Found(rows, list(loops))
+    return FoundCollectives(rows, list(loops))
 
 
 def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
@@ -184,13 +184,13 @@ def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flo
         if step.name == "carry":  # the next iteration reads this value
             eqn, body = step.around[-1]
             if id(body) not in carried:
-                carried[id(body)] = _pair_turns(eqn, body)
+                carried[id(body)] = _pair_iterations(eqn, body)
             if (again := carried[id(body)].get(results[0])) is not None:
                 flow.join(results[0], id(again))
     return flow
 
 
-def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
+def _pair_iterations(eqn: Any, body: Jaxpr) -> dict[int, Any]:
     """Maps each carried argument of a loop to the output that becomes it in the next iteration."""
     inside = next(inside for inside in sub_jaxprs(eqn) if inside.program is body)
     if len(body.outvars) < len(inside.carry):  # the test of a `while`
@@ -198,7 +198,7 @@ def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
     return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
 
 
-def _describe(step: Step, turns: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
+def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
     """Makes one row for each array of a collective, unless its group is one device."""
     group = _find_group(step)
     if group.devices == 1:
@@ -220,15 +220,15 @@ def _describe(step: Step, turns: int, flow: Flow, find_place: FindPlace) -> Iter
             inserted=False,
             source=line,
             path=place.path,
-            count=turns,
-            bytes=turns * math.prod(aval.shape) * aval.dtype.itemsize,
+            count=runs,
+            bytes=runs * math.prod(aval.shape) * aval.dtype.itemsize,
         )
 
 
-def choose_direction(stands: Pass, kind: str, reduction: str, operand: Any, flow: Flow) -> Pass:
+def choose_direction(direction: Pass, kind: str, reduction: str, operand: Any, flow: Flow) -> Pass:
     """Returns the pass of a collective. A sum of gradients is backward, also if it follows `jax.grad`."""
     sums = kind in REDUCING and reduction == "sum"
-    return "backward" if stands == "forward" and sums and flow.is_gradient(operand) else stands
+    return "backward" if direction == "forward" and sums and flow.is_gradient(operand) else direction
 
 
 def _find_group(step: Step) -> Group:
@@ -244,7 +244,7 @@ def _list_shard_maps(step: Step) -> list[Any]:
     return [eqn for eqn, _ in step.around if eqn.primitive.name == "shard_map"]
 
 
-def _count_turns(step: Step) -> int:
+def _count_runs(step: Step) -> int:
     """Returns how often a step runs on each device; `trips` counts all devices."""
     devices = (
         eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]

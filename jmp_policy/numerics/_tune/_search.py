@@ -8,7 +8,7 @@ Oracle = Callable[[frozenset[int]], float]
 """Returns the error with a set of items kept. Keeping more items must not make it larger."""
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search."""
 
     kept: frozenset[int]  # the smallest accepted set found, or all items if no smaller set was accepted
@@ -16,7 +16,7 @@ class Found(NamedTuple):
     trials: int  # the number of calls of the oracle
 
 
-def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int | None = None) -> Found:
+def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int | None = None) -> SearchResult:
     """Finds an accepted set from which no item can be left out. Item 0 is the most suspicious; nan is rejected.
 
     Each trial keeps a prefix of the undecided items and leaves the others out. If the error stays within the tolerance,
@@ -24,9 +24,6 @@ def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int |
     their geometric mean, because the ranking puts needed items first. All items together are taken as accepted.
 
     Source: delta debugging after Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
-
-    >>> find_smallest(lambda kept: 0.0 if {1, 6} <= kept else 1.0, 8, 0.5).kept
-    frozenset({1, 6})
     """
     needed: frozenset[int] = frozenset()
     enough, short = count, -1  # lengths of the shortest accepted prefix and of the longest rejected one, if any
@@ -34,7 +31,7 @@ def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int |
     trials = 0
     while enough:
         if trials == budget:
-            return Found(needed.union(range(enough)), False, trials)
+            return SearchResult(needed.union(range(enough)), False, trials)
         if short < 0:
             tried = max(0, enough - size)
         else:
@@ -48,4 +45,4 @@ def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int |
             enough, short = short, -1
             needed |= {enough}
             size, dropped = max(1, min(2 * dropped, enough // 2)), 0
-    return Found(needed, True, trials)
+    return SearchResult(needed, True, trials)

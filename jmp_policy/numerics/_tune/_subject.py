@@ -22,45 +22,19 @@ def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_
 
     A rule also covers inner paths, so only a scope that differs from its parent gets one, and inner rules come first.
     Only the root casts its outputs to the output dtype.
-
-    >>> import jmp_policy as jmp
-    >>> low, full = map(jmp.get_policy, ("bfloat16", "float32"))
-    >>> make_map(["", "a/x", "a/y", "b"], ["a/x", "a/y"], low, full).rules[0].key
-    'a'
     """
-    wanted = {scope: scope in kept for scope in scopes}
-    children: dict[str, list[str]] = {}
-    for path in sorted({path for scope in scopes for path in list_paths_to(scope)} - {""}):
-        children.setdefault(path.rpartition("/")[0], []).append(path)
-
-    @functools.cache
-    def list_rules(path: str, outer: bool) -> list[tuple[str, bool]]:
-        """Lists the fewest rules for a path and everything inside, inner rules first. `outer`: the parent is kept."""
-        choices = [wanted[path]] if path in wanted else [outer, not outer]
-        options = [[rule for child in children.get(path, ()) for rule in list_rules(child, keep)] for keep in choices]
-        options = [
-            rules if keep == outer else [*rules, (path, keep)] for keep, rules in zip(choices, options, strict=True)
-        ]
-        return min(options, key=len)
-
-    is_kept = wanted.get("", False)
+    wanted = {"": False} | {scope: scope in kept for scope in scopes}
+    outer = {
+        path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in wanted) for path in wanted if path
+    }
+    changed = sorted((path for path in outer if wanted[path] != wanted[outer[path]]), key=lambda path: -path.count("/"))
     inner = {True: kept_policy.replace(output_dtype=None), False: policy.replace(output_dtype=None)}
-    rules = [rule for child in children.get("", ()) for rule in list_rules(child, is_kept)]
-    return PolicyMap([(re.escape(path), inner[keep]) for path, keep in rules], inner[True] if is_kept else policy)
+    rules = [(re.escape(path), inner[wanted[path]]) for path in changed]
+    return PolicyMap(rules, inner[True] if wanted[""] else policy)
 
 
 def write_code(policy_map: PolicyMap) -> str:
-    """Returns Python code that makes a map, one rule per line.
-
-    >>> import jmp_policy as jmp
-    >>> print(write_code(jmp.PolicyMap({"head": "float32"}, "params=float32,compute=float16,output=none")))
-    jmp.PolicyMap(
-        {
-            'head': 'params=float32,compute=float32,output=float32',
-        },
-        default='params=float32,compute=float16,output=none',
-    )
-    """
+    """Returns Python code that makes a map, one rule per line."""
     default = None if policy_map.default is None else str(policy_map.default)
     rules = [f"        {rule.key!r}: {str(rule.policy)!r}," for rule in policy_map.rules]
     body = ["    {", *rules, "    },"] if rules else ["    {},"]
@@ -174,14 +148,9 @@ def _is_floating(leaf: Any) -> bool:
 def _take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
     """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
     if find_lifting_adapter(args) is None:
-        leaves, structure = jax.tree.flatten(args)
-        places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
-
-        def rebuild(arrays: list[Any]) -> Args:
-            new = dict(zip(places, arrays, strict=True))
-            return jax.tree.unflatten(structure, [new.get(index, leaf) for index, leaf in enumerate(leaves)])
-
-        return [leaves[index] for index in places], rebuild
+        arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)
+        choose = lambda new, old: old if new is None else new
+        return arrays, lambda new: jax.tree.map(choose, new, args, is_leaf=lambda leaf: leaf is None)
     from flax import nnx
 
     graph, state = nnx.split(args)

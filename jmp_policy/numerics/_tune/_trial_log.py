@@ -68,39 +68,29 @@ class TrialLog:
         """Reads the file. Removes a last line that was cut off when a run was killed."""
         text = path.read_text(encoding="utf-8", errors="replace")
         whole = text[: text.rfind("\n") + 1]
+        wanted = json.loads(json.dumps(self._header))
         try:
-            first, *others = map(json.loads, whole.splitlines())
-            stored = first.pop("ranking")
+            header, *others = map(json.loads, whole.splitlines())
+            stored = header.pop("ranking")
             ranking = Ranking(tuple(stored["scopes"]), stored["loss_scale"])
-            self._check_header(first)
             errors = [math.inf if line["error"] is None else float(line["error"]) for line in others]
             trials = [Trial(tuple(line["kept"]), error) for line, error in zip(others, errors, strict=True)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, _OtherTrials):
-                raise ValueError(str(error)) from None
+            different = [key for key in wanted if header[key] != wanted[key]]
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path} is not a file of trials, so it was not changed. Pass another name. For example: "
                 "tune(..., trials_file='tune.jsonl')."
             ) from None
+        if different:
+            key = different[0]
+            raise ValueError(
+                f"{path} has the trials of another run: its {key} is {header[key]!r}, expected {wanted[key]!r}. "
+                "It was not changed. Pass another name. For example: tune(..., trials_file='other.jsonl')."
+            )
         if whole != text:
             path.write_text(whole, encoding="utf-8")
         self.ranking = ranking
         self._known = {frozenset(trial.kept): trial for trial in trials}
-
-    def _check_header(self, found: dict[str, Any]) -> None:
-        wanted = json.loads(json.dumps(self._header))
-        if found.keys() != wanted.keys():
-            raise ValueError
-        for key, value in wanted.items():
-            if found[key] != value:
-                raise _OtherTrials(
-                    f"{self._path} has the trials of another run: its {key} is {found[key]!r}, expected {value!r}. "
-                    "It was not changed. Pass another name. For example: tune(..., trials_file='other.jsonl')."
-                )
-
-
-class _OtherTrials(ValueError):
-    """The file has the trials of another run."""
 
 
 def _write_line(entry: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
 from ._ranking import Ranking, find_format, rank_scopes
-from ._search import Found, find_smallest
+from ._search import SearchResult, find_smallest
 from ._subject import Observed, Subject, is_loss, make_map
 from ._trial_log import Trial, TrialLog, sum_arrays
 from ._tuning import Tuning, list_numbers, measure_error
@@ -158,7 +158,7 @@ class _Tuner:
             )
         return noise
 
-    def search(self, tolerance: float, budget: int | None, is_shown: bool) -> Found:
+    def search(self, tolerance: float, budget: int | None, is_shown: bool) -> SearchResult:
         def measure(kept: frozenset[int]) -> float:
             error = self._try(kept)
             if is_shown:
@@ -168,7 +168,7 @@ class _Tuner:
 
         return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
 
-    def conclude(self, found: Found, tolerance: float, noise: float) -> Tuning:
+    def conclude(self, found: SearchResult, tolerance: float, noise: float) -> Tuning:
         kept = self._name(found.kept)
         error = next((trial.error for trial in self._trials if trial.kept == kept), None)
         if error is None:  # the search never tries to keep all scopes
