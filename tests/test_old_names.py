@@ -40,7 +40,7 @@ def test_an_old_name_is_answered_with_the_new_one(package, old, new):
     ],
 )
 def test_an_old_argument_is_answered_with_the_new_one(call, old, new):
-    with pytest.raises(TypeError, match=rf"has no argument '{old}'\. Its name is now: {new}"):
+    with pytest.raises(TypeError, match=rf"has no argument '{old}'\. Its name is: {new}"):
         call()
 
 

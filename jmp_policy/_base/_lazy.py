@@ -36,13 +36,14 @@ def load_lazily(
 
 
 def refuse_old_keywords(**new_names: str) -> Callable[[F], F]:
-    """Makes a decorator that answers keyword arguments of old names with an error that tells the new ones."""
+    """Makes a decorator that answers keyword arguments of other names with an error that tells ours."""
 
     def decorate(fun: F) -> F:
         @functools.wraps(fun)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in new_names.keys() & kwargs.keys():
-                raise TypeError(f"{fun.__name__}() has no argument {old!r}. Its name is now: {new_names[old]}.")
+                name = fun.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{name}() has no argument {old!r}. Its name is: {new_names[old]}.")
             return fun(*args, **kwargs)
 
         return call  # pyright: ignore[reportReturnType]

@@ -14,8 +14,8 @@ from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ..loss_scale import DynamicLossScale
 from ..numerics._nonfinite import NonfiniteOrigin
 from ..quant._weights import ARRAYS
-from ._entries import MEMORIES, Entry, Parameter, Path, is_whole, list_entries, pair_memories
-from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
+from ._entries import MEMORIES, Entry, Pair, Parameter, Path, is_whole, list_entries, pair_memories, round_if_half
+from ._values import Misfit, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
 
 _MISSING = "is not in the checkpoint"
 
@@ -30,13 +30,12 @@ class Conversion:
     def __init__(self, saved: list[Entry], entries: list[Entry], is_ignored: Callable[[str], bool], target: Any):
         self._saved = {entry.path: entry for entry in saved}
         self._left = dict(self._saved)
-        self._saved_params = pair_memories(saved)
-        self._params = pair_memories(entries)
-        self._memory_of = {p.memory.path: p for p in self._params.values() if p.memory is not None}
         roles = find_roles(target, entries)
-        self._saved_moments = pair_scales(saved, roles)
-        moments = pair_scales(entries, roles).values()
-        self._moment_of = {entry.path: m for m in moments for entry in (m.entry, m.scale) if entry is not None}
+        self._saved_pairs: dict[Path, Pair] = {**pair_memories(saved), **pair_scales(saved, roles)}
+        self._saved_memories = {pair.other.path for pair in self._saved_pairs.values() if isinstance(pair, Parameter)}
+        pairs = [*pair_memories(entries).values(), *pair_scales(entries, roles).values()]
+        self._pair_of = {entry.path: pair for pair in pairs for entry in (pair.entry, pair.other)}
+        self._memories = {pair.other.path for pair in pairs if isinstance(pair, Parameter)}
         self._is_ignored = is_ignored
         self._scales = _find_scales(target)
         self._problems: dict[str, str] = {}
@@ -47,22 +46,21 @@ class Conversion:
         """
         # The memory of a parameter is part of its value, so it is converted with the parameter, not with the rest of
         # the optimizer's state. The scales of a moment are converted with the moment.
-        param = self._memory_of.get(entry.path)
-        moment = self._moment_of.get(entry.path)
-        decisive = param.entry if param is not None else moment.entry if moment is not None else entry
+        pair = self._pair_of.get(entry.path)
+        decisive = entry if pair is None else pair.entry
         found = self._take(decisive.path)
         try:
             if self._is_ignored(decisive.name):
                 return _keep(entry, "is ignored")
-            return self._begin(entry) if found is None else self._convert(entry, param, found)
+            return self._begin(entry) if found is None else self._convert(entry, pair, found)
         except Misfit as misfit:
             self._problems[entry.name] = str(misfit)
             return entry.value
 
     def list_problems(self) -> dict[str, str]:
         """Lists everything that does not fit, by the names of entries, after all were converted."""
-        memories = {p.memory.path for p in self._saved_params.values() if p.memory is not None}
-        left = [e.name for e in self._left.values() if not (_is_own(e, memories) or self._is_ignored(e.name))]
+        own = [e.path for e in self._left.values() if _is_own(e, self._saved_memories)]
+        left = [e.name for e in self._left.values() if e.path not in own and not self._is_ignored(e.name)]
         problems = self._problems | dict.fromkeys(left, "is in the checkpoint, but not in the target")
         for name, what in self._problems.items():
             if what == _MISSING and (near := difflib.get_close_matches(name, left, 1)):
@@ -81,31 +79,26 @@ class Conversion:
             self._left.pop((*path, name), None)
         return {name: entry.value for name, entry in arrays.items()}
 
-    def _convert(self, entry: Entry, param: Parameter | None, found: Any) -> Any:
+    def _convert(self, entry: Entry, pair: Pair | None, found: Any) -> Any:
         if not isinstance(found, Entry):  # the arrays of a quantized weight
             return convert_value(found, entry.value)
-        saved = self._saved_params.get(found.path, Parameter(found))
-        if param is not None:
-            return convert_value(param.encode(saved)[1], entry.value)
-        moment, saved_moment = self._moment_of.get(entry.path), self._saved_moments.get(found.path, Moment(found))
-        if moment is not None:
-            value, scale = moment.encode(saved_moment)
-            return convert_value(value if entry is moment.entry else scale, entry.value)
-        if saved_moment.is_quantized:
-            return convert_value(saved_moment.decode(), entry.value)
+        saved = self._saved_pairs.get(found.path)
+        if pair is not None:
+            value, other = pair.encode(found, saved)
+            return convert_value(value if entry is pair.entry else other, entry.value)
         is_loss_scale = entry.path[-1:] == ("loss_scale",) and entry.name in self._scales
         if is_loss_scale or (entry.part == "float8" and entry.path[-1].endswith("scale")):
             check_scale(found.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
-        value = self._params.get(entry.path, Parameter(entry)).encode(saved)[0]
+        value = round_if_half(found.value if saved is None else saved.decode(), entry.value)
         if is_loss_scale:
             value = _clip(value, self._scales[entry.name])
         return convert_value(value, entry.value)
 
     def _begin(self, entry: Entry) -> Any:
         """Returns the initial value of an entry that was not saved. Raises `Misfit` if it should have been saved."""
-        if not _is_own(entry, self._memory_of):
+        if not _is_own(entry, self._memories):
             raise Misfit(_MISSING)
         number = self._find_beginning(entry)
         if number is None or not is_abstract(entry.value):

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._base import OVERWRITE, is_floating, is_half, name_state, round_to_half
 from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
@@ -135,27 +134,36 @@ _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED),
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter, and its memory if it has one."""
+class Pair:
+    """An entry whose value is in two arrays: this one and another, its memory or its scales."""
 
     entry: Entry
-    memory: Entry | None = None
+    other: Entry
 
     def decode(self) -> Any:
-        """Returns the exact value: float32 if there is a memory, else as stored."""
-        if self.memory is None:
-            return self.entry.value
-        param, memory = jnp.asarray(self.entry.value), jnp.asarray(self.memory.value)
-        return _STORAGES[self.memory.part].decode(param, memory)
+        """Returns the exact value: float32, or as stored if the other array does not count."""
+        raise NotImplementedError
 
-    def encode(self, saved: "Parameter") -> tuple[Any, Any]:
-        """Returns this parameter and its memory for a saved parameter, bit for bit if it was saved in this form."""
-        if self.memory is None:
-            return _round(saved.decode(), self.entry.value), None
-        if saved.memory is not None and _form(self) == _form(saved):
-            return saved.entry.value, saved.memory.value
-        wide = jnp.asarray(saved.decode(), jnp.float32)
-        return _STORAGES[self.memory.part].encode(wide, _abstract(self.entry.value), None)
+    def encode(self, found: Entry, saved: "Pair | None") -> tuple[Any, Any]:
+        """Returns both arrays for the entry that was found, and its pair; bit for bit if it was saved in this form."""
+        raise NotImplementedError
+
+
+class Parameter(Pair):
+    """A half-precision parameter and its memory."""
+
+    def decode(self) -> Any:
+        """Returns the parameter in float32."""
+        param, memory = jnp.asarray(self.entry.value), jnp.asarray(self.other.value)
+        return _STORAGES[self.other.part].decode(param, memory)
+
+    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
+        """Returns parameter and memory."""
+        like = self.entry.value
+        if saved is not None and saved.other.part == self.other.part and saved.entry.value.dtype == like.dtype:
+            return saved.entry.value, saved.other.value
+        wide = jnp.asarray(found.value if saved is None else saved.decode(), jnp.float32)
+        return _STORAGES[self.other.part].encode(wide, jax.ShapeDtypeStruct(like.shape, like.dtype), None)
 
 
 def pair_memories(entries: Iterable[Entry]) -> dict[Path, Parameter]:
@@ -208,13 +216,5 @@ def _fits(param: Entry | None, memory: Entry) -> bool:
     return param is not None and not param.part and is_half(param.value) and param.value.shape == memory.value.shape
 
 
-def _form(param: Parameter) -> tuple[Any, str | None]:
-    return np.dtype(param.entry.value.dtype), None if param.memory is None else param.memory.part
-
-
-def _abstract(like: Any) -> Any:
-    return jax.ShapeDtypeStruct(like.shape, like.dtype)
-
-
-def _round(value: Any, like: Any) -> Any:
+def round_if_half(value: Any, like: Any) -> Any:
     return round_to_half(value, like.dtype) if is_half(like) and is_floating(value) else value

@@ -16,42 +16,40 @@ from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_r
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
 from ..quant._weights import ARRAYS, Layout, quantize_array
-from ._entries import Entry, Path, is_whole
+from ._entries import Entry, Pair, Path, is_whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """A moment of an optimizer with its role, and its scales if `quantize_state` has any for it."""
+class Moment(Pair):
+    """A moment of an optimizer and the scales that `quantize_state` has for it, with its role."""
 
-    entry: Entry
-    scale: Entry | None = None
-    role: str = ""
+    role: str
 
     @property
     def is_quantized(self) -> bool:
-        return self.scale is not None and self.entry.value.dtype == jnp.uint8
+        return self.entry.value.dtype == jnp.uint8
 
     def decode(self) -> Any:
         """Returns the value: float32 if it is quantized, else as stored."""
-        if self.scale is None or not self.is_quantized:
+        if not self.is_quantized:
             return self.entry.value
-        blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.scale.value))
+        blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
         return dequantize(blocks, CODES[self.role], self._sides)
 
-    def encode(self, saved: "Moment") -> tuple[Any, Any]:
-        """Returns this moment and its scales for a saved moment, bit for bit if it was saved in this form."""
-        if self.scale is None or not self.is_quantized:
-            return saved.decode(), None if self.scale is None else jnp.ones(self.scale.value.shape, jnp.float32)
-        if saved.scale is not None and saved.is_quantized and saved.scale.value.shape == self.scale.value.shape:
-            return saved.entry.value, saved.scale.value
-        if saved.entry.value.shape != self.entry.value.shape:
-            raise Misfit(f"was saved in the shape {saved.entry.value.shape}, the target has {self.entry.value.shape}")
-        return quantize(jnp.asarray(saved.decode(), jnp.float32), CODES[self.role], self._sides)
+    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
+        """Returns the moment and its scales."""
+        value, shape = found.value if saved is None else saved.decode(), self.entry.value.shape
+        if not self.is_quantized:
+            return value, jnp.ones(self.other.value.shape, jnp.float32)
+        if isinstance(saved, Moment) and saved.is_quantized and saved.other.value.shape == self.other.value.shape:
+            return saved.entry.value, saved.other.value
+        if found.value.shape != shape:
+            raise Misfit(f"was saved in the shape {found.value.shape}, the target has {shape}")
+        return quantize(jnp.asarray(value, jnp.float32), CODES[self.role], self._sides)
 
     @property
     def _sides(self) -> Shape:
-        assert self.scale is not None
-        lengths = zip(self.entry.value.shape, self.scale.value.shape, strict=True)
+        lengths = zip(self.entry.value.shape, self.other.value.shape, strict=True)
         return tuple(length // max(count, 1) for length, count in lengths)
 
 

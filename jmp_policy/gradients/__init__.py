@@ -2,7 +2,6 @@
 
 from ._grad import (
     build_value_and_grad as build_value_and_grad,
-    choose_reduction as choose_reduction,
     drop_value as drop_value,
     grad as grad,
     scale_loss as scale_loss,

@@ -116,8 +116,8 @@ def value_and_grad(
         return call_prepared
 
     differentiate = functools.partial(jax.value_and_grad, argnums=argnums, allow_int=allow_int)
-    reduce = choose_reduction(list_parameters, reduce_dtype, on_opaque)
-    return build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare)
+    reduction = list_parameters, reduce_dtype, on_opaque
+    return build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduction, prepare)
 
 
 @overload
@@ -168,14 +168,17 @@ def build_value_and_grad(
     fun: Callable[..., Any],
     has_aux: bool,
     state: PyTree,
-    reduce: Callable[[Callable[..., Any], Args, Kwargs], tuple[Any, PyTree]],
+    reduction: tuple[Callable[[Args], list[Any]], DTypeLike | None, Literal["error", "warn"]],
     prepare: Callable[[Callable[..., Any], LossScale], Callable[..., Any]],
     unscale: Callable[[PyTree, LossScale], PyTree] | None = None,
 ) -> Callable[..., Any]:
     """Builds `value_and_grad` over `differentiate(fun, has_aux=...)`, as `jax.value_and_grad` with its other options.
 
-    `prepare` wraps `fun` to change its arguments, and `unscale` turns scaled gradients into true ones.
+    `prepare` wraps `fun` to change its arguments, and `unscale` turns scaled gradients into true ones. `reduction`: a
+    function that lists the differentiated arrays among the arguments, `reduce_dtype` and `on_opaque`.
     """
+    if reduction[-1] not in ("error", "warn"):
+        raise ValueError(f"on_opaque must be 'error' or 'warn', got {quote(reduction[-1])}.")
     if not callable(fun):
         raise TypeError(
             f"value_and_grad takes a function, got {describe(fun)}. For example: "
@@ -200,53 +203,45 @@ def build_value_and_grad(
                 out = out[1] if has_aux else out[1][0]
             return out, (unscale or unscale_grads)(grads, scale)
 
-        out, grads = reduce(compute, args, kwargs)
+        out, grads = _reduce(compute, *reduction, args, kwargs)
         warn_of_half(out[0] if has_aux else out, scale)
         return out, grads
 
     return value_and_true_grad
 
 
-def choose_reduction(
-    list_parameters: Callable[[Args], list[Any]], dtype: DTypeLike | None, on_opaque: str
-) -> Callable[..., tuple[Any, PyTree]]:
-    """Returns the `reduce` of `build_value_and_grad` for these options."""
-    if on_opaque not in ("error", "warn"):
-        raise ValueError(f"on_opaque must be 'error' or 'warn', got {quote(on_opaque)}.")
-    return functools.partial(_call_reduced, list_parameters, dtype, on_opaque)
-
-
-def _call_reduced(
+def _reduce(
+    compute: Callable[..., tuple[Any, PyTree]],
     list_parameters: Callable[[Args], list[Any]],
     dtype: DTypeLike | None,
-    on_opaque: Any,
-    compute: Callable[..., tuple[Any, PyTree]],
+    on_opaque: Literal["error", "warn"] | None,
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, PyTree]:
     """Calls `compute` with its gradients reduced in `dtype`, or if it is None in the reduce dtype of a policy."""
-    if dtype is not None:
+
+    def compute_in(dtype: DTypeLike, on_opaque: Literal["error", "warn"] | None) -> tuple[Any, PyTree]:
         from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
-        with hold_given():
-            return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=on_opaque)(*args, **kwargs)
+        return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=on_opaque)(*args, **kwargs)
 
-    def compute_in(dtype: np.dtype | None) -> tuple[Any, PyTree]:
-        if dtype is None:
-            return compute(*args, **kwargs)
-        from ._reduce import reduce_gradients_in
-
+    def compute_in_found(dtype: np.dtype | None) -> tuple[Any, PyTree]:
         try:
-            return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=None)(*args, **kwargs)
+            return compute(*args, **kwargs) if dtype is None else compute_in(dtype, None)
         except _NEEDS_VALUES:
+            if dtype is None:
+                raise
             warn_once(
-                _call_reduced,
+                _reduce,
                 f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: this needs a trace, and the loss "
                 "function branches in Python on array values. Use jax.lax.cond or jnp.where in it.",
             )
             return compute(*args, **kwargs)
 
-    return search_reduce_dtype(compute_in)
+    if dtype is None:
+        return search_reduce_dtype(compute_in_found)
+    with hold_given():
+        return compute_in(dtype, on_opaque)
 
 
 _NEEDS_VALUES = (

@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, meta
 
-from .._base import Args, Kwargs, PyTree, forget_warnings
+from .._base import Args, Kwargs, forget_warnings
 from ..modules import Adapter, Hook, Method
 from ..policy import Policy, PolicyMap
 from ..quant._weights import WEIGHT_NAMES, is_quantized
@@ -21,14 +21,11 @@ from ._fields import AUTOCAST_EXAMPLE
 from ._place import ROOT, ModulePlace
 
 
-class _Linen:
+class _Linen(Adapter):
     """The adapter of linen, whose modules hold no arrays: a call reads and writes variables. See `Adapter`."""
 
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(model.apply)(variables, x)"
-    quantize = None
-    value_and_grad = None
-    attach_wrapped = None
 
     def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         base = unpolicied_class(target if isinstance(target, type) else type(target))
@@ -43,9 +40,6 @@ class _Linen:
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         return hook_calls(fun, hook, setup=setup)
-
-    def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        return {}
 
     def bind(self, model: nn.Module, variables: Any) -> nn.Module:
         if (model.scope is None) == (variables is None):
@@ -70,10 +64,6 @@ class _Linen:
                 weights[path] = leaf
         return weights
 
-    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Runs the function unchanged: a call cannot write to a module."""
-        return run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
-
     def attach_for_nnx(
         self,
         module: nn.Module,
@@ -90,7 +80,7 @@ class _Linen:
         )
 
 
-LINEN: Adapter = _Linen()
+LINEN = _Linen()
 
 
 def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:

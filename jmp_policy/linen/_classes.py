@@ -6,7 +6,6 @@ subclass has the name of its base, so that the names of parameters do not depend
 
 import copyreg
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,9 @@ def make_policied_class(
 def _make_class(
     _: type, base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
-    _check_no_cast(base, no_cast)
+    if no_cast:
+        public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
+        check_no_cast(base.__call__, no_cast, public)
     recipe = (make_policied_class, (base, policy, no_cast, place))
     cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
     setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, no_cast, place, owner=cls))
@@ -77,13 +78,6 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
         return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
-
-
-def _check_no_cast(base: type[nn.Module], no_cast: frozenset[str]) -> None:
-    if no_cast:
-        public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
-        known = [set(inspect.signature(method).parameters) for method in public]
-        check_no_cast(base.__call__, [name for name in no_cast if not any(name in names for names in known)])
 
 
 def _reduce(self: nn.Module) -> tuple:

@@ -1,6 +1,5 @@
 """Traces a linen module for `jmp_policy.explain`."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -119,11 +118,15 @@ class _CalledModules:
         relative = "/".join(path_of(module)[len(active.path) :])
         self._types.setdefault(active.attachment, {})[relative] = type(module)
         match: Match = active.match(module)
-        by_map = isinstance(active.policy, PolicyMap)
-        info = describe_module(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
-        sums = find_sums_dtype(module, match.policy)
-        quantization = quantization_of(module, match.policy)
-        return dataclasses.replace(info, quantization=quantization, accumulate_dtype="" if sums is None else str(sums))
+        return describe_module(
+            kind,
+            match,
+            attached=attached,
+            by_map=isinstance(active.policy, PolicyMap),
+            written=written_dtype(module),
+            quantization=quantization_of(module, match.policy),
+            sums=find_sums_dtype(module, match.policy),
+        )
 
 
 def _name_keys(rngs: Any) -> dict[str, Any]:

@@ -97,18 +97,22 @@ def _wrap_method(method: Callable[..., Any], casts: bool) -> Callable[..., Any]:
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        # A linen module inside a model of nnx is not a boundary where no rule names it.
-        if not casts or not read_class_policy(self).place.boundary:
-            return _call_without_casts(method, self, args, kwargs)
-        hook = BOUNDARY_HOOK.get()
-        if hook is None:
-            return _call_with_casts(method, self, args, kwargs)
-        # The hook sees the inputs before they are cast.
-        call = lambda *args, **kwargs: _call_with_casts(method, self, args, kwargs)
-        return hook(describe_call(self, method.__name__), call, args, kwargs)
+        return (_call_boundary if casts else _call_without_casts)(method, self, args, kwargs)
 
     setattr(call_method, _OURS, call_method)
     return call_method
+
+
+def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    # A linen module inside a model of nnx is not a boundary where no rule names it.
+    if not read_class_policy(module).place.boundary:
+        return _call_without_casts(method, module, args, kwargs)
+    hook = BOUNDARY_HOOK.get()
+    if hook is None:
+        return _call_with_casts(method, module, args, kwargs)
+    # The hook sees the inputs before they are cast.
+    call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
+    return hook(describe_call(module, method.__name__), call, args, kwargs)
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

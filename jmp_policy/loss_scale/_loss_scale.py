@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base import Uncast, at_least_float32, is_floating
+from .._base import Uncast, at_least_float32, is_floating, refuse_old_keywords
 from ._scale_settings import (
     NEVER,
+    OTHER_NAMES,
     check_constant,
     check_scalar,
     check_scale,
     check_settings,
     clamp,
-    refuse_other_names,
     warn_if_not_floating,
 )
 
@@ -172,7 +172,7 @@ class DynamicLossScale(LossScale):
     credits: jax.Array | None
     _settings: tuple = dataclasses.field(init=False, repr=False)
 
-    @refuse_other_names
+    @refuse_old_keywords(**OTHER_NAMES)
     def __init__(
         self,
         loss_scale: Any = 2.0**15,
@@ -193,8 +193,8 @@ class DynamicLossScale(LossScale):
         warn_if_not_floating(min_loss_scale, "min_loss_scale")
         settings = check_settings(period, factor, min_loss_scale, backoff_factor, max_loss_scale, hysteresis)
         settings["consecutive_hysteresis"] = bool(consecutive_hysteresis)
-        for name, value in (("counter", counter), ("credits", credits)):
-            check_scalar(value, name)
+        check_scalar(counter, "counter")
+        check_scalar(credits, "credits")
         if settings["hysteresis"] == 1:
             credits = None
         elif credits is None:
@@ -237,27 +237,18 @@ class DynamicLossScale(LossScale):
             raise ValueError(
                 f"Expected boolean scalar for grads_finite, got {jax.typeof(finite)}. For example: all_finite(grads)."
             )
-        complete = self.counter >= min(self.period, NEVER) - 1
-        credits, overdrawn = self._next_credits(finite, complete)
-        loss_scale = jnp.where(finite, self._grown(complete), self._lowered(overdrawn))
+        scale, complete, credits = self.loss_scale, self.counter >= min(self.period, NEVER) - 1, self.credits
+        grown = scale * self.factor
+        grown = jnp.where(complete & jnp.isfinite(grown) & (grown <= self.max_loss_scale), grown, scale)
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_loss_scale)
+        if credits is not None:  # the first overflows only skip their step
+            lowered = jnp.where(credits == 0, lowered, scale)
+            refill = finite if self.consecutive_hysteresis else finite & complete
+            spent = jnp.where(finite, credits, jnp.maximum(credits - 1, 0))
+            credits = jnp.where(refill, self.hysteresis - 1, spent)
+        scale = jnp.where(finite, grown, lowered)
         counter = jnp.where(finite & ~complete, self.counter + 1, 0)
-        return self.tree_unflatten(self._settings, (loss_scale, counter, credits))
-
-    def _grown(self, complete: jax.Array) -> jax.Array:
-        grown = self.loss_scale * self.factor
-        return jnp.where(complete & jnp.isfinite(grown) & (grown <= self.max_loss_scale), grown, self.loss_scale)
-
-    def _lowered(self, overdrawn: jax.Array | bool) -> jax.Array:
-        lowered = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_loss_scale)
-        return lowered if overdrawn is True else jnp.where(overdrawn, lowered, self.loss_scale)
-
-    def _next_credits(self, finite: jax.Array, complete: jax.Array) -> tuple[jax.Array | None, jax.Array | bool]:
-        """Returns the credits after this step, and whether an overflow in it finds none left."""
-        if self.credits is None:
-            return None, True
-        refill = finite if self.consecutive_hysteresis else finite & complete
-        spent = jnp.where(finite, self.credits, jnp.maximum(self.credits - 1, 0))
-        return jnp.where(refill, self.hysteresis - 1, spent), self.credits == 0
+        return self.tree_unflatten(self._settings, (scale, counter, credits))
 
     # The settings are one tuple and unflattening does not call __init__, because each dispatch of a step pays for both.
     # JAX also unflattens with leaves of any kind (shapes, shardings, None, object()), which must not be inspected.

@@ -1,10 +1,8 @@
 """Checks of the settings of loss scales. A value that is traced, or on other hosts, is not checked."""
 
-import functools
 import math
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +13,6 @@ from jax.typing import ArrayLike
 
 from .._base import quote, warn_user
 
-F = TypeVar("F", bound=Callable[..., None])
-
 SMALLEST = 2.0**-126  # the smallest normal float32 number; XLA may flush smaller ones to zero
 LARGEST = float(np.finfo(np.float32).max)
 NEVER = 2**31  # an int32 counter never completes a longer period
@@ -25,8 +21,9 @@ NEVER = 2**31  # an int32 counter never completes a longer period
 def check_scale(value: object) -> float | None:
     """Checks that a value can be a scale, and returns its number if it can be read."""
     number = _read_scalar(value, "loss_scale")
-    if number is None:
-        _check(_stands_for_array(value), "loss_scale", value, "a positive number", "2.0**15")
+    if number is None:  # a tracer, or a placeholder with which JAX rebuilds a tree
+        is_array = hasattr(value, "shape") or type(value) is object
+        _check(is_array, "loss_scale", value, "a positive number", "2.0**15")
     else:
         _check_normal(number, "loss_scale", value, "2.0**15")
     return number
@@ -67,7 +64,7 @@ def check_settings(
     }
 
 
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "init_scale": "loss_scale",
     "initial_scale": "loss_scale",
     "scale": "loss_scale",
@@ -82,20 +79,6 @@ _OTHER_NAMES = {
     "fin_steps": "counter",
 }
 """Argument names of PyTorch, Flax, Keras, Apex and DeepSpeed, with our names."""
-
-
-def refuse_other_names(init: F) -> F:
-    """Makes a constructor name our argument if it is called with another library's name for it."""
-
-    @functools.wraps(init)
-    def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & _OTHER_NAMES.keys():
-            kind, here, given = type(self).__name__, _OTHER_NAMES[name], quote(kwargs[name])
-            example = f"For example: {kind}({here}={given})."
-            raise TypeError(f"{kind} has no argument {name!r}: here it is {here!r}. {example}")
-        init(self, *args, **kwargs)
-
-    return init_or_refuse  # type: ignore[return-value]
 
 
 def check_scalar(value: object, name: str) -> None:
@@ -172,9 +155,8 @@ def _read_scalar(value: Any, name: str) -> float | None:
     """Returns the number in a value, or None if it cannot be read now."""
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
     _check(not is_bool, name, value, "a positive number", "2.0**15")
+    check_scalar(value, name)
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
-    if is_array:
-        check_scalar(value, name)
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or not value.is_fully_addressable:
             return None
@@ -183,11 +165,6 @@ def _read_scalar(value: Any, name: str) -> float | None:
         return float(value) if is_array or isinstance(value, int | float) else None
     except OverflowError:  # an int
         return math.inf
-
-
-def _stands_for_array(value: object) -> bool:
-    """True for tracers, and for the placeholders with which JAX rebuilds a tree."""
-    return hasattr(value, "shape") or type(value) is object
 
 
 def _check_normal(number: float, name: str, value: object, example: str) -> None:

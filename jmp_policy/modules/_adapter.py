@@ -120,9 +120,8 @@ class Adapter(Protocol):
         """
         ...
 
-    def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        """Returns the classes, by path, of the nnx modules among `arguments`; none for linen."""
-        ...
+    find_modules: Callable[[PyTree], dict[str, type]] = staticmethod(lambda arguments: {})
+    """Returns the classes, by path, of the nnx modules among some arguments."""
 
     def bind(self, model: Any, variables: Any) -> Any:
         """Returns a module with its variables. Rejects a second set of variables, or none at all."""
@@ -132,48 +131,33 @@ class Adapter(Protocol):
         """Calls a bound module under a hook and drops its writes. In linen, `Module.apply` gets `kwargs`."""
         ...
 
-    def examine(
-        self,
-        model: Any,
-        inputs: Args,
-        method: Method,
-        rngs: PyTree,
-        kwargs: Kwargs,
-        trace: Callable[..., None],
-        hook: Hook,
-    ) -> ModelInfo:
-        """Traces a model under a hook, which sees inputs before they are cast, and describes its modules.
+    examine: Callable[..., ModelInfo]
+    """`(model, inputs, method, rngs, kwargs, trace, hook)`: traces a model under a hook, and describes its modules.
 
-        `method` and `rngs` are as in `explain`; the method gets `kwargs`. `trace` is called with a function that runs
-        the model, and its arguments.
-        """
-        ...
+    The hook sees inputs before they are cast. `method` and `rngs` are as in `explain`; the method gets `kwargs`.
+    `trace` is called with a function that runs the model, and its arguments."""
 
     def find_weights(self, model: Any) -> dict[str, Any]:
         """Returns the quantized weights, and those that can be quantized, by the path of their module."""
         ...
 
-    @property
-    def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
-        """`(model, policy, Quantizer.quantize_weight) -> (model, sentences about unused rules)`; `None` for linen."""
-        ...
+    quantize: Callable[..., tuple[Any, list[str]]] | None = None
+    """`(model, policy, Quantizer.quantize_weight) -> (model, sentences about unused rules)`; `None` for linen."""
 
-    @property
-    def attach_wrapped(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
-        """`(new module, policy, its path, its constructor's arguments) -> (module, types by path)`; `None` for linen.
+    attach_wrapped: Callable[..., tuple[Any, dict[str, type]]] | None = None
+    """`(new module, policy, its path, its constructor's arguments) -> (module, types by path)`; `None` for linen.
 
-        Gives a policy to an nnx module that a linen model wraps.
-        """
-        ...
+    Gives a policy to an nnx module that a linen model wraps."""
 
-    @property
-    def value_and_grad(self) -> Callable[..., Any] | None:
-        """Differentiates functions of nnx modules under a loss scale; `None` for linen."""
-        ...
+    value_and_grad: Callable[..., Any] | None = None
+    """Differentiates functions of nnx modules under a loss scale; `None` for linen."""
 
-    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Runs `fun`, a function of Flax objects, by `run(pure function, tree of arrays)`, and keeps its writes."""
-        ...
+    lift: Callable[..., Any] = staticmethod(
+        lambda run, fun, args, kwargs: run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
+    )
+    """Runs `fun`, a function of Flax objects, by `run(pure function, tree of arrays)`, and keeps its writes.
+
+    In linen, a call cannot write to a module."""
 
 
 def find_adapter(target: Any) -> Adapter | None:
@@ -199,22 +183,24 @@ def is_flax_object(node: object) -> bool:
     return bool(_find_flax_base(type(node))[0])
 
 
-def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, written: Any = None) -> ModuleInfo:
+def describe_module(
+    kind: type, match: Match, *, attached: bool, by_map: bool, written: Any, quantization: str, sums: np.dtype | None
+) -> ModuleInfo:
     """Describes a module with a policy.
 
     `attached`: `with_policy` was applied to this very module. `by_map`: it was given a map. `written`: the author's
-    dtype.
+    dtype. `sums`: the accumulate dtype, if it returns its sums in it.
     """
-    policy = match.policy
+    policy, details = match.policy, (quantization, "" if sums is None else str(sums))
     if written is not None:
-        return ModuleInfo(kind, policy, WRITTEN, np.dtype(written), is_named=True)
+        return ModuleInfo(kind, policy, WRITTEN, np.dtype(written), True, *details)
     if by_map:
         key = None if match.rule is None else match.rule.key
         rule = "default" if key is None else key if isinstance(key, str) else key.__qualname__
         named = attached or (match.rule is not None and match.boundary)
     else:
         rule, named = "its own policy" if attached else "inherited", attached
-    return ModuleInfo(kind, policy, rule, policy.compute_dtype, is_named=named)
+    return ModuleInfo(kind, policy, rule, policy.compute_dtype, named, *details)
 
 
 _ADAPTERS = {

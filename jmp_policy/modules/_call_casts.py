@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -227,8 +227,10 @@ def matmul_precision(policy: Policy) -> AbstractContextManager:
     return nullcontext() if policy.precision is None else jax.default_matmul_precision(policy.precision)
 
 
-def check_no_cast(fun: Callable[..., Any], no_cast: Collection[str]) -> None:
-    """Raises a `ValueError` unless `no_cast` is a collection of names of arguments of `fun`."""
+def check_no_cast(
+    fun: Callable[..., Any], no_cast: Collection[str], methods: Iterable[Callable[..., Any]] = ()
+) -> None:
+    """Raises a `ValueError` unless `no_cast` is a collection of names of arguments of `fun`, or of other methods."""
     if isinstance(no_cast, str):
         raise ValueError(
             f"no_cast must be a collection of argument names, got the string {quote(no_cast)}; "
@@ -245,9 +247,10 @@ def check_no_cast(fun: Callable[..., Any], no_cast: Collection[str]) -> None:
             f"no_cast names {quote(sorted(no_cast))}, but {name_function(fun)} has no signature that Python can read. "
             "Give the policy to a function that calls it. For example: lambda x, position: f(x, position)."
         ) from None
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    all_parameters = [parameters, *(inspect.signature(method).parameters for method in methods)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for known in all_parameters for p in known.values())
     for name in no_cast:
-        if name not in parameters and not takes_any:
+        if not takes_any and not any(name in known for known in all_parameters):
             known = ", ".join(map(repr, parameters)) or "none"
             raise ValueError(
                 f"no_cast names {quote(name)}, but {name_function(fun)} has no such argument. "

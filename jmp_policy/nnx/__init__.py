@@ -15,7 +15,7 @@ from ._decorate import cast_params as cast_params
 from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._optimizer import Optimizer as Optimizer
-from ._quantized import QuantizedParam as QuantizedParam
+from ._products import QuantizedParam as QuantizedParam
 from ._rounding import set_rounding_rngs as set_rounding_rngs
 
 _register_with_flax()

@@ -1,9 +1,8 @@
 """`NNX`: the adapter of nnx, and the description of an nnx model for `explain`."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_no_cast
 from ._module_spec import ModuleSpec, find_spec
-from ._quantized import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
+from ._products import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 
 
@@ -48,13 +47,12 @@ def examine(
     return ModelInfo(tree.modules, tree.params, tree.explain_unused())
 
 
-class _Given:
-    """A policy or map that was attached to a module, and the types of the modules inside by relative path."""
+class _Given(NamedTuple):
+    """A policy or map that was attached to a module `depth` names deep, and the types inside by relative path."""
 
-    def __init__(self, policy: Policy | PolicyMap, depth: int):
-        self.policy = policy
-        self.depth = depth
-        self.types: dict[str, type] = {}
+    policy: Policy | PolicyMap
+    depth: int
+    types: dict[str, type]
 
     def strip_path(self, path: tuple[str, ...]) -> str:
         return "/".join(path[self.depth :])
@@ -85,7 +83,7 @@ class _Tree:
         if spec is None:
             given = None
         elif spec.attached or given is None:
-            given = _Given(spec.given, len(path))
+            given = _Given(spec.given, len(path), {})
             self._given.append(given)
         self.modules["/".join(path)] = self._describe(module, spec, path, given)
         for name, value in list_items(module):
@@ -114,21 +112,16 @@ class _Tree:
         relative = given.strip_path(path)
         given.types[relative] = spec.base
         match = match_policy(given.policy, relative, given.types)
-        info = describe_module(
+        attributes = vars(module)
+        return describe_module(
             spec.base,
             match,
             attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
-            written=_find_written_dtype(module, spec),
+            written=attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None,
+            quantization=describe_quantization(spec.base, attributes, match.policy),
+            sums=spec.accumulate_dtype,
         )
-        quantization = describe_quantization(spec.base, vars(module), match.policy)
-        sums = "" if spec.accumulate_dtype is None else str(spec.accumulate_dtype)
-        return dataclasses.replace(info, quantization=quantization, accumulate_dtype=sums)
-
-
-def _find_written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
-    attributes = vars(module)
-    return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 
 
 def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
@@ -141,7 +134,7 @@ def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
     return functools.partial(method, module)
 
 
-class _Nnx:
+class _Nnx(Adapter):
     """The adapter of nnx. Its modules hold their Variables, and a call may write to them. See `Adapter`."""
 
     autocast_example = AUTOCAST_EXAMPLE
@@ -223,11 +216,10 @@ class _Nnx:
         return attached, attachment.explain_unused_rules()
 
     attach_wrapped = staticmethod(attach_wrapped)
-
     lift = staticmethod(lift)
 
 
-NNX: Adapter = _Nnx()
+NNX = _Nnx()
 
 
 def _quantize_layer(

@@ -25,8 +25,7 @@ from ._layers import (
 )
 from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, find_spec
-from ._products import choose_layer_class, find_sums_dtype, make_bound_layer
-from ._quantized import check_weight, make_float8_attributes
+from ._products import check_weight, choose_layer_class, find_sums_dtype, make_bound_layer, make_float8_attributes
 from ._shadow import (
     Attributes,
     Node,

@@ -11,7 +11,7 @@ from ..modules import is_flax_object
 from ..modules.common import make_subclass, pickle_by_recipe
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 from ._attachment import Attachment, reject_param, wrap_methods
-from ._shadow import Node, NodeKind, find_kind, list_items, pytree_options
+from ._shadow import pytree_options, walk
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -162,8 +162,7 @@ def attach_wrapped(
 
 def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Attachment:
     """Makes the walk over a new module."""
-    passed_in: set[int] = set()
-    _collect_ids(arguments, passed_in)
+    passed_in = {id(node) for _, node in walk(arguments)}
 
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:
         (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
@@ -174,11 +173,3 @@ def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], argume
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
     """Casts a Param that nobody else holds, such as one that was just drawn in its author's dtype."""
     param.set_value(cast_floating(param.get_value(), policy.param_dtype))
-
-
-def _collect_ids(value: Node, ids: set[int]) -> None:
-    """Collects the ids of the modules, Params and containers in a value."""
-    if id(value) not in ids and find_kind(type(value)) is not NodeKind.OTHER:
-        ids.add(id(value))
-        for _, item in list_items(value):
-            _collect_ids(item, ids)

@@ -9,10 +9,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from .._base import OVERWRITE, PyTree, name_state, prepare_leaf
-from ..policy import Float8
-from ..quant._products import State, needs_state, new_state
-from ..quant._weights import Layout, stack_shape
-from ._shadow import Attributes
+from ..quant._products import State
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)
@@ -34,16 +31,6 @@ class Float8State(nnx.Variable):
     >>> sorted(state)[:2], state["input_amax_history"].shape
     (['input_amax_history', 'input_scale'], (16,))
     """
-
-
-def make_state(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
-    """Returns the attribute with the state of a layer: the state that it has, or a new one."""
-    if not needs_state(format):
-        return {}
-    known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(shape, layout))
-    if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
-        return {OVERWRITE: known}
-    return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
 
 
 def read_state(layer: nnx.Module) -> State:

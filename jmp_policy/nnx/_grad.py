@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_unused
-from ..gradients import build_value_and_grad, choose_reduction, drop_value, unscale_grads
+from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
@@ -107,8 +107,8 @@ def value_and_grad(
         return compute
 
     prepare = lambda fun, scale: prepare_states(fun, positions, scale.loss_scale)
-    reduce = choose_reduction(list_parameters, reduce_dtype, on_opaque)
-    differentiated = build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare, _unscale_models)
+    reduction = list_parameters, reduce_dtype, on_opaque
+    differentiated = build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduction, prepare, _unscale_models)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 

@@ -29,8 +29,8 @@ from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
 from ._layers import make_linen_attributes
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec
-from ._quantized import describe_quantization
-from ._shadow import Attributes, NodeKind, call_on_shadow, find_kind, list_items, pytree_options
+from ._products import describe_quantization
+from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
@@ -58,12 +58,7 @@ def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
 def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
     """Returns the sorted names of `no_cast`. Raises a `ValueError` unless each is an argument of a public method."""
     methods: dict[str, Any] = dict(list_public_methods(base))
-    main = methods.get("__call__", base)
-    if isinstance(no_cast, str):
-        check_no_cast(main, no_cast)
-    for name in no_cast:
-        if not any(_takes_argument(method, name) for method in methods.values()):
-            check_no_cast(main, [name])
+    check_no_cast(methods.get("__call__", base), no_cast, methods.values())
     return tuple(sorted(no_cast))
 
 
@@ -161,24 +156,15 @@ def give_cache_dtype(
     name = getattr(method, "__name__", "")
     if name == "init_cache" and len(args) < 2:
         return {"dtype": dtype} | kwargs
-    cache = module.cached_key
-    if name == "__call__" and _decodes(module, kwargs) and cache is not None and cache.get_value().dtype != dtype:
+    cache, decode = module.cached_key, kwargs.get("decode")
+    decode = module.decode if decode is None else decode
+    if name == "__call__" and decode and cache is not None and cache.get_value().dtype != dtype:
         raise ValueError(
             f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
             "Make it anew under the policy: layer.init_cache(input_shape). "
             f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
         )
     return kwargs
-
-
-def _decodes(module: nnx.MultiHeadAttention, kwargs: Kwargs) -> bool:
-    decode = kwargs.get("decode")
-    return bool(module.decode if decode is None else decode)
-
-
-def _takes_argument(method: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(method).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 _PATH = "_pytree__jmp_path"
@@ -200,7 +186,7 @@ def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         out = None
         models = _find_models((args, kwargs))
         for model in models:
-            for path, module in list(_walk(model, (), set())):
+            for path, module in list(walk_modules(model)):
                 vars(module)[_PATH] = path
                 object.__setattr__(module, "__class__", _make_hooked_class(type(module)))
         token = _HOOKS.set((*_HOOKS.get(), hook))
@@ -210,14 +196,16 @@ def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         finally:
             _HOOKS.reset(token)
             for model in (*models, *_list_modules(out)):  # a copy of one may be returned
-                _restore_classes(model)
+                for _, module in list(walk_modules(model)):
+                    if vars(module).pop(_PATH, None) is not None:
+                        object.__setattr__(module, "__class__", type(module).__base__)
 
     return call_hooked
 
 
 def find_modules(arguments: PyTree) -> dict[str, type]:
     """Returns the classes, by path, of the modules among `arguments`."""
-    return {path: type(module) for model in _find_models(arguments) for path, module in _walk(model, (), set())}
+    return {path: type(module) for model in _find_models(arguments) for path, module in walk_modules(model)}
 
 
 def _find_models(arguments: PyTree) -> list[nnx.Module]:
@@ -228,25 +216,6 @@ def _find_models(arguments: PyTree) -> list[nnx.Module]:
 def _list_modules(tree: PyTree) -> list[nnx.Module]:
     leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
-
-
-def _walk(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, nnx.Module]]:
-    """Yields the modules in a tree, each once, with the first path that leads to it."""
-    kind = find_kind(type(value))
-    if kind not in (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if kind is NodeKind.MODULE:
-        yield "/".join(path), value
-    for name, item in list_items(value):
-        yield from _walk(item, (*path, name), seen)
-
-
-def _restore_classes(model: nnx.Module) -> None:
-    """Gives the modules in a tree their own classes back, in place."""
-    for _, module in list(_walk(model, (), set())):
-        if vars(module).pop(_PATH, None) is not None:
-            object.__setattr__(module, "__class__", type(module).__base__)
 
 
 @remember_on_class

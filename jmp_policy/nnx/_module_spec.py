@@ -21,27 +21,19 @@ and the key of every jit cache carry them.
 class CallEffect(enum.Enum):
     """The effect of a policy on a call of a method from outside."""
 
-    NOTHING = enum.auto()
-    """Runs the method unchanged: the attributes of a Flax layer are enough."""
-    COMPUTES = enum.auto()
-    """Computes as the policy says, without casts of arguments and results."""
-    CASTS = enum.auto()
-    """Casts arguments and results too, because a rule of a map names the module."""
-    CASTS_AT_ROOT = enum.auto()
-    """The same, because `with_policy` was applied to this very module."""
+    NOTHING = enum.auto()  # runs the method unchanged: the attributes of a Flax layer are enough
+    COMPUTES = enum.auto()  # computes as the policy says, without casts of arguments and results
+    CASTS = enum.auto()  # casts arguments and results too, because a rule of a map names the module
+    CASTS_AT_ROOT = enum.auto()  # the same, because `with_policy` was applied to this very module
 
 
 class DtypeSource(enum.Enum):
     """The place where the code of a module reads its compute dtype."""
 
-    AUTHOR = enum.auto()
-    """A `dtype` that the author wrote, or a linen module that has a policy of its own."""
-    FIELD = enum.auto()
-    """A `dtype` that the author left open: the policy writes its compute dtype there."""
-    PARAMS = enum.auto()
-    """The Params: without a `dtype`, methods read them in the compute dtype."""
-    LINEN_MODULE = enum.auto()
-    """The wrapped linen module, which has the policy."""
+    AUTHOR = enum.auto()  # a `dtype` that the author wrote, or a linen module that has a policy of its own
+    FIELD = enum.auto()  # a `dtype` that the author left open: the policy writes its compute dtype there
+    PARAMS = enum.auto()  # the Params: without a `dtype`, methods read them in the compute dtype
+    LINEN_MODULE = enum.auto()  # the wrapped linen module, which has the policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Matmuls of nnx layers that are quantized, in float8, or have an accumulate dtype."""
+"""Weights and matmuls of nnx layers that are quantized, in float8, or have an accumulate dtype."""
 
 import dataclasses
 import functools
@@ -12,11 +12,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._base import Args, remember_on_class
+from .._base import OVERWRITE, Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
 from ..quant import QuantizedArray, embedding_lookup
 from ..quant._layers import (
+    WHY_AS_NUMBERS,
     LayerProduct,
     Multiply,
     Promote,
@@ -25,14 +26,25 @@ from ..quant._layers import (
     is_narrower,
     is_own,
     multiply_wide,
+    spell_format,
     why_layer_wide,
 )
-from ..quant._weights import Layout, fake_quantize, prepare_weight, reason_unquantized, table_layout
-from ._float8 import read_state
-from ._layer_table import LAYERS, default_promote, find_layer, find_weight
+from ..quant._products import needs_state, new_state
+from ..quant._weights import (
+    choose_format,
+    fake_quantize,
+    match_format,
+    prepare_weight,
+    reason_unquantized,
+    stack_shape,
+    table_layout,
+)
+from ._float8 import Float8State, read_state
+from ._layer_table import LAYERS, LayerWeight, default_promote, find_layer, find_weight
 from ._rounding import draw_key
 from ._shadow import Attributes
 
+WRITTEN = "its author wrote the functions that it computes with"
 OutSharding = NamedSharding | PartitionSpec | None
 
 
@@ -70,7 +82,7 @@ def choose_weight_format(
         return None
     is_stored = isinstance(weight.value, QuantizedArray)
     if isinstance(quantization, Float8):
-        left = why_not_float8(base, attributes, weight.value.shape, weight.layout, quantization)
+        left = _why_not_float8(base, attributes, weight, quantization)
         return quantization if left is None and not is_stored else None
     is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
     if format is None or not is_open:
@@ -78,24 +90,18 @@ def choose_weight_format(
     return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
 
 
-def why_not_float8(
-    base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8
-) -> str | None:
+def _why_not_float8(base: type, attributes: Attributes, weight: LayerWeight, format: Float8) -> str | None:
     """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
     layer = find_layer(base)
     is_open = layer is not None and layer.field in attributes and _is_matmul_open(base, attributes)
-    return why_layer_wide(
-        layer, shape, layout, format, is_open=is_open, groups=attributes.get("feature_group_count", 1)
-    )
+    groups = attributes.get("feature_group_count", 1)
+    return why_layer_wide(layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
 
 
 def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dtype | None:
     """Returns the accumulate dtype of its policy if a layer returns its sums in it: its author left that open."""
-    dtype, layer, promote = (
-        find_accumulate_dtype(policy, policy.compute_dtype),
-        find_layer(base),
-        attributes.get("promote_dtype"),
-    )
+    dtype, layer = find_accumulate_dtype(policy, policy.compute_dtype), find_layer(base)
+    promote = attributes.get("promote_dtype")
     is_open = promote is default_promote() or is_own(promote)
     if dtype is None or not is_open or attributes.get("preferred_element_type") is not None:
         return None
@@ -252,3 +258,69 @@ def _attend(
         table, promote = promote.prepare(table), promote.product.promote
     out = attend(LayerProduct(None, None, dtype, promote, as_tuple=True), query, table, self.dtype, out_sharding)
     return own(self, query, out_sharding=out_sharding) if out is None else out
+
+
+class QuantizedParam(nnx.Variable):
+    """The Variable of a quantized weight. It holds a `QuantizedArray`.
+
+    It is not an `nnx.Param`, so optimizers and gradients skip it. Its arrays are part of `nnx.state`.
+
+    >>> import jmp_policy as jmp
+    >>> from flax import nnx
+    >>> model = jmp.quant.quantize(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "int8_from_float32")
+    >>> type(model.kernel).__name__, model.kernel[...]
+    ('QuantizedParam', QuantizedArray(int8, shape=(64, 64), dtype=float32))
+    """
+
+    def get_value(self, **options: Any) -> Any:
+        """Returns the whole quantized weight: `param[...]` is the only index that it takes."""
+        return super().get_value(**{} if options.get("index") is Ellipsis else options)
+
+
+def has_stored_format(promote: Any) -> bool:
+    """True if a policy quantizes the weight of the layer with this `promote_dtype`."""
+    return getattr(getattr(promote, "product", None), "stored_format", None) is not None
+
+
+def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:
+    """Describes the weight of a layer for `Row.quantization`."""
+    format, weight = policy.quantization, find_weight(base, attributes)
+    if isinstance(format, Float8) and weight is not None:
+        left = _why_not_float8(base, attributes, weight, format)
+        return str(format) if left is None else f"left: {left}"
+    format, layer = stored_format_of(format), find_layer(base)
+    if format is None or weight is None or layer is None:
+        return ""
+    if has_stored_format(attributes.get("promote_dtype")):
+        is_replaced = layer.field is not None or issubclass(base, nnx.Embed)
+        return spell_format(choose_format(format, weight.layout), layer, None if is_replaced else WHY_AS_NUMBERS)
+    return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
+
+
+def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+    """Returns the attribute with the float8 state of a layer: the state that it has, a new one, or nothing."""
+    weight, format = find_weight(base, attributes), choose_weight_format(base, attributes, quantization)
+    if weight is None or not isinstance(format, Float8) or not needs_state(format):
+        return {}
+    known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(weight.value.shape, weight.layout))
+    if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
+        return {OVERWRITE: known}
+    return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
+
+
+def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:
+    """Raises a `ValueError` if a weight has another format than the policy, or no whole number of blocks."""
+    weight, format = find_weight(base, attributes), stored_format_of(policy.quantization)
+    if weight is None:
+        return
+    where = f" {f'{path}/{weight.name}'.lstrip('/')!r}"
+    if isinstance(weight.value, QuantizedArray):
+        if format is None:
+            raise ValueError(
+                f"The weight{where} is quantized, as {str(weight.value.format)!r}, but the policy {policy.name!r} "
+                "stores no quantized weights. Give the model a policy that does, such as "
+                f"'{weight.value.format}_from_{policy.name}', or give this policy to the original."
+            )
+        match_format(weight.value, format, where)
+    elif format is not None and choose_weight_format(base, attributes, policy.quantization) is not None:
+        prepare_weight(weight.value, format, weight.layout, where)

@@ -2,7 +2,7 @@
 
 import copy
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,22 @@ def list_items(container: Node) -> list[tuple[str, Node]]:
             pairs = container.items() if isinstance(container, dict) else enumerate(container)
             return [(str(name), item) for name, item in pairs]
     return []
+
+
+def walk(value: Node, path: tuple[str, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[str, Node]]:
+    """Yields a value and the nodes inside it, each once, with the first path that leads to it."""
+    seen = set() if seen is None else seen
+    if find_kind(type(value)) is NodeKind.OTHER or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield "/".join(path), value
+    for name, item in list_items(value):
+        yield from walk(item, (*path, name), seen)
+
+
+def walk_modules(value: Node) -> Iterator[tuple[str, nnx.Module]]:
+    """Yields the modules in a tree, without `nnx.List` and `nnx.Dict`."""
+    return ((path, node) for path, node in walk(value) if find_kind(type(node)) is NodeKind.MODULE)
 
 
 def replace_items(container: Node, items: list[Node]) -> Node:

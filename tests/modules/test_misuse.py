@@ -173,8 +173,8 @@ def test_gradients_of_another_tree_are_named_beside_the_error_of_jax(tx, grads):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"init_scale": 1024.0}, r"has no argument 'init_scale': here it is 'loss_scale'\. For .*\(loss_scale=1024"),
-        ({"growth_interval": 100}, r"has no argument 'growth_interval': here it is 'period'\. For .*\(period=100\)\.$"),
+        ({"init_scale": 1024.0}, r"^DynamicLossScale\(\) has no argument 'init_scale'\. Its name is: loss_scale\.$"),
+        ({"growth_interval": 100}, r"^DynamicLossScale\(\) has no argument 'growth_interval'\. Its name is: period\.$"),
         ({"nothing": 1}, r"unexpected keyword argument 'nothing'"),
     ],
 )

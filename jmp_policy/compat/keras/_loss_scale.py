@@ -51,9 +51,9 @@ def LossScaleOptimizer(
     (32768.0, 2000)
     """
     scale: Any = initial_scale
-    if not isinstance(scale, jax.Array):
-        _check("initial_scale", scale, int | float | np.integer | np.floating, "a positive finite number")
-        scale = float(scale)
+    if not isinstance(initial_scale, jax.Array):
+        _check("initial_scale", initial_scale, int | float | np.integer | np.floating, "a positive finite number")
+        scale = float(initial_scale)
     if not dynamic:
         return loss_scaled(inner_optimizer, StaticLossScale(scale))
     _check("dynamic_growth_steps", dynamic_growth_steps, int | np.integer, "a positive int")

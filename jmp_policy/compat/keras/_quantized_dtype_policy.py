@@ -61,12 +61,12 @@ class QuantizedDTypePolicy(DTypePolicy):
 def _format(mode: object, compute_dtype: str | None) -> Quantization:
     if isinstance(mode, str) and mode.strip().lower() == FLOAT8:
         return KERAS_FLOAT8
-    if not isinstance(mode, str):
-        raise ValueError(explain_mode(mode))
     try:
-        format = parse_quantization(mode)
+        format = parse_quantization(mode) if isinstance(mode, str) else None
     except ValueError as error:
         raise ValueError(f"{explain_mode(mode)} {error}") from None
+    if format is None:
+        raise ValueError(explain_mode(mode))
     if isinstance(format, Int8) and compute_dtype == "float16":
         raise ValueError(
             f"Quantization mode={quote(mode)} doesn't work well with compute_dtype='float16' in Keras. For example: "

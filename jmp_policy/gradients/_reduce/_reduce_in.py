@@ -1,16 +1,15 @@
 """`reduce_dtype` of gradients: traces a gradient function, rewrites its jaxpr and runs it."""
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from ..._base import Args, DTypeLike, Kwargs, PyTree, is_array, name_state, parse_dtype, warn_once, warn_user
-from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
+from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, find_line, float_dtype, run_lifted, trace
 from ._marks import Need, Obstacle, Origin, Upcasts, find_marks
 from ._widening import Widening
 
@@ -176,18 +175,14 @@ def parse_reduce_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 _SHOWN = 5
-_LIBRARIES = ("flax", "jax", "jmp_policy", "optax")
 
 
 def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) -> tuple[str, bool]:
     """Returns the error text for the ends of walks, by gradient, and True if a reduction is narrower than a sum."""
     narrowed = {name: [o for o in obstacles if not o.is_opaque] for name, obstacles in found.items()}
     is_refused = any(narrowed.values())
-    lines = [
-        f"{name or 'the argument'!r}: {_describe(obstacles[0])}"
-        for name, obstacles in (narrowed if is_refused else found).items()
-        if obstacles
-    ]
+    told = narrowed if is_refused else found
+    lines = [f"{name or 'the argument'!r}: {_describe(ends[0])}" for name, ends in told.items() if ends]
     where = "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *["..."] * (len(lines) > _SHOWN)])
     if is_refused:
         return (
@@ -205,13 +200,5 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
 
 
 def _describe(obstacle: Obstacle) -> str:
-    return f"{obstacle.eqn.primitive.name} in {obstacle.dtype}{_locate(obstacle.eqn)}"
-
-
-def _locate(eqn: JaxprEqn) -> str:
-    """Returns the user's line of an equation, or the innermost one outside of JAX."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    packages = [(frame, frame.file_name.split(os.sep)) for frame in frames]
-    users = [frame for frame, parts in packages if not any(name in parts for name in _LIBRARIES)]
-    return f", at {users[0].file_name}:{users[0].line_num} ({users[0].function_name})" if users else ""
+    line = find_line(obstacle.eqn)
+    return f"{obstacle.eqn.primitive.name} in {obstacle.dtype}{line and f', at {line}'}"
