@@ -160,9 +160,9 @@ class RecorderCalls:
 
 
 class _Type(NamedTuple):
-    """The type of an array, with the manual mesh axes over which it varies, is summed already, or is not yet summed.
+    """Type of an array, with the manual mesh axes over which it is varying, reduced or unreduced.
 
-    `spec` is the sharding along explicit axes beside manual ones.
+    `spec` is its sharding over explicit axes, in a `shard_map` that keeps some.
     """
 
     shape: tuple[int, ...]
@@ -175,9 +175,10 @@ class _Type(NamedTuple):
 
 def _read_type(atom: Atom) -> _Type:
     aval: Any = atom.aval
-    kind, mesh = aval.manual_axis_type, aval.sharding.mesh
-    axes = [tuple(sorted(names)) for names in (kind.varying, kind.reduced, kind.unreduced)]
-    return _Type(aval.shape, aval.dtype, *axes, aval.sharding.spec if _is_partly_manual(mesh) else None)
+    kind, sharding = aval.manual_axis_type, aval.sharding
+    varying, reduced, unreduced = (tuple(sorted(axes)) for axes in (kind.varying, kind.reduced, kind.unreduced))
+    spec = sharding.spec if _is_partly_manual(sharding.mesh) else None
+    return _Type(aval.shape, aval.dtype, varying, reduced, unreduced, spec)
 
 
 def _is_partly_manual(mesh: Any) -> bool:

@@ -191,21 +191,34 @@ MOVES = {
 }
 
 
-@BOTH_WAYS
-def test_gradients_that_were_moved_before_they_are_summed_are_gradients(compiled):
-    def step(w, x):
-        grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2))(w)
-        sums = {}
-        for name, move in MOVES.items():
-            with jax.named_scope(name):
-                sums[name] = lax.psum(move(grad), "data")
-        return sums
+def sum_moved_gradients(w, x):
+    grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2))(w)
+    sums = {}
+    for name, move in MOVES.items():
+        with jax.named_scope(name):
+            sums[name] = lax.psum(move(grad), "data")
+    return sums
 
+
+INSIDE_A_SHARD_MAP = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda w, x: lax.scan(lambda carry, _: (carry, f(w, x)), 0, None, length=2)[1],
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None]),
+}
+
+
+@pytest.mark.parametrize(
+    ("around", "compiled"), [("nothing", True), *((around, False) for around in INSIDE_A_SHARD_MAP)]
+)
+def test_gradients_that_were_moved_before_they_are_summed_are_gradients(around, compiled):
+    step = INSIDE_A_SHARD_MAP[around](sum_moved_gradients)
     half = {"dtype": jnp.bfloat16}
     step = jax.shard_map(step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     report = collectives(step, compiled=compiled)(array((4, 8), DATA, **half), array((8, 4), DATA, "data", **half))
     assert {row.path for row in report.rows if row.is_gradient} == set(MOVES)
-    with pytest.raises(AssertionError, match=f"^{len(MOVES)} of {len(MOVES)} reductions of gradients are not in"):
+    with pytest.raises(AssertionError, match=r"^(\d+) of \1 reductions of gradients are not in"):
         report.assert_reduced_in("float32")
 
 
