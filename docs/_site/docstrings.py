@@ -1,14 +1,10 @@
-"""The examples and tables of docstrings as blocks: Markdown takes `>>>` for quotations, and rules of `=` for titles."""
-
-import re
+"""The examples of docstrings as blocks: Markdown takes `>>>` for quotations."""
 
 import griffe
 
-_RULE = re.compile(r"=+(?: +=+)+")
-
 
 def fence_examples(docstring: str) -> str:
-    """Puts each example, and each table between rules, into a block of its own.
+    """Puts each example into a block of its own.
 
     >>> fence_examples("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo.").splitlines()
     ['One.', '', '```pycon', '>>> 1 + 1', '2', '```', '', 'Two.']
@@ -16,11 +12,10 @@ def fence_examples(docstring: str) -> str:
     lines: list[str] = []
     indent: str | None = None  # of the block that is being read
     for line in [*docstring.splitlines(), ""]:
-        language = "pycon" if line.lstrip().startswith(">>> ") else "text" if _RULE.fullmatch(line.strip()) else None
-        if indent is None and language:
+        if indent is None and line.lstrip().startswith(">>> "):
             indent = line[: len(line) - len(line.lstrip())]
             lines += [""] if lines and lines[-1].strip() else []
-            lines.append(f"{indent}```{language}")
+            lines.append(f"{indent}```pycon")
         elif indent is not None and not line.strip():
             lines.append(f"{indent}```")
             indent = None

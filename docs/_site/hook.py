@@ -25,6 +25,9 @@ WHOLE_FILES = {
 RESULTS_MARK = "<!-- results -->"
 """Where docs/benchmarks.md has the results."""
 
+SEARCH_BOOSTS = {"start": 2.0, "guides": 2.0, "faq": 2.0, "notebooks": 0.5, "benchmarks": 0.5, "architecture": 0.5}
+"""Weights of pages in the search, by the beginning of their paths: guides come before notebooks and benchmarks."""
+
 NO_RESULTS = """!!! note "Nothing has been measured on this checkout"
 
     `python -m benchmarks` measures, and writes the file that is shown here, `benchmarks/RESULTS.md`.
@@ -63,7 +66,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Writes the results into docs/benchmarks.md, and makes links those of the site and of the repository."""
+    """Writes the results into docs/benchmarks.md, makes links those of the site, and weights the page in the search."""
+    boosts = [boost for start, boost in SEARCH_BOOSTS.items() if page.file.src_uri.startswith(start)]
+    page.meta["search"] = {"boost": boosts[0] if boosts else 1.0}
     if page.file.src_uri == "benchmarks.md":
         markdown = markdown.replace(RESULTS_MARK, read_results(ROOT / "benchmarks" / "RESULTS.md"))
     repository = find_repository()

@@ -26,7 +26,7 @@ class NotebookPage:
     def insert_html(self, content: str) -> str:
         """Puts the HTML outputs into the page that Markdown made: it would change what stands in them."""
         for word, html in self.html.items():
-            content = content.replace(f"<p>{word}</p>", f'<div class="notebook-html">{html}</div>')
+            content = content.replace(f"<p>{word}</p>", f'<div class="notebook-html" data-search-exclude>{html}</div>')
         return content
 
 

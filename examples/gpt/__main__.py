@@ -73,11 +73,12 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
-        help="train on several devices, such as data=2,fsdp=2,tensor=2: data splits the batch, fsdp parameters too, "
-        "tensor heads and wide layers. A run may be resumed on another mesh. On a CPU, JAX_NUM_CPU_DEVICES sets how "
-        "many devices there are (default: one device, or data over all of several processes)",
+        help="train on several devices, such as data=2,fsdp=2,tensor=2: data splits the batch; fsdp also splits "
+        "parameters; tensor splits heads and wide layers. A run may be resumed on another mesh. On a CPU, "
+        "JAX_NUM_CPU_DEVICES sets how many devices there are (default: one device; with several processes, data over "
+        "all devices)",
     )
-    several = train.add_argument_group("several processes", "They need a file system that all of them see.")
+    several = train.add_argument_group("several processes", "All processes need a shared file system.")
     several.add_argument(
         "--local-processes", type=integer(1), metavar="N", help="train in N processes on the CPU of this machine"
     )
@@ -90,7 +91,11 @@ def add_train(commands: Any) -> None:
     several.add_argument("--processes", type=integer(1), metavar="N", help="the number of processes")
     several.add_argument("--process", type=integer(0), metavar="I", help="the number of this process, from 0")
     several.add_argument(
-        "--timeout", type=integer(1), default=50, metavar="SECONDS", help="for a process that does not answer"
+        "--timeout",
+        type=integer(1),
+        default=50,
+        metavar="SECONDS",
+        help="how long to wait for a process that does not answer",
     )
 
 

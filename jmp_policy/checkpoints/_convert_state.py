@@ -151,42 +151,39 @@ _READ = "checkpointer.restore(path)"
 def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) -> T:
     """Converts a state that was saved under any policy to the state of a run under another policy.
 
-    Arrays are matched by path and get the dtypes and shardings of the target. The additions of policies are converted:
+    Arrays are matched by path and get the dtypes and shardings of the target. Entries that a policy adds to a state are
+    converted as follows:
 
-    ==================  ================================================================================================
-    loss scale          A dynamic one keeps its value and count, within the bounds of the target's. If none was saved,
-                        the target's is used. Skip counters are kept. `loss_scaled` may be in one state only.
-    half parameters     Masters, remainders and compensations of the target, and parameters that were saved with them,
-                        are computed from the exact saved values. Parameters are rounded to nearest.
-    moments in 8 bits   8-bit moments are computed from saved floats, and saved ones are dequantized if needed.
-                        In blocks of the same sizes they are kept bit for bit.
-    quantized weights   Computed like `quant.quantize` from floating ones. Saved values and scales are dequantized, or
-                        kept if the target has the same format. The input range of a layer is the saved one, or the
-                        target's.
-    float8 state        Starts anew if none was saved. A history of another length keeps the newest values.
-    ==================  ================================================================================================
+    - Loss scale: a dynamic one keeps its value and count, within the bounds of the target's. If none was saved, the
+      target's is used. Skip counters are kept. Either state may be without `loss_scaled`.
+    - Half-precision parameters: master weights, split remainders and Kahan compensations are computed from the exact
+      saved values, and so are parameters saved with them. Parameters are rounded to nearest.
+    - Moments in 8 bits: computed from saved floats. Saved 8-bit moments are dequantized if the target needs floats, and
+      kept unchanged if the block sizes agree.
+    - Quantized weights: computed like `quant.quantize` from floating ones. Saved values and scales are dequantized, or
+      kept if the target has the same format. The input range of a layer is the saved one, or the target's.
+    - Float8 state: starts anew if none was saved. A history of another length keeps the newest values.
 
-    Everything else has to be in both: counters, random keys, moments, running statistics. A value that float16 cannot
-    hold becomes infinite. Arrays that need no change are shared with `saved` and `target`, not copied.
+    Everything else must be in both states: counters, random keys, moments, running statistics. A value that float16
+    cannot hold becomes infinite. Arrays that need no change are shared with `saved` and `target`, not copied.
 
     Args:
-      saved: a restored state: from Orbax without a target, from `flax.serialization.msgpack_restore`, or a state
-        itself.
+      saved: a restored state: from Orbax without a target, from `flax.serialization.msgpack_restore`, or a state in
+        memory.
       target: a new state under the new policy, or its `jax.eval_shape`; in nnx `nnx.state((model, optimizer))`. Pass
         parameters and optimizer state together: half-precision parameters are in both.
       ignore: patterns of paths for which the target keeps its own values. Each covers its subtree: `"opt_state"` resets
         the optimizer of a train state.
 
     Returns:
-      A tree with the types, dtypes and shardings of `target`, and the saved ranges of a calibrated model. For an
-      abstract
-      target, arrays; a dynamic loss scale that was not saved then starts at 2**15.
+      A tree with the types, dtypes and shardings of `target`. Input ranges of a calibrated model come from `saved`. If
+      `target` is abstract, the result has arrays, and a dynamic loss scale that was not saved starts at 2**15.
 
     Raises:
       TypeError: `saved` is not a state, but a path, bytes or `None`.
       ValueError: arrays are missing, left over, or have another shape, or a saved scale is invalid (nan, infinite,
-        negative, or zero where it divides); the error lists all of them. Or a pattern of `ignore` matches nothing, or a
-        saved master could belong to several trees of parameters.
+        negative, or zero where it divides); the error lists all of them. Also if a pattern in `ignore` matches nothing,
+        or saved master weights fit several parameter trees.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> params = {"w": jnp.float32([0.1, 0.2])}

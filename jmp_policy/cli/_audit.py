@@ -22,8 +22,8 @@ def add_audit(commands: Commands) -> None:
     parser = commands.add_parser(
         "audit",
         help="which operations of a function run in which dtype, and where that loses numbers",
-        description="Trace a function, without running it, and print which of its operations run in which dtype, and "
-        "what is likely to lose numbers or time, each with its line.",
+        description="Trace a function without running it. Print the dtype of each operation, and the lines that are "
+        "likely to lose precision or time.",
         epilog=_EPILOG,
     )
     add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")

@@ -18,9 +18,9 @@ _EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def step(*args): return
 jax.value_and_grad(loss_fn)(*args)` and `def make_args(): return make_params(), {_ARRAY}`, and run
 `jmp-policy numerics train:step --args train:make_args --formats float16 int8`. --json prints one document with these
-keys: versions, by package; device (platform, name, system, half_instructions); function; formats; first_exponent, that
-of the second bin of histograms; rows (path, primitive, source, function, direction, turn, dtype, shape, count, times,
-amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
+keys: versions, by package; device (platform, name, system, half_instructions); function; formats; first_exponent (the
+exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
+count, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
 
 def add_numerics(commands: Commands) -> None:
@@ -28,8 +28,8 @@ def add_numerics(commands: Commands) -> None:
     parser = commands.add_parser(
         "numerics",
         help="what the tensors of a function look like, and what number formats would do to them",
-        description="Run a function once, and print what its tensors look like, and how much of each would underflow "
-        "or overflow in which number format.",
+        description="Run a function once. Print the range of each tensor, and the share of it that would underflow "
+        "or overflow in each number format.",
         epilog=_EPILOG,
     )
     add_call(parser, "train:grad_step")

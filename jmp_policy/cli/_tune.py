@@ -18,8 +18,8 @@ _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 _EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
 and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
-scopes that must stay in float32, and the map as code. A module of Flax is tuned as well; of linen, its variables are
-the first argument. --json prints one document with these keys: versions, by package; device (platform, name, system,
+scopes that must stay in float32, and the map as code. It also tunes Flax modules: for linen, make_args must return the
+variables first. --json prints one document with these keys: versions, by package; device (platform, name, system,
 half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_config reads it; code; scopes; candidates;
 error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 
@@ -29,8 +29,8 @@ def add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
         help="which modules must stay in float32, found by trying",
-        description="Find the smallest set of modules and named scopes whose float32 keeps the loss and the gradients "
-        "of a function within a tolerance of float32, and print it as a PolicyMap.",
+        description="Find the smallest set of modules and named scopes that must stay in float32 for the loss and "
+        "gradients of a function to stay within a tolerance of float32. Print it as a PolicyMap.",
         epilog=_EPILOG,
     )
     add_call(parser, "train:loss_fn")
@@ -41,16 +41,18 @@ def add_tune(commands: Commands) -> None:
     parser.add_argument(
         "--metric",
         metavar="MODULE:FUNCTION",
-        help="compare what this returns, called with the function under a map and its arguments, such as a loss after "
-        "twenty steps",
+        help="a function metric(fun, *args) that returns what to compare, such as the loss after twenty steps; fun is "
+        "the function under a trial map",
     )
     budget = integer_from(1)
     parser.add_argument("--budget", type=budget, metavar="N", help="try at most N maps, each with one compilation")
     parser.add_argument("--loss-scale", type=float, metavar="SCALE", help="multiply the loss by this for gradients")
     parser.add_argument("--has-aux", action="store_true", help="the function returns a loss and auxiliary data")
     seed = integer_from(0)
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what makes a loss of a module's outputs")
-    parser.add_argument("--trials", type=Path, metavar="FILE", help="keep the trials here, and go on from those there")
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="seed of the random weights that turn outputs into a loss"
+    )
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="save trials here, and resume from those in it")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_files(parser, page="", picture="the trials")
     parser.set_defaults(run=_run_tune)

@@ -67,24 +67,25 @@ def value_and_grad(
     """Like `jax.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
     The loss is multiplied by the scale, in float32, before the backward pass. The gradients are divided by the same
-    scale afterwards, in float32. With a `NoOpLossScale` this is `jax.value_and_grad`. The gradient of float8 state
-    (see `quant.float8_state`) is its next value: it does not depend on the scale, and several uses of a layer, also in
-    the iterations of a scan, combine by maximum.
+    scale afterwards, in float32. With a `NoOpLossScale` this is `jax.value_and_grad`. The gradient of float8 state (see
+    `quant.float8_state`) is its next value: it does not depend on the scale, and several uses of a layer, including
+    scan iterations, are combined by maximum.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
-        A half-precision loss is rounded, and its cotangent overflows in float16 at 65504: a warning reports it.
+        A half-precision loss is rounded, and in float16 a loss scale above 65504 overflows in its gradient. A warning
+        reports this.
       argnums: the positional arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
       allow_int: whether integer arguments may be differentiated, as in `jax.value_and_grad`.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh. By default it is the widest
         reduce dtype of the policies that `fun` uses; without one, gradients are summed in the compute dtype. XLA
-        reduces in the output dtype of the op that makes the partial sums, so matmuls, sums and scatter-adds that make
-        gradients output this dtype. The forward pass and the dtypes of the gradients do not change. A dtype narrower
-        than the dtype of a sum is an error.
-      on_opaque: `"error"` or `"warn"`: the response to an op of unknown semantics, such as a kernel, between a gradient
-        and the sum that makes it. A `reduce_dtype` from a policy only warns.
+        reduces in the dtype of the partial sums, so matmuls, sums and scatter-adds that produce gradients get this
+        output dtype. The forward pass and the dtypes of the gradients do not change. A dtype narrower than the dtype of
+        the sum is an error.
+      on_opaque: `"error"` or `"warn"`, if an unknown op (such as a custom kernel) stands between a gradient and its
+        sum. With a `reduce_dtype` from a policy it is a warning.
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the

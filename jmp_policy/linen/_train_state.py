@@ -15,8 +15,8 @@ class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for optimizers under `optim.loss_scaled` or `optim.skip_nonfinite`.
 
     On a skipped step, `step` does not advance, and other fields, such as batch statistics, keep their values. With
-    float8 layers, `params` is `{"params": ..., "_overwrite_with_gradient": ...}`, as in Flax's own class.
-    The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
+    float8 layers, pass both collections as `params`: `{"params": ..., "_overwrite_with_gradient": ...}`. The loss scale
+    is in `opt_state`, so the state itself can be passed as `loss_scale`:
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
@@ -32,8 +32,8 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: true gradients, a tree like `params`.
-          origin: the origin that `numerics.first_nonfinite` found in them, if `tx` carries one.
-          **kwargs: new values of other fields; ignored on a skipped step.
+          origin: the origin from `numerics.first_nonfinite`; required if `tx` was made with `debug_nonfinite=True`.
+          **kwargs: new values of other fields, such as `batch_stats`; a skipped step keeps the old values.
 
         Returns:
           The next state.

@@ -31,8 +31,8 @@ _LARGEST_WITH_RECIPROCAL = 2.0**126  # the reciprocal of a larger scale is subno
 class LossScale(Uncast):
     """Base class of `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale`.
 
-    The scale is float32 and no cast changes it. `scale` and `unscale` compute in float32 or wider: 2**15 times a
-    float16 loss of 2 overflows in float16.
+    The scale is float32 and no cast changes it. `scale` and `unscale` compute in float32 or wider: in float16, a loss
+    of 2 times 2**15 would overflow.
 
     >>> import jmp_policy as jmp
     >>> isinstance(jmp.NoOpLossScale(), jmp.LossScale)
@@ -125,7 +125,7 @@ class DynamicLossScale(LossScale):
     count. The leaves of the pytree are the arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`).
     All settings are static.
 
-    Flax's `DynamicScale` grows after one finite step more than its `growth_interval`: it is
+    Flax's `DynamicScale` grows one step later than its `growth_interval` says; its equivalent is
     `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's `GradScaler`
     starts at 2**16 and has no bounds.
 
@@ -138,8 +138,9 @@ class DynamicLossScale(LossScale):
         which DeepMind's `jmp` accepts, becomes 2**-126 with a warning, since gradients cannot be divided by zero.
       backoff_factor: the factor of a non-finite step; `1 / factor` by default.
       max_loss_scale: the ceiling of growth.
-      hysteresis: the number of overflows that lower the scale; the ones before only skip their step. Above one, the
-        pytree has a third leaf, `credits` (int32): the number of overflows that may still pass without backoff.
+      hysteresis: the number of overflows after which the scale is lowered; earlier ones only skip their step. Above
+        one, the pytree has a third leaf, `credits` (int32): the number of overflows that may still pass without
+        backoff.
       consecutive_hysteresis: refill the credits on every finite step (DeepSpeed), not only after a complete period of
         finite steps (Megatron-LM).
       credits: see `hysteresis`; `hysteresis - 1` by default.
@@ -217,7 +218,7 @@ class DynamicLossScale(LossScale):
         """Divides the floating and complex elements of a tree by the scale. Half-precision leaves become float32.
 
         Multiplies by the reciprocal: exact for powers of two, and within 1.5 units in the last place for other scales.
-        XLA repeats a multiplication wherever its result is read, and would write a quotient to memory.
+        A multiplication fuses into each use, while a quotient would be stored in memory.
         """
         if self.max_loss_scale > _LARGEST_WITH_RECIPROCAL:
             return super().unscale(tree)

@@ -193,8 +193,8 @@ def get_loss_scale(state: PyTree) -> LossScale:
       state: a `LossScale`, or any tree that holds exactly one: an optax state, a `TrainState`, an `nnx.Optimizer`.
 
     Raises:
-      ValueError: it holds no loss scale or several; or it is inside the state of a transformation that advances when
-        `optim.loss_scaled` skips a step, such as `optax.MultiSteps`.
+      ValueError: it holds no loss scale or several; or the loss scale is inside another transformation, such as
+        `optax.MultiSteps`, whose state would advance on a skipped step. Put `loss_scaled` outermost.
 
     >>> import jmp_policy as jmp
     >>> jmp.get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
@@ -234,8 +234,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
     """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
     The values are arrays, so a jitted step can return them, and nothing is read from the device. On the host,
-    `jax.device_get` reads them all at once and converts them to Python numbers, for JSON and loggers. Values that are
-    merged with `|` are converted too. A plain dictionary made from it, `{**metrics}`, is not converted.
+    `jax.device_get` reads them all at once and converts them to Python numbers, for JSON and loggers. Dictionaries
+    merged with `|` are converted too; `{**metrics}` is not.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.

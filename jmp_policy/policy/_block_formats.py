@@ -34,8 +34,8 @@ class MXFP8(_Blocks):
     them as e4m3.
 
     A weight is quantized if the block size divides the number of its inputs; otherwise it stays in the compute dtype,
-    and `jmp_policy.explain` says so. Outputs and rows may have any length: the backward matmuls that sum over them pad
-    with zeros. Embedding tables are not quantized. Convolutions compute in the compute dtype with the rounded weight.
+    and `jmp_policy.explain` says so. Output and batch sizes may be any number: backward matmuls pad them with zeros.
+    Embedding tables are not quantized. Convolutions round the weight and run in the compute dtype.
 
     Args:
       activations: if True, inputs and gradients are rounded too and matmuls multiply 8-bit elements. If False, only
@@ -105,7 +105,7 @@ class NVFP4(_Blocks):
     """4-bit floating-point elements in blocks of 16: for training and storage.
 
     Each block has an e4m3 scale, and the whole tensor a float32 scale that keeps the block scales in range. Otherwise
-    like `MXFP8`. It costs more loss than 8-bit formats do: see the benchmarks.
+    like `MXFP8`. It raises the training loss more than 8-bit formats do: see the benchmarks.
 
     The layer that computes logits, and the first layer of a vision model, have the largest errors. Keep them in the
     compute dtype by rules of a `PolicyMap`, as in the example.

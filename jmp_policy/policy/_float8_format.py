@@ -96,13 +96,13 @@ class DelayedScaling:
     The state is trained beside the parameters, under `jax.jit`: its gradient is its next value. In linen it is the
     collection `_overwrite_with_gradient` that `model.init` returns beside `"params"`. Pass both to `value_and_grad`,
     `tx.init` and `optim.step`, or to `linen.TrainState` as `params`; the `update` of plain optax would treat the state
-    as parameters. `nn.scan` and `nn.vmap` need it in their `variable_axes`. In nnx it is `nnx.Float8State`, which
-    `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` update.
+    as parameters. With `nn.scan` and `nn.vmap`, list `_overwrite_with_gradient` in `variable_axes`. In nnx it is
+    `nnx.Float8State`, which `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` update.
 
     Args:
       amax: `"max"` for the largest amax of the history, or `"most_recent"` for the last.
-      delay: number of steps until a measured amax takes effect. With 1, the scale is computed from the history when it
-        is used, as in Flax; with 2, the scale that the previous step stored is used, as in Keras.
+      delay: number of steps until a measured amax takes effect. 1: the scale is computed from the history when it is
+        used, as in Flax. 2: the scale that the previous step stored is used, as in Keras.
 
     Raises:
       ValueError: an argument is none of these.
@@ -172,9 +172,8 @@ class Float8(CheckedFormat):
       amax_history_length: number of steps in the history of a delayed scale.
       margin: scales leave a factor of `2**margin` of headroom below the largest value of the format.
       weight_grad: if True, the weight gradient is computed in float8 too; otherwise in the compute dtype.
-      min_size: weights with fewer elements stay in the compute dtype. Casts take time proportional to the operands and
-        save time proportional to the matmul, so small layers lose time and precision. The break-even size depends on
-        the device.
+      min_size: weights with fewer elements stay in the compute dtype. For small layers the casts cost more time than
+        the 8-bit matmul saves. The break-even size depends on the device.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.

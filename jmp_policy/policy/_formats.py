@@ -57,8 +57,8 @@ class Int4(CheckedFormat):
     default, because a lookup reads single rows, whose errors do not average out.
 
     Args:
-      block_size: number of weights, along the axes that are summed over, that share a scale. It must divide the number
-        of inputs. A weight with fewer inputs has one block, as has every output channel with -1.
+      block_size: number of weights along the contracted axes that share a scale. It must divide the number of inputs. A
+        weight with fewer inputs has one block; -1 means one block per output channel.
       min_size: see `Int8`.
       table_bits: 8 or 4, for embedding tables.
 

@@ -159,7 +159,7 @@ def calibrate(
     Under a policy such as `"int8_from_mixed_bfloat16"`, a layer quantizes each row of its inputs by the largest
     magnitude in it. Where that is an outlier, the other elements lose most of their 8 bits; `quantize` with these clips
     prevents that. Block formats do not clip, because an outlier affects its own block only. The model runs by its own
-    policy, one op at a time, so that the layers of a scan are seen too; these share a magnitude.
+    policy, one op at a time, so that the layers of a scan are seen too. The layers of one scan share one magnitude.
 
     Args:
       model: a linen module or an nnx model, with a policy that quantizes inputs to integers. It is not changed.
@@ -181,7 +181,7 @@ def calibrate(
         valid.
 
     Warns:
-      UserWarning: some inputs have no values, because their layers run inside of `vmap` or `remat`.
+      UserWarning: some layers could not be measured, because they run inside `vmap` or `remat`.
 
     Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
     calibration).

@@ -59,9 +59,9 @@ def dot_general(
         calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the backward pass. Only
         `Float8` leaves small matmuls unquantized.
       state: for `Float8` with `DelayedScaling`, from `float8_state`. Its gradient is the next state.
-      key: for `NVFP4` with `stochastic_rounding`, a new one per matmul and step. Under `jax.jit` the result does not
-        depend on the mesh. In `jax.shard_map`, fold `jax.lax.axis_index` into the key so that devices draw different
-        noise.
+      key: for `NVFP4` with `stochastic_rounding`, use a new key for each matmul and step. Under `jax.jit` the result
+        does not depend on the mesh. In `jax.shard_map`, fold `jax.lax.axis_index` into the key so that devices draw
+        different noise.
 
     Returns:
       The output of JAX's operation. Its derivative passes straight through the rounding, to `lhs` and to a floating
@@ -71,8 +71,8 @@ def dot_general(
       TypeError: `lhs`, or an `rhs` to quantize, is not floating; or a float8 or block-scaled matmul is differentiated
         twice.
       ValueError: `quantization` is not valid, or its blocks do not divide the inputs; a quantized `rhs` has another
-        format; or a state or key is missing, or given to a format without one. A missing key is reported by the
-        derivative.
+        format; or a state or key is missing, or given to a format without one. A missing key raises an error only when
+        the function is differentiated.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
@@ -183,8 +183,8 @@ def float8_state(quantization: Quantization | str) -> State:
 
     `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a tree of parameters, and any of
     them under Flax's key `_overwrite_with_gradient`. In nnx, each array is a `jmp_policy.nnx.Float8State`. Plain
-    `jax.grad` and optimizers do not recognize state: `jax.grad` sums it over several uses of a layer, and leaves the
-    loss scale in it.
+    `jax.grad` and optimizers do not recognize state: `jax.grad` sums it over several uses of a layer, and does not
+    divide it by the loss scale.
 
     Args:
       quantization: `Float8` with `DelayedScaling`, or its string.

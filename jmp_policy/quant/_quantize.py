@@ -53,13 +53,14 @@ def quantize(
     Args:
       target: linen variables or their `params`; or an nnx model, with or without a policy.
       policy: a policy or map with a quantization, in any spelling. Under a map, each module's weights get its own
-        format; those whose policy has none stay unchanged. Variables know the paths of their modules, not the types.
+        format; those whose policy has none stay unchanged. For linen variables, rules must be paths, because variables
+        have no module types.
       clip: how the range of each weight is chosen, as for `quantize_array`.
       input_clips: magnitudes by module path to clip a layer's inputs to, from `calibrate`. They are ignored where
         inputs are not quantized.
       stacked: for variables: patterns of paths of modules whose weights have a leading axis of layers, as from
-        `nn.scan` and `nn.vmap`. Each covers the modules inside as well, and adds one axis. Modules with biases need
-        none.
+        `nn.scan` and `nn.vmap`. Each covers submodules too, and stands for one leading axis. Modules with a bias need
+        no pattern.
 
     Returns:
       Variables whose `kernel` and `embedding` leaves of two or more axes are `QuantizedArray`s, for

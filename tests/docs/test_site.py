@@ -132,7 +132,7 @@ def test_a_notebook_is_a_page_with_its_outputs():
     assert page.pictures == {"pictures/sums-1.png": PIXEL}
     assert page.markdown.endswith("```text\n7\n```")
     (word,) = page.html
-    assert page.insert_html(f"<p>{word}</p>") == '<div class="notebook-html"><table></table></div>'
+    assert page.insert_html(f"<p>{word}</p>") == '<div class="notebook-html" data-search-exclude><table></table></div>'
 
 
 def test_links_of_a_notebook_are_mended_and_its_code_is_not():

@@ -1,5 +1,6 @@
 """With origin, the state of `loss_scaled` says which step was skipped last, and why; all else stays as it is."""
 
+import dataclasses
 import pickle
 
 import flax.serialization
@@ -251,7 +252,9 @@ def test_last_skip_names_the_step_and_its_origin():
     assert jmp.optim.last_skip(CARRYING.init(params_of())) is None
     _, state = take_steps(CARRYING, STEPS)
     skip = jmp.optim.last_skip({"opt_state": (state,)})
-    assert str(skip) == "step 4 skipped: inf in `block_4`, train.py:41, `x * 3000`, backward"
+    line = "step 4 skipped: inf in `block_4`, train.py:41, `x * 3000`, backward"
+    assert str(skip) == f"{line}; the loss scale was too high, which is normal at the start"
+    assert str(dataclasses.replace(skip, is_search=False)) == line
     assert skip.describe().startswith("Step 4 was skipped. An infinity was made by mul (float16) in the backward pass")
 
 

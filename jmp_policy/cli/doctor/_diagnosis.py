@@ -347,13 +347,19 @@ def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime
     float16, bfloat16 = steps["float16"].speedup, steps["bfloat16"].speedup
     gains = float16.low > bfloat16.high and float16.value > FLOAT16_GAIN * bfloat16.value
     if faster == ["float16"] or ("float16" in faster and gains):
-        return Recommendation("mixed_float16", f"{ratios}; float16 has a small range, so it needs a dynamic loss scale")
-    return Recommendation("mixed_bfloat16", f"{ratios}; bfloat16 has the range of float32, so it needs no loss scale")
+        dtype, reason = "float16", "float16 has a small range, so it needs a dynamic loss scale"
+    else:
+        dtype, reason = "bfloat16", "bfloat16 has the range of float32, so it needs no loss scale"
+    return Recommendation(f"params=float32,compute={dtype},output=float32", f"{ratios}; {reason}")
 
 
 def judge(speedup: Speedup) -> str:
-    """Returns "faster", "slower" or "tie"."""
-    if speedup.low > 1 and speedup.value > 1 + TIE:
+    """Returns "faster", "slower" or "tie".
+
+    >>> judge(Speedup(1.5, 1.4, 1.6)), judge(Speedup(0.8, 0.7, 0.9)), judge(Speedup(1.5, 0.9, 1.6))
+    ('faster', 'slower', 'tie')
+    """
+    if speedup.low > 1 and speedup.value > 1 + max(TIE, speedup.high - speedup.low):
         return "faster"
     return "slower" if speedup.high < 1 and speedup.value < 1 - TIE else "tie"
 

@@ -25,6 +25,9 @@ STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
 A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.
 """
 
+_LONG_SUM = 32
+"""Smallest number of elements of a half-precision sum that is reported: 2 x 2 pooling rounds no more than other ops."""
+
 LocatedStep = tuple[str | None, Step]
 """The module path of a step (None if it has none), and the step."""
 
@@ -48,6 +51,11 @@ def list_read_dtypes(step: Step) -> list[Any]:
     # A `scaled_dot` multiplies its first two operands. The others are the scales of their blocks.
     read = step.operands[:2] if step.name == "scaled_dot" else step.operands
     return list(map(float_dtype, read)) if computes(step) else []
+
+
+def _list_long_sums(step: Step) -> list[Any]:
+    half_sum = find_half_sum(step)
+    return [half_sum] if half_sum is not None and half_sum.numbers >= _LONG_SUM else []
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
@@ -122,7 +130,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     steps = [(read_path(step.scope), step) for step in walk(observation.program) if step.name != "constant"]
     computed = collect_by_path(steps, list_read_dtypes)
     made = collect_by_path(steps, lambda step: [*map(float_dtype, step.results)])
-    summed = collect_by_path(steps, lambda step: [find_half_sum(step)])
+    summed = collect_by_path(steps, _list_long_sums)
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
     leaking, cast = find_leaks(observation.program, steps, modules)
@@ -214,5 +222,13 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
             "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
         )
     observation = Observation()
-    examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
+    try:
+        examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
+    except TypeError as error:
+        if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
+            raise TypeError(
+                "explain takes the inputs of a model and no variables, but the first input is a dictionary with "
+                f"'params', and the call failed: {error}. For example: explain(model, x)."
+            ) from error
+        raise
     return build_explanation(examined, observation)

@@ -219,7 +219,10 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
     wanted = str(parse_dtype(dtype))
     floating = [row for row in rows if is_floating_dtype(row.dtype)]
     if not floating:
-        raise AssertionError(f"Found no {name}, in {wanted} or any other floating dtype.")
+        raise AssertionError(
+            f"Found no {name}, in {wanted} or any other floating dtype. XLA drops what no output needs: return the "
+            "gradients or the new parameters from the function, in nnx nnx.state((model, optimizer))."
+        )
     others = [row for row in floating if row.dtype != wanted]
     if others:
         lines = list_lines(map(_describe, others))

@@ -234,7 +234,10 @@ def _trained(state: PyTree, params: PyTree) -> PyTree:
     try:
         return jax.tree.map(lambda m, p: m if _is_masked(m) else p, state[1], params, is_leaf=_is_masked)
     except ValueError as error:
-        raise ValueError(f"The parameters do not fit the {type(state).__name__} that was given with them.") from error
+        raise ValueError(
+            f"The parameters do not fit the {type(state).__name__} that was given with them. For example, in nnx: "
+            "jmp_policy.optim.master_params(optimizer, nnx.state(model, nnx.Param))."
+        ) from error
 
 
 def _or_else(trained: PyTree, others: PyTree) -> PyTree:

@@ -76,7 +76,7 @@ def minimize(
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`. By
         default it is the reduce dtype of the policies that `fun` uses.
-      on_opaque: the response to an op of unknown semantics between a gradient and its sum, as in `value_and_grad`.
+      on_opaque: `"error"` or `"warn"`, if an unknown op stands between a gradient and its sum, as in `value_and_grad`.
 
     Returns:
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary data

@@ -91,7 +91,8 @@ class SkippedStep:
     is_search: bool
 
     def __str__(self) -> str:
-        return f"step {self.step:,} skipped: {_say_why(self.origin)}"
+        search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
+        return f"step {self.step:,} skipped: {_say_why(self.origin)}{search}"
 
     def describe(self) -> str:
         """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""

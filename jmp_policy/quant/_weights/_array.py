@@ -203,11 +203,11 @@ def quantize_array(
     """Quantizes one weight.
 
     Args:
-      array: real floating, with axes and elements; a `jax.ShapeDtypeStruct` gives an abstract result.
+      array: a non-empty real floating array of at least one axis; a `jax.ShapeDtypeStruct` gives an abstract result.
       quantization: `Int8`, `Int4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
       layout: the axes that are summed over; by default all but the last (of a vector, its only one).
       clip: how the range of integers is chosen: `"absmax"` is the full range; a percentile in (0, 100] of the
-        magnitudes, or `"mse"`, the range with the least mean square error, clip values outside. Block formats support
+        magnitudes, or `"mse"` (least mean square error), clips values outside the range. Block formats support
         `"absmax"` only.
       input_clip: a magnitude to clip the inputs of the layer to, if the format quantizes inputs to integers.
       where: the place of the weight, for error messages.

@@ -119,6 +119,11 @@ def test_audit_and_explain_find_the_pooling_of_a_policied_convnet(api):
     assert "the model itself (!): reduce_window_sum of 4096 numbers in bfloat16, whose error grows" in text
 
 
+def test_explain_does_not_report_pooling_of_few_elements():
+    model = jmp.with_policy(LinenNet(lambda x, _: nn.avg_pool(x, (2, 2)).mean((1, 2))), MIXED)
+    assert jmp.explain(model, problem()[1])[""].half_sums == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_what_audit_and_explain_advise_makes_the_logits_right(api):

@@ -21,6 +21,15 @@ def test_what_is_no_module_is_refused(target):
         jmp.explain(target, jax.ShapeDtypeStruct((2, 4), "float32"))
 
 
+def test_variables_among_the_inputs_of_explain_are_an_error_that_says_so():
+    model, x = nn.Dense(3), jax.ShapeDtypeStruct((2, 4), "float32")
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"^explain takes the inputs of a model and no variables, "):
+        jmp.explain(model, variables, x)
+    with pytest.raises(TypeError, match=r"takes 2 positional arguments but 3 were given"):
+        jmp.explain(model, x, x)
+
+
 @pytest.mark.slow
 def test_explain_is_there_before_rich_is_loaded():
     heavy = "{'rich'}"
