@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 
-from ._program import Atom
+from ._program import Atom, float_dtype
 
 Context = Any
 """A rule's description of the place of an equation; hashable."""
@@ -123,13 +123,13 @@ class Rule(abc.ABC):
         del eqn, body, context
         return values
 
-    @abc.abstractmethod
     def argument(self, dtype: np.dtype | None) -> AbstractValue:
         """Returns the kind of an argument or constant in the dtype that it was traced in."""
+        return AbstractValue(dtype)
 
-    @abc.abstractmethod
     def literal(self, literal: Literal) -> AbstractValue:
         """Returns the kind of a literal."""
+        return AbstractValue(float_dtype(literal))
 
     @abc.abstractmethod
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
@@ -140,22 +140,24 @@ class Rule(abc.ABC):
         del program, carry
         return frozenset()
 
-    @abc.abstractmethod
     def accumulated(self, kind: AbstractValue) -> AbstractValue:
         """Returns the kind in which to carry an accumulator whose initial value has the kind `kind`."""
+        return kind
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:
         """Returns the kinds in which a scan stacks its outputs, given those that its sub-jaxpr computes."""
         del eqn, context
         return kinds
 
-    @abc.abstractmethod
     def rewrites_custom_rule(self, eqn: JaxprEqn, context: Context) -> bool:
         """True if a custom-derivative function and its derivative are both rewritten."""
+        del eqn, context
+        return False
 
-    @abc.abstractmethod
     def rewrites_primal_only(self, eqn: JaxprEqn, context: Context) -> bool:
         """True if a custom-derivative function is rewritten, but not its derivative."""
+        del eqn, context
+        return False
 
 
 @functools.cache
