@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ._program import AbstractValue, Atom, JaxprBuilder, Value
+from ._program import AbstractValue, Atom, JaxprBuilder, Value, float_dtype
 
 Context = Any
 """A rule's description of the place of an equation; hashable."""
@@ -46,13 +46,13 @@ class Rule(abc.ABC):
         """Returns the operands of an equation with sub-jaxprs, or casts of them."""
         return values
 
-    @abc.abstractmethod
     def argument(self, dtype: np.dtype | None) -> AbstractValue:
         """Returns the kind of an argument or constant in the dtype that it was traced in."""
+        return AbstractValue(dtype)
 
-    @abc.abstractmethod
     def literal(self, literal: Literal) -> AbstractValue:
         """Returns the kind of a literal."""
+        return AbstractValue(float_dtype(literal))
 
     @abc.abstractmethod
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
@@ -62,18 +62,18 @@ class Rule(abc.ABC):
         """Returns the positions in the carry of the values that a loop accumulates; `carry` numbers its arguments."""
         return frozenset()
 
-    @abc.abstractmethod
     def accumulated(self, kind: AbstractValue) -> AbstractValue:
         """Returns the kind in which to carry an accumulator whose initial value has the kind `kind`."""
+        return kind
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:
         """Returns the kinds in which a scan stacks its outputs, given those that its sub-jaxpr computes."""
         return kinds
 
-    @abc.abstractmethod
     def rewrites_custom_rule(self, eqn: JaxprEqn, context: Context) -> bool:
         """True if a custom-derivative function and its derivative are both rewritten."""
+        return False
 
-    @abc.abstractmethod
     def rewrites_primal_only(self, eqn: JaxprEqn, context: Context) -> bool:
         """True if a custom-derivative function is rewritten, but not its derivative."""
+        return False

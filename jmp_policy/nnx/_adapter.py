@@ -228,12 +228,7 @@ def _quantize_layer(
     """Returns the quantized weight of a layer, or `None` if it stays floating."""
     unfit = None if has_stored_format(vars(module)["promote_dtype"]) else WRITTEN
     value, mask = weight.value, vars(module).get("mask")
-    if mask is not None and not isinstance(value, QuantizedArray):
-        value = _mask_kernel(value, mask)
+    if mask is not None and not isinstance(value, QuantizedArray):  # of a convolution
+        is_abstract = isinstance(value, jax.ShapeDtypeStruct)
+        value = jax.eval_shape(jnp.multiply, value, mask) if is_abstract else value * mask
     return quantize_weight(path, weight.name, value, weight.layout, spec.policy, unfit)
-
-
-def _mask_kernel(kernel: Any, mask: Any) -> Any:
-    """Applies the mask of a convolution to its kernel, which may be abstract."""
-    is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)
-    return jax.eval_shape(jnp.multiply, kernel, mask) if is_abstract else kernel * mask

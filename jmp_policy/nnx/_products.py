@@ -171,7 +171,7 @@ class PromoteTable(Promote):
         return embedding_lookup(self.prepare(table), indices, dtype)
 
     def prepare(self, table: Any) -> Any:
-        """Returns the table as it is stored, or as one that will be."""
+        """Returns the quantized table, or one that is rounded in the same way when it is read."""
         assert self.product.stored_format is not None
         return prepare_weight(table, self.product.stored_format, table_layout(table.shape))
 

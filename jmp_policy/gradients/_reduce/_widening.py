@@ -122,27 +122,11 @@ class Widening(Rule):
     def cast_operands(
         self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Upcasts | None
     ) -> list[Value]:
-        if context is None:
-            return self._restore_values(eqn, values, body, [False] * len(values))
-        return self._restore_values(eqn, values, body, context.enters)
-
-    def argument(self, dtype: np.dtype | None) -> AbstractValue:
-        return AbstractValue(dtype)
-
-    def literal(self, literal: Literal) -> AbstractValue:
-        return AbstractValue(float_dtype(literal))
+        stays = [False] * len(values) if context is None else context.enters
+        return self._restore_values(eqn, values, body, stays)
 
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         return functools.reduce(lambda a, b: b if is_narrower(a.dtype, b.dtype) else a, kinds)
-
-    def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        return kind
-
-    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Upcasts | None) -> bool:
-        return False
-
-    def rewrites_primal_only(self, eqn: JaxprEqn, context: Upcasts | None) -> bool:
-        return False
 
     def _convert(self, eqn: JaxprEqn, value: Value, body: JaxprBuilder, kind: AbstractValue) -> list[Value]:
         """Writes a cast, or omits it if the value already has the dtype, so that nothing rounds it in between."""

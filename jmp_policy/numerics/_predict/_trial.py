@@ -78,9 +78,6 @@ class LayerRule(Rule):
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         return next((kind for kind in kinds if kind.dtype in HALF), kinds[0])
 
-    def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        return kind
-
     def rewrites_custom_rule(self, eqn: JaxprEqn, context: Any) -> bool:
         return True
 

@@ -200,7 +200,7 @@ def _dequantize(weight: Any) -> jax.Array:
 def attend(product: LayerProduct, query: jax.Array, table: Any, dtype: Any, out_sharding: Any = None) -> Any:
     """Multiplies a query by the table of an embedding; returns `None` if the layer's own method does the same.
 
-    A stored table is multiplied as it is, and any other with sums in the accumulate dtype.
+    A quantized table is not dequantized first. Any other is multiplied with sums in the accumulate dtype.
     """
     # The dtype of the table counts in the promotion, its values stay.
     inputs = product.promote_arrays(query, jnp.zeros((), table.dtype), dtype=dtype)[0]
