@@ -55,6 +55,7 @@ def collect(
     histogram: bool = True,
     loops: Literal["auto", "split", "merge"] = "auto",
     every: int | None = None,
+    sample: int | None = None,
 ) -> Callable[..., tuple[Any, Stats]]:
     """Measures the tensors of a function, and their losses in number formats.
 
@@ -116,7 +117,7 @@ def collect(
     backward head 192 1.0
     """
     check_function(fun, "collect")
-    request, register = make_request(formats, where, of, histogram, loops, every), Register()
+    request, register = make_request(formats, where, of, histogram, loops, every, sample), Register()
 
     @functools.wraps(fun)
     def run_collect(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
