@@ -52,9 +52,7 @@ def find_extremes(x: jax.Array) -> Extremes:
     return Extremes(lax.concatenate([lax.expand_dims(each, (1,)) for each in words], 1), _stack(most, least))
 
 
-def count_losses(
-    blocks: jax.Array, axes: tuple[int, ...], formats: Sequence[Format], histogram: bool
-) -> jax.Array:
+def count_losses(blocks: jax.Array, axes: tuple[int, ...], formats: Sequence[Format], histogram: bool) -> jax.Array:
     """Counts the losses in each format and the elements of each bin, uint32 words `(2, C)`.
 
     `split_blocks` made the blocks. Neither its padding nor a nan is counted. The counts of block-scaled formats are 0.
@@ -68,7 +66,9 @@ def count_losses(
     x = _read_magnitudes(blocks)
     x = lax.broadcast_in_dim(x, shape, [axis for axis in range(len(shape)) if axis != row])
     halves = np.resize(thresholds, (2, width))
-    flags = [lax.convert_element_type(lax.le(x, lax.broadcast_in_dim(half, shape, (row,))), np.uint32) for half in halves]
+    flags = [
+        lax.convert_element_type(lax.le(x, lax.broadcast_in_dim(half, shape, (row,))), np.uint32) for half in halves
+    ]
     below = lax.concatenate(add_together(flags, tuple(axis + 1 for axis in axes)), row)
     low, high = _add_up_words(below, tuple(axis for axis in range(below.ndim) if axis != row))
     borrow = lax.convert_element_type(lax.lt(_take(low, plus), _take(low, minus)), np.uint32)

@@ -19,8 +19,6 @@ from ._record import Record, float_dtype, join, make_empty, mantissa_bits
 from ._what_if import (
     FloatFormat,
     Format,
-    IntegerFormat,
-    ScaledFormat,
     Sums,
     add_squares,
     convert_units,
@@ -151,7 +149,9 @@ class StatsSpec:
         Indices leave a sharded tensor where it is: a slice or a reshape of a sharded axis would gather it.
         """
         windows = self._choose_windows(x.shape)
-        high, low = (np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.count, 64), (64, 1)))
+        high, low = (
+            np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.count, 64), (64, 1))
+        )
         number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)
         number = lax.reshape(number, (number.size,))[: windows.count]
         number = lax.rem(number, np.uint32(windows.total))
