@@ -214,8 +214,8 @@ class _Run:
 
         if len(sites) > _MANY_ROWS:
             warn_user(
-                f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds to "
-                "compile. Choose fewer, for example: where=('matmuls', 'blocks/0'), or loops='merge'."
+                f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
+                "to compile. Choose fewer, for example: where=('matmuls', 'blocks/0'), or loops='merge'."
             )
 
         # The new program returns the record after its results.

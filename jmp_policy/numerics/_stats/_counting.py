@@ -41,7 +41,8 @@ def find_extremes(x: jax.Array) -> Extremes:
     infinity, zero = (lax.full_like(magnitudes, each) for each in bits_like((np.inf, 0), x.dtype))
     flags = lax.eq(magnitudes, zero), lax.gt(magnitudes, infinity), lax.eq(magnitudes, infinity)
     most = lax.select(lax.lt(magnitudes, infinity), magnitudes, zero)
-    least = lax.select(flags[0], infinity, magnitudes)
+    # A nan is above infinity, and XLA leaves out the start of a reduction of one element.
+    least = lax.select(flags[0], infinity, lax.min(magnitudes, infinity))
     operands = [*(lax.convert_element_type(each, np.uint32) for each in flags), most, least]
     starts = [*[np.uint32(0)] * 3, *bits_like((0, np.inf), x.dtype)]
     first = int(x.size >= _LARGEST_COUNT)  # a slice of the first axis fits 32 bits
