@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +81,9 @@ class StatsSpec:
         if self.sample is None or size <= self.sample:
             return size
         windows = self._choose_windows(shape or (1,))
-        numbers = np.arange(windows.count) * windows.step % windows.total
+        numbers = np.arange(windows.taken) * windows.step % windows.total
         missing = -shape[-1] % windows.width
-        return windows.count * windows.width - missing * int((numbers % windows.per_row == windows.per_row - 1).sum())
+        return windows.taken * windows.width - missing * int((numbers % windows.per_row == windows.per_row - 1).sum())
 
     def empty(self, rows: int) -> Record:
         """Returns the record of tensors that were never measured: the neutral element of `merge`."""
@@ -150,19 +150,21 @@ class StatsSpec:
         """
         windows = self._choose_windows(x.shape)
         high, low = (
-            np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.count, 64), (64, 1))
+            np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
         )
         number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)
-        number = lax.reshape(number, (number.size,))[: windows.count]
+        number = lax.reshape(number, (number.size,))[: windows.taken]
         number = lax.rem(number, np.uint32(windows.total))
-        across = lax.broadcasted_iota(np.int32, (windows.count, windows.width), 1)
+        across = lax.broadcasted_iota(np.int32, (windows.taken, windows.width), 1)
         indices = []
         for axis, length in enumerate(reversed((*x.shape[:-1], windows.per_row))):
             index = lax.convert_element_type(lax.rem(number, np.uint32(length)), np.int32)
             number = lax.div(number, np.uint32(length))
             index = lax.broadcast_in_dim(index, across.shape, (0,))
             indices.append(index if axis else index * np.int32(windows.width) + across)
-        mode = {"mode": "fill", "fill_value": np.nan} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
+        mode: dict[str, Any] = (
+            {"mode": "fill", "fill_value": np.nan} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
+        )
         mesh = jax.typeof(x).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
             mode["out_sharding"] = NamedSharding(mesh, PartitionSpec(None, None))
@@ -184,7 +186,7 @@ class StatsSpec:
         losses = look.values if isinstance(look.values, Losses) else self._count(look.values, most)
         floats = [each for each in self._formats if isinstance(each, FloatFormat)]
         in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
-        words = lax.concatenate([np.uint32([[1], [0]]), extremes.counts, losses.counts], 1)
+        words = lax.concatenate([np.array([[1], [0]], np.uint32), extremes.counts, losses.counts], 1)
         for i, each in zip(in_blocks, errors, strict=True):
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
         sums = _join_sums(convert_units(losses.sums, most, floats), in_blocks, errors)
@@ -201,12 +203,12 @@ class StatsSpec:
 
 
 class _Windows(NamedTuple):
-    """Windows of `width` elements: window `step * i % total` for `count` integers `i`; `per_row` on each last axis."""
+    """Windows of `width` elements: window `step * i % total` for `taken` integers `i`; `per_row` on each last axis."""
 
     width: int
     per_row: int
     total: int
-    count: int
+    taken: int
     step: int
 
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._base import PyTree, is_array, is_half
@@ -171,7 +173,7 @@ def find_origin(
 
     def find(params: PyTree, old_state: PyTree, *args: Any, **kwargs: Any) -> SkippedStep | None:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *jax.tree.leaves((params, old_state)))):
+        if any(isinstance(leaf, Tracer) for leaf in (*leaves, *jax.tree.leaves((params, old_state)))):
             raise TypeError(
                 "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
                 "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
@@ -186,7 +188,7 @@ def find_origin(
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
             return None
-        return SkippedStep(_count_steps(old_state), origin, is_search(origin, scale.adjust(np.False_)))
+        return SkippedStep(_count_steps(old_state), origin, is_search(origin, scale.adjust(jnp.bool_(False))))
 
     return find
 
