@@ -6,7 +6,7 @@ Non-finite steps:
 - `skip_nonfinite` skips steps without a scale.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
-- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`; `last_skip` returns the recorded one.
+- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`; `last_skip` returns a recorded one.
 
 Gradients:
 
