@@ -26,6 +26,7 @@ from benchmarks.autocast import gpt
 from benchmarks.many_modules import seconds
 from examples.gpt.model import GPTConfig
 from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
+from jmp_policy.numerics._nonfinite import search_nonfinite
 
 POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}
 
@@ -84,6 +85,17 @@ def make_steps(fun: Callable[..., Any], args: tuple[Any, ...]) -> Steps:
     return Steps(*(Program(jax.jit(step), tuple(leaves)) for step in (flat, searching, good)))
 
 
+def measure_search(fun: Callable[..., Any], args: tuple[Any, ...], target: Target) -> tuple[float, float]:
+    """The compile time and the temporaries of the program of `optim.find_origin`, over those of a step without it."""
+    leaves, structure = jax.tree.flatten(args)
+    flat = lambda *leaves: fun(*jax.tree.unflatten(structure, leaves))
+    search = lambda *leaves: search_nonfinite(flat, None, checks=False)(*leaves)[1]
+    options = {"xla_backend_optimization_level": 0} if target.name == "CPU" else {}
+    plain, searching = Program(jax.jit(flat), tuple(leaves)), Program(jax.jit(search), tuple(leaves))
+    (one, taken), (other, its) = _compile(plain, target), _compile(searching, target, options)
+    return its / taken, figures(other).temporaries / figures(one).temporaries
+
+
 def leave_out_search(program: ClosedJaxpr) -> ClosedJaxpr:
     """The same program, in which the branch that would search returns constants. It has no other branches."""
     equations = [_leave_out(eqn) if eqn.primitive.name == "cond" else eqn for eqn in program.eqns]
@@ -123,11 +135,11 @@ def check_bits(fun: Callable[..., Any], args: tuple[Any, ...]) -> int:
     return sum(a != b for a, b in zip(mine, its, strict=True))
 
 
-def _compile(step: Program, target: Target) -> tuple[Any, float]:
+def _compile(step: Program, target: Target, options: dict[str, Any] | None = None) -> tuple[Any, float]:
     jax.clear_caches()
     lowered = step.step.lower(*target.put(step.args))
     start = time.process_time()
-    compiled = lowered.compile(compiler_options={} if target.name == "CPU" else target.options)
+    compiled = lowered.compile(compiler_options=(options or {}) if target.name == "CPU" else target.options)
     return compiled, time.process_time() - start
 
 

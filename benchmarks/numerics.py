@@ -10,6 +10,7 @@ layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100, 
 
 import argparse
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,8 +31,9 @@ from examples.gpt.model import GPTConfig
 
 MEASURED: dict[str, dict[str, Any]] = {
     "matmuls, four formats, histogram": {},
-    "matmuls, four formats": {"histogram": False},
     "matmuls, float16": {"formats": ("float16",), "histogram": False},
+    "matmuls, four formats, histogram, `sample=None`": {"sample": None},
+    "matmuls, float16, `sample=None`": {"formats": ("float16",), "histogram": False, "sample": None},
     "all, four formats, histogram": {"where": "all"},
     "matmuls, four formats, histogram, `every=100`": {"every": 100},
 }
@@ -48,6 +50,7 @@ class Cost(NamedTuple):
     temporaries: float
     compile_seconds: float
     trace_seconds: float
+    run_seconds: float
 
     def over(self, other: "Cost") -> "Cost":
         """Returns the ratios to another cost."""
@@ -81,7 +84,22 @@ def cost(program: Program, target: Target) -> Cost:
     end = time.process_time()
     found = figures(compiled)
     operations = count_operations(lowered.as_text())
-    return Cost(operations, found.bytes_accessed, found.temporaries, end - traced, traced - start)
+    ran = run(compiled, program.args) if target.name == "CPU" else math.nan
+    return Cost(operations, found.bytes_accessed, found.temporaries, end - traced, traced - start, ran)
+
+
+def run(compiled: Any, args: tuple[Any, ...]) -> float:
+    """Runs a compiled program on small numbers, and returns the least of four process times."""
+    given, times = jax.tree.map(_fill, args), []
+    for _ in range(5):
+        start = time.process_time()
+        jax.block_until_ready(compiled(*given))
+        times.append(time.process_time() - start)
+    return min(times[1:])
+
+
+def _fill(arg: Any) -> jax.Array:
+    return jnp.full(arg.shape, 0.01, jax.dtypes.canonicalize_dtype(arg.dtype))
 
 
 def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -91,7 +109,7 @@ def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, A
     rows = []
     for name, options in measured.items():
         ratios = cost(observe(fun, args, options), target).over(plain)
-        rows.append([name, *(f"{ratio:.2f}" for ratio in ratios)])
+        rows.append([name, *("not run" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios)])
     return rows
 
 
@@ -111,7 +129,7 @@ def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
     jax.make_jaxpr(lambda *args: fun(*args))(*args)  # a new function each time: JAX would not trace one twice
 
 
-_TIMED = ["compile time", "trace time"]
+_TIMED = ["compile time", "trace time", "run time"]
 _COST_HEADER = ["measured", "operations", "bytes", "temporaries", *_TIMED]
 _TRACING_HEADER = ["layers", "trace time per layer", "over without"]
 

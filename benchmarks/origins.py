@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from benchmarks import _origins_jax
-from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_steps, measure
+from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_steps, measure, measure_search
 from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, TORCH_CONTESTANTS
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
@@ -80,10 +80,23 @@ def make_costs_table(
     return ResultTable.of("costs", title, header, [*lines, asked], timed, notes)
 
 
+def make_search_table(target: Target, config: GPTConfig, policies: Sequence[str] = tuple(POLICIES)) -> ResultTable:
+    """A line for each policy."""
+    rows = []
+    for name in policies:
+        ratios = measure_search(*gradient(config, POLICIES[name]), target)
+        rows.append([name, *(f"{ratio:.2f}" for ratio in ratios)])
+    title = f"The program of `optim.find_origin` over a step of the demo's GPT, for {target.name}"
+    notes = ["It is compiled at the first skipped step. The training step costs nothing more."]
+    return ResultTable.of("search", title, ["policy", "compile time", "temporaries"], rows, ["compile time"], notes)
+
+
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """Returns the costs of a finite step, on this machine's CPU."""
+    """Returns the costs of a finite step, and of a search on the host, on this machine's CPU."""
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
-    yield make_costs_table(TARGETS["cpu"](), config, 1 if quick else 5, list(POLICIES)[:1] if quick else list(POLICIES))
+    policies = list(POLICIES)[:1] if quick else list(POLICIES)
+    yield make_search_table(TARGETS["cpu"](), config, policies)
+    yield make_costs_table(TARGETS["cpu"](), config, 1 if quick else 5, policies)
 
 
 def fault_tables(quick: bool) -> Iterator[ResultTable]:

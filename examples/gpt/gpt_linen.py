@@ -84,18 +84,12 @@ class Trainer:
             loss, grads = compute_grads(state, windows)
             return shard_state(state.apply_gradients(grads=grads)), loss
 
-        def find_origin(
-            variables: Any, windows: jax.typing.ArrayLike, scale: jmp.LossScale
-        ) -> jmp.numerics.NonfiniteOrigin:
-            grad_fn = jmp.value_and_grad(loss_fn, loss_scale=scale)
-            return jmp.numerics.first_nonfinite(grad_fn)(variables, windows)[1]
-
         tokens = jnp.zeros((1, config.model.context), jnp.int32)
         variables = jax.jit(model.init)(jax.random.key(config.seed), tokens)  # includes the state of float8 layers
         state = jmp.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(config))
         # Flax starts with a Python integer. The array of the next step would compile the step a second time.
         self.state = state.replace(step=jnp.zeros((), jnp.int32))
-        self._loss_fn, self._find_origin = jax.jit(loss_fn), jax.jit(find_origin)
+        self._loss_fn, self._find_origin = jax.jit(loss_fn), jmp.optim.find_origin(loss_fn, state.tx)
         self._train_step = jax.jit(train_step, donate_argnums=0)
         self._observe = jax.jit(jmp.numerics.collect(lambda *args: compute_grads(*args)[1], of=OBSERVED))
 
@@ -114,7 +108,8 @@ class Trainer:
 
     def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
         """Finds the operation that made the gradients of a skipped step not finite, from its batch and its scale."""
-        return self._find_origin(self.state.params, windows, scale)
+        skip = self._find_origin(self.state.params, scale, windows)
+        return jmp.numerics.NonfiniteOrigin.empty() if skip is None else skip.origin
 
     def observe(self, windows: jax.typing.ArrayLike) -> jmp.numerics.Stats:
         """Measures the matmuls and gradients of the step, and leaves the state as it is."""

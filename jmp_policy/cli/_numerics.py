@@ -20,7 +20,7 @@ jax.value_and_grad(loss_fn)(*args)` and `def make_args(): return make_params(), 
 `jmp-policy numerics train:step --args train:make_args --formats float16 int8`. --json prints one document with these
 keys: versions, by package; device (platform, name, system, half_instructions); function; formats; first_exponent (the
 exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
-count, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
+count, sampled, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
 
 def add_numerics(commands: Commands) -> None:

@@ -6,7 +6,7 @@ Non-finite steps:
 - `skip_nonfinite` skips steps without a scale.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
-- `last_skip` returns the last skipped step and its origin, a `SkippedStep`.
+- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`; `last_skip` returns a recorded one.
 
 Gradients:
 
@@ -45,6 +45,7 @@ from ._steps import (
     SkippedStep as SkippedStep,
     accumulate as accumulate,
     clip_by_global_norm as clip_by_global_norm,
+    find_origin as find_origin,
     global_norm as global_norm,
     last_skip as last_skip,
     loss_scaled as loss_scaled,

@@ -59,7 +59,8 @@ class ExtremesRecorder(Recorder):
         return turns <= MOST_SPLIT
 
     def measure(self, value: Any) -> tuple[jax.Array, jax.Array]:
-        return find_extremes(lax.stop_gradient(value))
+        # XLA would measure a constant, such as a mask, while it compiles, for seconds each.
+        return find_extremes(lax.optimization_barrier(lax.stop_gradient(value)))
 
     def gather(self, measured: Sequence[tuple[jax.Array, jax.Array]]) -> Extremes:
         low, high = (jnp.stack(keys) for keys in zip(*measured, strict=True))

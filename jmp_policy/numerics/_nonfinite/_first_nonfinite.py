@@ -85,6 +85,13 @@ def first_nonfinite(
     >>> find(jnp.ones(2), jnp.ones((3, 2)))[1].found
     False
     """
+    return search_nonfinite(fun, of, checks=True)
+
+
+def search_nonfinite(
+    fun: Callable[..., Any], of: Callable[[Any], PyTree] | None, *, checks: bool
+) -> Callable[..., tuple[Any, NonfiniteOrigin]]:
+    """Is `first_nonfinite`. Without `checks` it always searches: a smaller program if the output is unused."""
     check_function(fun, "first_nonfinite")
     register = Register()
 
@@ -92,7 +99,7 @@ def first_nonfinite(
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, NonfiniteOrigin]:
         refuse_casting("first_nonfinite")
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        run = _Run(register, find_signature(opened), (args, kwargs))
+        run = _Run(register, find_signature(opened), (args, kwargs), checks)
         watched = register.watch(opened if of is None else run.note_results(opened, of))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
@@ -105,9 +112,11 @@ def first_nonfinite(
 class _Run:
     """One call. `trace_and_run` sets `origin`."""
 
-    def __init__(self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs]):
+    def __init__(
+        self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs], checks: bool
+    ):
         self.origin: NonfiniteOrigin | None = None
-        self._register, self._signature, self._given = register, signature, given
+        self._register, self._signature, self._given, self._checks = register, signature, given, checks
         self._noted: list[Any] | None = None
         self._marks: list[bool] = []
 
@@ -134,12 +143,14 @@ class _Run:
         program, constants = _detach_constants(traced.program)
         leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
         made = call(program, *leaves)
-        looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
-        is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
         search = _make_search(program, self._marks, names, paths)
         if search is None:
             self.origin = NonfiniteOrigin.empty()
+        elif not self._checks:
+            self.origin = search(*lax.stop_gradient(leaves))
         else:
+            looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
+            is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
             nothing = lambda *_: vary_everywhere(NonfiniteOrigin.empty())
             self.origin = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
         return ends.put_back(made)

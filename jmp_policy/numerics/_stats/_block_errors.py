@@ -38,12 +38,6 @@ def add_block_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat | Scaled
     return _add_scaled_errors(x, most, spec)
 
 
-def make_no_errors(dtype: np.dtype) -> BlockErrors:
-    """Returns the errors of a tensor without elements."""
-    zeros = lax.full((2,), 0, dtype)
-    return BlockErrors(lax.full((2, 3), 0, np.uint32), zeros, zeros)
-
-
 def _add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> BlockErrors:
     """Rounds each block in units of its own largest magnitude."""
     blocks = _split_last_axis(x, spec.block)

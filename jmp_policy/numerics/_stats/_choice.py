@@ -168,12 +168,20 @@ class Request:
 
 
 def make_request(
-    formats: Any, where: str | Sequence[str], of: str | Sequence[str], histogram: bool, loops: str, every: Any
+    formats: Any,
+    where: str | Sequence[str],
+    of: str | Sequence[str],
+    histogram: bool,
+    loops: str,
+    every: int | None,
+    sample: int | None,
 ) -> Request:
     """Reads and checks the arguments of `collect`."""
     names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
-    spec = StatsSpec(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
-    return Request(spec, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
+    known = tuple(dict.fromkeys(parse_format(name).name for name in names))
+    spec = StatsSpec(known, bool(histogram), sample=_parse_count("sample", sample, 4096))
+    every = _parse_count("every", every, 100)
+    return Request(spec, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), every)
 
 
 def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
@@ -204,10 +212,10 @@ def _parse_loops(loops: str) -> str:
     return loops
 
 
-def _parse_every(every: int | None) -> int | None:
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every must be a positive integer or None, got {every!r}. For example: every=100.")
-    return every
+def _parse_count(name: str, count: int | None, example: int) -> int | None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(f"{name} must be a positive integer or None, got {count!r}. For example: {name}={example}.")
+    return count
 
 
 def _list_entries(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere
+from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
@@ -43,6 +43,7 @@ from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_MANY_ROWS, _SECONDS_PER_ROW = 500, 0.03  # of a CPU: see `benchmarks/numerics.py`
 MOST_TURNS = 64
 """With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
@@ -55,6 +56,7 @@ def collect(
     histogram: bool = True,
     loops: Literal["auto", "split", "merge"] = "auto",
     every: int | None = None,
+    sample: int | None = 4096,
 ) -> Callable[..., tuple[Any, Stats]]:
     """Measures the tensors of a function, and their losses in number formats.
 
@@ -67,8 +69,8 @@ def collect(
     and values inside have none. The devices of a `shard_map` share a row, and each counts its copy of a replicated
     value. The iterations of a `while` share a row too.
 
-    Each measured step makes two more passes over the tensors (`benchmarks/numerics.py`), and `every=100` measures one
-    step in a hundred. With two compiled functions, the other steps cost nothing:
+    Each measured step reads the tensors once more (`benchmarks/numerics.py`), or three times with `sample=None`, and
+    `every=100` measures one step in a hundred. With two compiled functions, the other steps cost nothing:
 
         observed, plain = jax.jit(collect(train_step)), jax.jit(train_step)
         for step, batch in enumerate(batches):
@@ -89,18 +91,25 @@ def collect(
         whole function, which have the paths of its trees. `where` does not apply to the last two.
       histogram: whether to count the elements at each exponent.
       loops: `"split"` gives each iteration of a `scan` its own rows, and `"merge"` one row to all. `"auto"` splits
-      loops
-        of at most 64 iterations.
+        loops of at most 64 iterations.
       every: measures every n-th step only. The returned function then takes the step number, an integer that may be
         traced, before its other arguments. Other steps run as without `collect`, and their rows are empty.
+      sample: the number of elements of each tensor to look at for formats, the histogram and the root mean square:
+        elements at equal distances, or whole blocks for block-scaled formats. Smaller tensors are measured whole. A
+        share `p` is off by at most about `3 * sqrt(p * (1 - p) / sample)`, and the rest of a row is exact. `None` looks
+        at all elements. On a mesh no tensor moves: in a `shard_map` each device samples its shard, and elsewhere the
+        devices add up the elements of the sample.
 
     Returns:
       A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: a format, a pass or a value of `loops` is unknown. When called: `where` matches nothing, or `autocast`
-        is around it and would change dtypes afterwards; write `collect(autocast(fun))`.
+      ValueError: a format, a pass or a value of `loops` is unknown, or `sample` is not positive. When called: `where`
+        matches nothing, or `autocast` is around it and would change dtypes afterwards; write `collect(autocast(fun))`.
+
+    Warns:
+      UserWarning: there are more than 500 rows, which take long to compile.
 
     Source: the histograms follow Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
@@ -116,7 +125,7 @@ def collect(
     backward head 192 1.0
     """
     check_function(fun, "collect")
-    request, register = make_request(formats, where, of, histogram, loops, every), Register()
+    request, register = make_request(formats, where, of, histogram, loops, every, sample), Register()
 
     @functools.wraps(fun)
     def run_collect(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
@@ -202,6 +211,12 @@ class _Run:
         sites = [_describe_end(names[i], program.jaxpr.invars[i], "argument") for i in measured[0]]
         sites += [_describe_line(line, paths) for line in lines]
         sites += [_describe_end(str(results[i]), program.jaxpr.outvars[i], "result") for i in measured[1]]
+
+        if len(sites) > _MANY_ROWS:
+            warn_user(
+                f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
+                "to compile. Choose fewer, for example: where=('matmuls', 'blocks/0'), or loops='merge'."
+            )
 
         # The new program returns the record after its results.
         count = len(program.jaxpr.outvars)

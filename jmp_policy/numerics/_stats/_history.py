@@ -161,7 +161,8 @@ def merge_rows(steps: Sequence[Sequence[Row]]) -> Stats:
     keys = list(dict.fromkeys(key for rows in keyed for key in rows))
     every = [row for rows in steps for row in rows]
     formats = tuple(name for name in (every[0].formats if every else ()) if all(name in row.formats for row in every))
-    spec = StatsSpec(formats, all(row.histogram is not None for row in every), _FLOAT64)
+    sample = max((row.sampled // row.times for row in every if row.sampled < row.count), default=None)
+    spec = StatsSpec(formats, all(row.histogram is not None for row in every), _FLOAT64, sample)
     shape = len(steps), len(keys)
     counts = np.zeros((*shape, 2, spec.columns), np.uint32)
     extremes = np.broadcast_to([0.0, math.inf], (*shape, 2)).copy()
@@ -174,7 +175,7 @@ def merge_rows(steps: Sequence[Sequence[Row]]) -> Stats:
                 counts[i, j] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
                 extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
                 exponents[i, j] = math.frexp(row.amax)[1]
-                sums[i, j, :, 0] = _list_sums(row, formats)
+                sums[i, j, :, 0] = _list_sums(row, spec)
     return Stats(Record(counts, extremes, exponents, sums), Layout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
 
 
@@ -195,15 +196,18 @@ def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
     parts = [part for share in shares for part in (share.underflow, share.subnormal, share.overflow)]
     bins = [] if not spec.histogram or row.histogram is None else row.histogram.tolist()
     assert len(bins) in (0, HISTOGRAM_BINS)
-    lost = [round(part * row.count) for part in parts]
+    sampled = row.times * spec.count_sampled(row.shape)
+    lost = [round(part * sampled) for part in parts]
+    bins = [round(count * sampled / max(1, row.count)) for count in bins]
     return [row.times, round(row.zeros * row.count), row.nans, row.infs, *lost, *bins]
 
 
-def _list_sums(row: Row, formats: Iterable[str]) -> list[float]:
+def _list_sums(row: Row, spec: StatsSpec) -> list[float]:
     """Returns the sum of squares and the sums of squared errors, in units of the square of the largest binade."""
     unit = math.frexp(row.amax)[1]
-    square = math.ldexp(row.rms, -unit) ** 2 * (row.count - row.nans - row.infs)
-    errors = [error for name in formats for error in (row.formats[name].error, row.formats[name].scaled_error)]
+    finite = (row.count - row.nans - row.infs) * spec.count_sampled(row.shape) * row.times / max(1, row.count)
+    square = math.ldexp(row.rms, -unit) ** 2 * finite
+    errors = [error for name in spec.formats for error in (row.formats[name].error, row.formats[name].scaled_error)]
     return [square, *(error**2 * square for error in errors)]
 
 

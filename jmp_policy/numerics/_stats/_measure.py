@@ -1,33 +1,24 @@
-"""Measures one tensor in two passes: `_counting.py` counts elements, `_what_if.py` adds up squared errors."""
+"""Measures one tensor: `_counting.py` counts elements, `_what_if.py` adds up squared errors."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import at_least_float32
-from ._block_errors import BlockErrors, add_block_errors, make_no_errors
-from ._counting import (
-    FIRST_COUNTS,
-    HISTOGRAM_BINS,
-    LONGEST_BLOCK,
-    Counters,
-    count,
-    count_nothing,
-    read_counts,
-    read_most,
-)
+from ._block_errors import BlockErrors, add_block_errors
+from ._counting import FIRST_COUNTS, HISTOGRAM_BINS, Extremes, count_losses, find_extremes
 from ._record import Record, float_dtype, join, make_empty, mantissa_bits
 from ._what_if import (
     FloatFormat,
     Format,
-    IntegerFormat,
-    ScaledFormat,
     Sums,
     add_squares,
     convert_units,
@@ -38,13 +29,28 @@ from ._what_if import (
 )
 
 _FLOAT32 = np.dtype(np.float32)
+_COUNTED, _SUMMED = 4096, 128  # elements of a block; a sum of more squares would lose digits
+_LARGEST_NUMBER = 2**31
+
+
+class Losses(NamedTuple):
+    """The counts of `count_losses` and the sums of `add_squares`."""
+
+    counts: jax.Array
+    sums: Sums
 
 
 class PartialStats(NamedTuple):
-    """The result of the passes over a tensor. Its shapes depend on the dtype alone, so that tensors can be stacked."""
+    """The part of a measurement that needs the tensor. Its shapes depend on the dtype alone.
 
-    counters: Counters
-    sums: Sums
+    Attributes:
+      extremes: exact.
+      values: the losses of all elements; or a sample, filled up with nan, whose losses are still to be counted.
+      errors: the losses in each block-scaled format.
+    """
+
+    extremes: Extremes
+    values: Losses | jax.Array
     errors: list[BlockErrors]
 
 
@@ -56,16 +62,28 @@ class StatsSpec:
       formats: canonical names, as of `parse_format`.
       histogram: whether to count exponents.
       dtype: of extremes and sums: float64 where a program has float64 values, else float32.
+      sample: the number of elements for formats and histogram, `None` for all.
     """
 
     formats: tuple[str, ...]
     histogram: bool = True
     dtype: np.dtype = _FLOAT32
+    sample: int | None = None
 
     @property
     def columns(self) -> int:
         """The number of counts: four, three for each format, and the histogram."""
         return FIRST_COUNTS + 3 * len(self.formats) + HISTOGRAM_BINS * self.histogram
+
+    def count_sampled(self, shape: tuple[int, ...]) -> int:
+        """Returns the number of elements of a tensor of this shape that formats and histogram are of."""
+        size = math.prod(shape)
+        if self.sample is None or size <= self.sample:
+            return size
+        windows = self._choose_windows(shape or (1,))
+        numbers = np.arange(windows.taken) * windows.step % windows.total
+        missing = -shape[-1] % windows.width
+        return windows.taken * windows.width - missing * int((numbers % windows.per_row == windows.per_row - 1).sum())
 
     def empty(self, rows: int) -> Record:
         """Returns the record of tensors that were never measured: the neutral element of `merge`."""
@@ -98,37 +116,83 @@ class StatsSpec:
         x = lax.optimization_barrier(lax.stop_gradient(x))
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs float64 sums: StatsSpec(..., dtype=np.dtype('float64')).")
-        floats, in_blocks = self._split_formats()
-        if x.size == 0:
-            dtype = at_least_float32(x.dtype)
-            zeros = [lax.full((1 + 2 * len(floats),), 0, dtype)] * 2
-            counters = count_nothing(self._formats, self.histogram, dtype)
-            return PartialStats(counters, Sums(*zeros), [make_no_errors(dtype)] * len(in_blocks))
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
-        along = functools.partial(self._look_along, keeps_last=True)
-        return lax.platform_dependent(x, tpu=along, default=self._look_along)
+        extremes = find_extremes(x)
+        if x.size == 0:
+            x = lax.optimization_barrier(lax.full((1,), np.nan, x.dtype))  # which is not counted
+        if self.sample is not None:
+            x = self._take_sample(x)
+        most = lax.index_in_dim(extremes.bits, 0, keepdims=False)
+        errors = [add_block_errors(x, most, each) for each in self._formats if not isinstance(each, FloatFormat)]
+        if self.sample is None:
+            return PartialStats(extremes, self._count(x, most), errors)
+        x = lax.reshape(x, (x.size,))
+        return PartialStats(extremes, lax.pad(x, x.dtype.type(np.nan), [(0, self.sample - x.size, 0)]), errors)
 
-    def _look_along(self, x: jax.Array, *, keeps_last: bool = False) -> PartialStats:
-        floats, in_blocks = self._split_formats()
-        blocks, axes = split_blocks(x, LONGEST_BLOCK, keeps_last=keeps_last)
-        counters = count(blocks, axes, x.size, self._formats, self.histogram)
-        most = read_most(counters)
-        errors = [add_block_errors(x, most, each) for each in in_blocks]
-        return PartialStats(counters, add_squares(blocks, axes, most, floats), errors)
+    def _choose_windows(self, shape: tuple[int, ...]) -> "_Windows":
+        """Chooses parts of the last axis, each of whole blocks of all block-scaled formats."""
+        assert self.sample is not None
+        last, size = shape[-1], math.prod(shape)
+        blocks = [each.block for each in self._formats if not isinstance(each, FloatFormat)]
+        width = last if size <= self.sample else min(last, math.lcm(*blocks), self.sample)
+        per_row = -(-last // width)
+        total = min(size // last * per_row, _LARGEST_NUMBER)
+        # A step without a common divisor visits no window twice, and all columns equally often.
+        step = int(total * _GOLDEN_RATIO) | 1
+        while math.gcd(step, total) > 1:
+            step += 2
+        return _Windows(width, per_row, total, min(total, self.sample // width), step)
+
+    def _take_sample(self, x: jax.Array) -> jax.Array:
+        """Takes windows of a tensor, `(windows, elements)`, with nan past the end of the last axis.
+
+        Indices leave a sharded tensor where it is: a slice or a reshape of a sharded axis would gather it.
+        """
+        windows = self._choose_windows(x.shape)
+        high, low = (
+            np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
+        )
+        number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)
+        number = lax.reshape(number, (number.size,))[: windows.taken]
+        number = lax.rem(number, np.uint32(windows.total))
+        across = lax.broadcasted_iota(np.int32, (windows.taken, windows.width), 1)
+        indices = []
+        for axis, length in enumerate(reversed((*x.shape[:-1], windows.per_row))):
+            index = lax.convert_element_type(lax.rem(number, np.uint32(length)), np.int32)
+            number = lax.div(number, np.uint32(length))
+            index = lax.broadcast_in_dim(index, across.shape, (0,))
+            indices.append(index if axis else index * np.int32(windows.width) + across)
+        mode: dict[str, Any] = (
+            {"mode": "fill", "fill_value": np.nan} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
+        )
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            mode["out_sharding"] = NamedSharding(mesh, PartitionSpec(None, None))
+        return x.at[tuple(reversed(indices))].get(**mode)
+
+    def _count(self, x: jax.Array, most: jax.Array) -> Losses:
+        along = functools.partial(self._count_along, keeps_last=True)
+        return lax.platform_dependent(x, most, tpu=along, default=self._count_along)
+
+    def _count_along(self, x: jax.Array, most: jax.Array, *, keeps_last: bool = False) -> Losses:
+        counts = count_losses(*split_blocks(x, _COUNTED, keeps_last=keeps_last), self._formats, self.histogram)
+        floats = [each for each in self._formats if isinstance(each, FloatFormat)]
+        return Losses(counts, add_squares(*split_blocks(x, _SUMMED, keeps_last=keeps_last), most, floats))
 
     def _finish(self, look: PartialStats, dtype: np.dtype) -> Record:
         """Returns the row of a tensor, without the leading axis; the passes ran in `dtype`."""
-        floats, _ = self._split_formats()
-        words, extremes = read_counts(look.counters, self._formats, self.histogram)
-        most = lax.index_in_dim(extremes, 0, keepdims=False)
-        indices = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
-        errors = dict(zip(indices, look.errors, strict=True))
-        for i, each in errors.items():
+        extremes, errors = look.extremes, look.errors
+        most = lax.index_in_dim(extremes.bits, 0, keepdims=False)
+        losses = look.values if isinstance(look.values, Losses) else self._count(look.values, most)
+        floats = [each for each in self._formats if isinstance(each, FloatFormat)]
+        in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
+        words = lax.concatenate([np.array([[1], [0]], np.uint32), extremes.counts, losses.counts], 1)
+        for i, each in zip(in_blocks, errors, strict=True):
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
-        sums = _join_sums(convert_units(look.sums, most, floats), errors, len(self.formats))
+        sums = _join_sums(convert_units(losses.sums, most, floats), in_blocks, errors)
         return Record(
             words,
-            _convert_extremes(extremes, self.dtype),
+            _convert_extremes(extremes.bits, self.dtype),
             find_exponent(most, dtype),
             lax.convert_element_type(sums, self.dtype),
         )
@@ -137,29 +201,34 @@ class StatsSpec:
     def _formats(self) -> list[Format]:
         return [parse_format(name) for name in self.formats]
 
-    def _split_formats(self) -> tuple[list[FloatFormat], list[IntegerFormat | ScaledFormat]]:
-        formats = self._formats
-        floats = [each for each in formats if isinstance(each, FloatFormat)]
-        return floats, [each for each in formats if not isinstance(each, FloatFormat)]
+
+class _Windows(NamedTuple):
+    """Windows of `width` elements: window `step * i % total` for `taken` integers `i`; `per_row` on each last axis."""
+
+    width: int
+    per_row: int
+    total: int
+    taken: int
+    step: int
+
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def _add_axis(x: jax.Array) -> jax.Array:
     return lax.expand_dims(x, (0,))
 
 
-def _join_sums(sums: Sums, in_blocks: dict[int, BlockErrors], formats: int) -> jax.Array:
+def _join_sums(sums: Sums, in_blocks: Sequence[int], errors: Sequence[BlockErrors]) -> jax.Array:
     """Returns the parts of all sums, `(S, 2)`, in the order of the formats."""
-    parts = lax.concatenate([lax.expand_dims(each, (1,)) for each in (sums.high, sums.low)], 1)
-    if not in_blocks:
-        return parts
-    rows, pairs = [parts[:1]], iter(range(1, parts.shape[0], 2))
-    for i in range(formats):
-        if i in in_blocks:
-            rows.append(jnp.stack([in_blocks[i].high, in_blocks[i].low], 1))
-        else:
-            first = next(pairs)
-            rows.append(parts[first : first + 2])
-    return lax.concatenate(rows, 0)
+    floats = sums.high.shape[0] // 2 - 1
+    formats = iter(range(1, 1 + floats)), iter(range(2 + 2 * floats, 2 + 2 * floats + 2 * len(in_blocks), 2))
+    order = [0]
+    for i in range(floats + len(in_blocks)):
+        first = next(formats[i in in_blocks])
+        order += [first, first + (1 if i in in_blocks else 1 + floats)]
+    parts = jnp.stack([lax.concatenate([sums[n], *(each[1 + n] for each in errors)], 0) for n in (0, 1)], 1)
+    return parts.at[np.array(order)].get(mode="promise_in_bounds")
 
 
 def _convert_extremes(bits: jax.Array, dtype: np.dtype) -> jax.Array:

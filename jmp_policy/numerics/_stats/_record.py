@@ -92,6 +92,12 @@ def add_words(
     return total, high + other_high + carry
 
 
+def add_together(operands: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+    """Sums several arrays over axes in one reduction."""
+    starts = [each.dtype.type(0) for each in operands]
+    return lax.reduce(list(operands), starts, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], axes)
+
+
 def add_up_words(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Sums integers in two words over axes."""
     zero = np.uint32(0)

@@ -15,6 +15,7 @@ from ..._base import did_you_mean
 from ._counting import HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
+from ._what_if import FloatFormat, parse_format
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
 
@@ -117,7 +118,7 @@ class Layout:
 
     def describe_difference(self, other: "Layout") -> str:
         """Returns the first difference of two layouts, for an error."""
-        for name in ("formats", "histogram", "dtype"):
+        for name in ("formats", "histogram", "dtype", "sample"):
             mine, theirs = getattr(self.meter, name), getattr(other.meter, name)
             if mine != theirs:
                 return f"the {name} of one {'are' if name == 'formats' else 'is'} {mine}, and of the other {theirs}"
@@ -184,6 +185,7 @@ class Row:
       dtype: the name of its dtype.
       shape: its shape.
       count: the number of elements, in all measurements.
+      sampled: the number of elements that `rms`, `histogram` and `formats` are of; `count` if that was all of them.
       times: the number of measurements.
       amax: the largest finite magnitude.
       min_nonzero: the smallest nonzero finite magnitude; `None` if there is none.
@@ -193,8 +195,9 @@ class Row:
       infs: the number of infinite elements.
       histogram: int64 of shape `(64,)`: the number of elements at each exponent. Bin `i` counts `2**(i-47) <= |x| <
         2**(i-46)`; the first bin also counts all smaller elements but zeros, the last one all larger finite ones.
-        `None` without `histogram=True`.
-      formats: the losses in each format, by its name.
+        `None` without `histogram=True`. From a sample, numbers are scaled to `count`.
+      formats: the losses in each format, by its name. From a sample, an underflow or overflow that the extremes prove
+        is at least one element.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> x = jnp.array([0.0, 0.25, 3.0, 300.0])
@@ -215,6 +218,7 @@ class Row:
     dtype: str
     shape: tuple[int, ...]
     count: int
+    sampled: int
     times: int
     amax: float
     min_nonzero: float | None
@@ -255,7 +259,7 @@ class Row:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Row":
         """Returns the row that `to_dict` was called on."""
-        fields = dict(plain)
+        fields = {"sampled": plain["count"], **plain}
         fields["turn"] = tuple(fields["turn"]) if isinstance(fields["turn"], list) else fields["turn"]
         fields["shape"] = tuple(fields["shape"])
         fields["histogram"] = None if fields["histogram"] is None else np.array(fields["histogram"], np.int64)
@@ -289,16 +293,19 @@ def _make_row(
 ) -> Row:
     formats = layout.meter.formats
     times, zeros, nans, infs = counts[: len(_OWN_COUNTS)]
-    count = times * site.size
+    count, sampled = times * site.size, times * layout.meter.count_sampled(site.shape)
     shares = np.array(counts[len(_OWN_COUNTS) : len(_OWN_COUNTS) + 3 * len(formats)], np.float64).reshape(-1, 3)
-    shares = (shares / max(1, count)).tolist()
+    shares /= max(1, sampled)
+    if sampled < count:
+        _raise_proven(shares, formats, amax, least, 1 / count)
     square, *errors = sums
-    finite = count - nans - infs
+    finite = (count - nans - infs) * (sampled / max(1, count))
     relative = [math.sqrt(error / square) if square > 0 else 0.0 for error in errors]
-    fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares))
+    fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares.tolist()))
     return Row(
         site.path, site.primitive, site.source, site.function, site.direction, site.turn, site.dtype, site.shape,
         count=count,
+        sampled=sampled,
         times=times,
         amax=amax,
         min_nonzero=None if math.isinf(least) else least,
@@ -306,12 +313,27 @@ def _make_row(
         zeros=zeros / max(1, count),
         nans=nans,
         infs=infs,
-        histogram=np.array(counts[-HISTOGRAM_BINS:], np.int64) if layout.meter.histogram else None,
+        histogram=_scale_up(counts[-HISTOGRAM_BINS:], count, sampled) if layout.meter.histogram else None,
         formats={name: FormatShares(*fields) for name, fields in zip(formats, fields_of_formats, strict=True)},
     )  # fmt: skip
 
 
-def _take_root(square: float, count: int, unit: int, amax: float) -> float:
+def _raise_proven(shares: np.ndarray, formats: tuple[str, ...], amax: float, least: float, share: float) -> None:
+    """Raises shares of underflow and overflow to at least `share` where the exact extremes are lost."""
+    for of_format, known in zip(shares, map(parse_format, formats), strict=True):
+        if isinstance(known, FloatFormat):
+            to_zero, _, to_finite = known.find_thresholds(np.dtype(np.float64))
+            of_format[0] = max(of_format[0], share * (least <= to_zero))
+            of_format[2] = max(of_format[2], share * (amax > to_finite))
+
+
+def _scale_up(counts: list[int], count: int, sampled: int) -> np.ndarray:
+    """Scales a histogram of a sample to the number of all elements."""
+    bins = np.array(counts, np.int64)
+    return bins if sampled == count else np.rint(bins * (count / sampled)).astype(np.int64)
+
+
+def _take_root(square: float, count: float, unit: int, amax: float) -> float:
     """Returns the root mean square of squares in units of `4**unit`; rounding never makes it exceed the amax."""
     if square <= 0 or count <= 0:
         return 0.0

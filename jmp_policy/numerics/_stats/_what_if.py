@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..._base import at_least_float32, did_you_mean, dtype_names, parse_dtype, quote
-from ._record import add_up, bits_like, bits_of, exponent_bias, mantissa_bits
+from ._record import add_together, add_up, bits_like, bits_of, exponent_bias, mantissa_bits
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -199,23 +199,24 @@ class Sums(NamedTuple):
 def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
     """Adds up squares, and the squared errors of casts to each format, without and with the best power of two as scale.
 
-    Returns the sum of squares, then two sums for each format. Their units differ: see `convert_units`.
+    Returns twice the sum of squares and a sum for each format: first without scales, then with them. Their units
+    differ: see `convert_units`. Blocks are short, since a block is summed in the dtype of its elements.
     """
-    exponent = find_exponent(most, blocks.dtype)
-    grid = _make_grid(most, exponent, formats, blocks.dtype)
+    grid = _make_grid(most, find_exponent(most, blocks.dtype), formats, blocks.dtype)
     # The axis of sums stands before the axes of a block, so that a core reads a block once for all sums.
-    row = axes[0]
-    shape = (*blocks.shape[:row], 1 + 2 * len(formats), *blocks.shape[row:])
-    spread = lambda x: lax.broadcast_in_dim(x, shape, (row,))
-    x = lax.broadcast_in_dim(blocks, shape, [axis for axis in range(len(shape)) if axis != row])
-    # Units differ by row, since XLA would materialize the operands that all rows share.
-    x = read_units(x, spread(grid.units))
-    errors = _round(x, grid.steps, grid.floors, grid.ceilings, row) - x
-    squares = errors * errors
-    # In two parts from the start: XLA:CPU makes a matmul of a sum of squares alone, and materializes its operands.
-    parts = add_up(squares, lax.full_like(squares, 0), tuple(axis + 1 for axis in axes))
-    high, low = add_up(*parts, tuple(axis for axis in range(parts[0].ndim) if axis != row))
-    return Sums(high, low)
+    row, count = axes[0], 1 + len(formats)
+    shape = (*blocks.shape[:row], count, *blocks.shape[row:])
+    # XLA:CPU fuses a reduction of two operands, and materializes the operand of a reduction of one.
+    squares = []
+    for half in (slice(count), slice(count, None)):
+        spread = lambda x, half=half: lax.broadcast_in_dim(x[half], shape, (row,))
+        x = lax.broadcast_in_dim(blocks, shape, [axis for axis in range(len(shape)) if axis != row])
+        # Units differ by row, since XLA would materialize the operands that all rows share.
+        x = read_units(x, spread(grid.units))
+        errors = _round(x, spread(grid.steps), spread(grid.floors), spread(grid.ceilings)) - x
+        squares.append(errors * errors)
+    sums = lax.concatenate(add_together(squares, tuple(axis + 1 for axis in axes)), row)
+    return Sums(*add_up(sums, lax.full_like(sums, 0), tuple(axis for axis in range(sums.ndim) if axis != row)))
 
 
 def convert_units(sums: Sums, most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
@@ -259,18 +260,18 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     """Scales the numbers of formats to a tensor.
 
     The best scale moves the largest magnitude into the last binade of the format, or one below if it exceeds the
-    largest number there. The first row adds up squares: its format has no number but zero.
+    largest number there. The rows are those of `add_squares`: where squares are added up, the format has no number but
+    zero.
     """
     width, bias = mantissa_bits(dtype), exponent_bias(dtype)
     never = -4 * bias
-    largest, digits, smallest, mantissas = [never], [never], [never], [1.0]
-    for each in formats:
-        # A format with as many bits loses nothing.
-        largest += [each.max_exponent] * 2
-        digits += [never if each.mantissa_bits >= width else width - each.mantissa_bits] * 2
-        smallest += [each.min_exponent] * 2
-        mantissas += [each.max / 2.0**each.max_exponent] * 2
-    is_scaled = np.array([False, *[False, True] * len(formats)])
+    # A format with as many bits loses nothing.
+    kept = [never if each.mantissa_bits >= width else width - each.mantissa_bits for each in formats]
+    largest = [never, *(each.max_exponent for each in formats)] * 2
+    digits = [never, *kept] * 2
+    smallest = [never, *(each.min_exponent for each in formats)] * 2
+    mantissas = [1.0, *(each.max / 2.0**each.max_exponent for each in formats)] * 2
+    is_scaled = np.array([*[False] * (2 + len(formats)), *[True] * len(formats)])
     bounds = np.where(is_scaled, mantissas, np.inf).astype(dtype)
     is_larger = lax.gt(lax.broadcast(_read_mantissa(most, dtype), bounds.shape), bounds)
     room = lax.broadcast(np.int32(bias - 1) - exponent, bounds.shape)  # at the end of a dtype the largest may saturate
@@ -301,12 +302,11 @@ def _read_mantissa(most: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.bitcast_convert_type((most & (most.dtype.type(1 << mantissa_bits(dtype)) - 1)) | one, dtype)
 
 
-def _round(x: jax.Array, steps: np.ndarray, floors: jax.Array, ceilings: jax.Array, row: int) -> jax.Array:
+def _round(x: jax.Array, steps: jax.Array, floors: jax.Array, ceilings: jax.Array) -> jax.Array:
     """Rounds to the nearest number of a grid, ties to even, and clips to the largest.
 
     Adding a number whose last bit is the last bit of the format rounds away all smaller bits.
     """
-    spread = lambda y: lax.broadcast_in_dim(y, x.shape, (row,))
     binades = bits_of(x) & bits_like((np.inf,), x.dtype)[0]
-    large = lax.bitcast_convert_type(lax.max(binades + spread(steps), spread(floors)), x.dtype)
-    return lax.min((x + large) - large, spread(ceilings))
+    large = lax.bitcast_convert_type(lax.max(binades + steps, floors), x.dtype)
+    return lax.min((x + large) - large, ceilings)

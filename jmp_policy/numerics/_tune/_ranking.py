@@ -35,7 +35,9 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
     passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
-    look = lambda fun: lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge")(*args)[1]
+    look = lambda fun: (
+        lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge", sample=None)(*args)[1]
+    )
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]

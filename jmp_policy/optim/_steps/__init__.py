@@ -5,6 +5,7 @@ from ._minimize import minimize as minimize
 from ._origin import NonfiniteOriginState as NonfiniteOriginState, take_origin as take_origin
 from ._skip import (
     SkippedStep as SkippedStep,
+    find_origin as find_origin,
     is_search as is_search,
     last_skip as last_skip,
     raise_if_stuck as raise_if_stuck,

@@ -6,13 +6,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._base import PyTree, is_half
-from ...loss_scale import DynamicLossScale, LossScale, find_scaled_state, select_tree
-from ...numerics._nonfinite import NonfiniteOrigin, has_pole
+from ..._base import PyTree, is_array, is_half
+from ...gradients import value_and_grad
+from ...loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaledState,
+    find_nodes,
+    find_scaled_state,
+    get_loss_scale,
+    select_tree,
+)
+from ...numerics._nonfinite import NonfiniteOrigin, has_pole, search_nonfinite
 from ._origin import NonfiniteOriginState
+from ._step import Transformation, check_transformation
 
 
 class Operands(NamedTuple):
@@ -71,7 +85,8 @@ class SkippedStep:
     """A skipped step and its cause; `str` of it is one line.
 
     Attributes:
-      step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count.
+      step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count. `None` if
+        the optimizer does not count its steps.
       origin: the origin of its infinities.
       is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
         overflowed, under a dynamic scale that can still fall.
@@ -86,19 +101,122 @@ class SkippedStep:
     (1, 'div', False)
     """
 
-    step: int
+    step: int | None
     origin: NonfiniteOrigin
     is_search: bool
 
     def __str__(self) -> str:
         search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
-        return f"step {self.step:,} skipped: {_say_why(self.origin)}{search}"
+        return f"step{self._number} skipped: {_say_why(self.origin)}{search}"
 
     def describe(self) -> str:
         """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""
         if not _has_reason(self.origin):
-            return f"Step {self.step:,} was skipped: {_say_why(self.origin)}."
-        return f"Step {self.step:,} was skipped. {self.origin.describe()}"
+            return f"Step{self._number} was skipped: {_say_why(self.origin)}."
+        return f"Step{self._number} was skipped. {self.origin.describe()}"
+
+    @property
+    def _number(self) -> str:
+        return "" if self.step is None else f" {self.step:,}"
+
+
+def find_origin(
+    loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool = False
+) -> Callable[..., SkippedStep | None]:
+    """Finds the origin of a skipped step on the host, at no cost to the training step.
+
+    A skipped step leaves the parameters as they were. Its batch and the state before it are enough to repeat it. The
+    search is compiled in the first call. It is a program of its own, so that the training step compiles as fast and
+    needs no more memory than without it. With `debug_nonfinite=True` the search is a part of the step instead.
+
+    Args:
+      loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.
+      tx: the optimizer of the training step: `optim.loss_scaled` or `optim.skip_nonfinite`.
+      has_aux: whether `loss_fn` returns auxiliary data.
+
+    Returns:
+      A function `find(params, old_state, *args, **kwargs)` for the host. `old_state` is the optimizer state before the
+      step, or its loss scale alone: `jax.device_get(jmp_policy.get_loss_scale(opt_state))` outlives a step that donates
+      its state. Arguments that are not arrays are static. It returns a `SkippedStep`; `None` if gradients are finite.
+
+    Raises:
+      TypeError: `tx` is not an optax transformation; or `find` is called inside `jax.jit`.
+      ValueError: `old_state` holds no loss scale, or several.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.adam(0.1), jmp.DynamicLossScale(4.0))
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.sum(params / x)
+    >>> train_step, find = jax.jit(jmp.optim.minimize(loss_fn, tx)), jmp.optim.find_origin(loss_fn, tx)
+    >>> params = jnp.ones(2)
+    >>> opt_state = tx.init(params)
+    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
+    ...     before = opt_state
+    ...     params, opt_state, loss = train_step(params, opt_state, x)
+    ...     if not opt_state.grads_finite:
+    ...         skip = find(params, before, x)
+    ...         print(skip.step, skip.origin.path, skip.origin.primitive, skip.is_search)
+    2 head div False
+    """
+    check_transformation(tx)
+
+    def search(given: _Static, params: PyTree, scale: LossScale, arrays: list[Any]) -> NonfiniteOrigin:
+        args, kwargs = given.fill(arrays)
+        differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
+        return search_nonfinite(differentiated, lambda out: out[1], checks=False)(params, *args, **kwargs)[1]
+
+    @functools.cache
+    def compile_for(sharding: NamedSharding | None) -> Callable[..., NonfiniteOrigin]:
+        # XLA:CPU compiles the search in three quarters of the time without optimizations.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(search, static_argnums=0, out_shardings=sharding, compiler_options=options)
+
+    def find(params: PyTree, old_state: PyTree, *args: Any, **kwargs: Any) -> SkippedStep | None:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in (*leaves, *jax.tree.leaves((params, old_state)))):
+            raise TypeError(
+                "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
+                "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
+            )
+        scale = get_loss_scale(old_state)
+        given = _Static(structure, tuple([None if is_array(leaf) else (leaf,) for leaf in leaves]))
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        shardings = [getattr(leaf, "sharding", None) for leaf in (*jax.tree.leaves(params), *arrays)]
+        mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        found = compile_for(everywhere)(given, params, scale, arrays)
+        origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
+        if not origin.found:
+            return None
+        return SkippedStep(_count_steps(old_state), origin, is_search(origin, scale.adjust(jnp.bool_(False))))
+
+    return find
+
+
+class _Static(NamedTuple):
+    """Arguments without their arrays: `others` has `None` for an array, and the leaf in a tuple for anything else."""
+
+    structure: Any
+    others: tuple[tuple[Any] | None, ...]
+
+    def fill(self, arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        return self.structure.unflatten([next(given) if other is None else other[0] for other in self.others])
+
+
+def _count_steps(state: PyTree) -> int | None:
+    """Returns the number of the step after a state, or None if the optimizer does not count its steps."""
+    found = find_nodes(state, LossScaledState)
+    if len(found) != 1:
+        return None
+    if isinstance(found[0], NonfiniteOriginState):
+        return int(found[0].steps) + 1
+    inner = found[0].inner_state
+    counts = {int(count) for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count") if np.ndim(count) == 0}
+    if len(counts) != 1 or find_nodes(inner, optax.MultiStepsState):
+        return None
+    return counts.pop() + int(found[0].skipped_steps) + 1
 
 
 def last_skip(state: PyTree) -> SkippedStep | None:

@@ -12,6 +12,7 @@ from faults import FAULTS, assert_is, assert_ranges_are
 from oracle import find_origin
 
 from jmp_policy.numerics import first_nonfinite
+from jmp_policy.numerics._nonfinite import search_nonfinite
 
 EAGER = ("turn of a while", "trap of where")
 
@@ -57,6 +58,16 @@ def promotion(name):
 def test_the_origin_is_named(name):
     fault = FAULTS[name]
     _, found = jax.jit(first_nonfinite(fault.fun))(*fault.args)
+    assert_fault_is_found(found, fault)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.exhaustive) for name in FAULTS]
+)
+def test_the_origin_is_named_by_the_search_of_the_host(name):
+    """The program of `optim.find_origin`, which does not look at results first."""
+    fault = FAULTS[name]
+    found = jax.jit(lambda *args: search_nonfinite(fault.fun, None, checks=False)(*args)[1])(*fault.args)
     assert_fault_is_found(found, fault)
 
 

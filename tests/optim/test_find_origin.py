@@ -1,0 +1,110 @@
+"""`optim.find_origin` repeats a skipped step on the host, and names the same origin as the step itself would."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
+
+import jmp_policy as jmp
+
+SCALE = jmp.DynamicLossScale(2.0**10)
+GOOD, ZERO, HUGE = jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0]), jnp.float32([2.5e-36, 1.0])
+
+
+def loss_fn(params, x):
+    with jax.named_scope("head"):
+        return jnp.sum(params["w"] / x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x", [ZERO, HUGE], ids=["zero", "overflow"])
+def test_it_finds_what_the_form_in_the_step_finds(x):
+    """The overflow happens at the scale of the skipped step, and not at the smaller one after it."""
+    params = {"w": jnp.ones(2)}
+    inside = jmp.optim.loss_scaled(optax.adam(0.1), SCALE, debug_nonfinite=True)
+    opt_state = inside.init(params)
+    step = jax.jit(jmp.optim.minimize(loss_fn, inside))
+    find = jmp.optim.find_origin(loss_fn, inside)
+    for batch in (GOOD, x):
+        before = opt_state
+        params, opt_state, _ = step(params, opt_state, batch)
+    inside_step, found = jmp.optim.last_skip(opt_state), find(params, before, x)
+    assert found.describe() == inside_step.describe()
+    assert str(found) == str(inside_step)
+    assert (found.step, found.is_search) == (2, inside_step.is_search)
+
+
+@pytest.mark.slow
+def test_an_argument_that_is_nan_has_the_name_that_the_loss_function_gives_it():
+    find = jmp.optim.find_origin(loss_fn, jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    skip = find({"w": jnp.ones(2)}, jmp.NoOpLossScale(), GOOD.at[0].set(jnp.nan))
+    assert (skip.origin.argument, skip.origin.kind) == ("x", "nan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "number"), [(optax.adam(0.1), 2), (optax.sgd(0.1), None), (optax.MultiSteps(optax.adam(0.1), 2), None)]
+)
+def test_the_number_of_a_step_is_known_where_the_optimizer_counts(inner, number):
+    tx = jmp.optim.loss_scaled(inner, SCALE)
+    params = {"w": jnp.ones(2)}
+    before = tx.init(params)._replace(skipped_steps=jnp.int32(1))
+    skip = jmp.optim.find_origin(loss_fn, tx)(params, before, ZERO)
+    assert skip.step == number
+    assert str(skip).startswith("step skipped: inf in `head`" if number is None else "step 2 skipped: inf in `head`")
+
+
+@pytest.mark.slow
+def test_nothing_is_traced_before_the_first_call_and_nothing_again_at_another_scale():
+    traces = []
+
+    def counted(params, x):
+        traces.append(1)
+        return loss_fn(params, x)
+
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.1))
+    find = jmp.optim.find_origin(counted, tx)
+    assert not traces
+    params = {"w": jnp.ones(2)}
+    assert find(params, jmp.DynamicLossScale(2.0), GOOD) is None
+    first = len(traces)
+    assert find(params, jmp.DynamicLossScale(4.0), ZERO).origin.primitive == "div"
+    assert len(traces) == first
+
+
+@pytest.mark.slow
+def test_auxiliary_data_and_arguments_that_are_no_arrays_are_passed_on():
+    def with_aux(params, x, *, inverted, name):
+        return loss_fn(params, x if inverted else 1 / x), {"name": jnp.zeros(len(name))}
+
+    find = jmp.optim.find_origin(with_aux, jmp.optim.skip_nonfinite(optax.sgd(0.1)), has_aux=True)
+    params = {"w": jnp.ones(2)}
+    assert find(params, jmp.NoOpLossScale(), GOOD, inverted=False, name="a") is None
+    assert find(params, jmp.NoOpLossScale(), x=ZERO, inverted=True, name="a").origin.path == "head"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_it_finds_an_origin_on_a_mesh(kind):
+    mesh = make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 2)).at[3].set(0.0), NamedSharding(mesh, PartitionSpec("data")))
+        params = jax.device_put({"w": jnp.ones(2)}, NamedSharding(mesh, PartitionSpec()))
+        find = jmp.optim.find_origin(loss_fn, jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+        assert find(params, jmp.NoOpLossScale(), x).origin.primitive == "div"
+
+
+def test_inside_jit_there_is_no_host():
+    find = jmp.optim.find_origin(loss_fn, jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"runs on the host, and got tracers.*find\(params, old_state, batch\)"):
+        jax.eval_shape(lambda x: find({"w": x}, SCALE, x), GOOD)
+
+
+def test_it_takes_an_optimizer_and_a_state_with_a_scale():
+    with pytest.raises(TypeError, match="optax"):
+        jmp.optim.find_origin(loss_fn, optax.adam)
+    find = jmp.optim.find_origin(loss_fn, jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match="loss scale"):
+        find({"w": jnp.ones(2)}, optax.adam(0.1).init({"w": jnp.ones(2)}), GOOD)
