@@ -12,6 +12,9 @@ from optimizer_registry import bits, types
 from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params, read, store
 
 from jmp_policy import optim
+from jmp_policy.optim._moments._quantized_update import _hash, _number
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 STEPS = 10
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # LLVM would round a product before a sum here, and not there
@@ -126,3 +129,60 @@ def test_tracing_init_is_linear_in_the_number_of_parameters():
     """Counts Python calls, which do not depend on the machine. Quadratic work took six times as many."""
     _count_calls_of_init(1)  # fills caches
     assert _count_calls_of_init(16) <= 4.5 * _count_calls_of_init(4)
+
+
+@pytest.mark.parametrize("shape", [(7 * 32, 32), (32, 512), (3, 64, 64), (64, 12, 8), (4096,)])
+def test_each_block_is_updated_once_whatever_the_number_of_rows_of_blocks(shape):
+    """A prime number of rows of blocks, one row, a stack, three axes of blocks, and a vector."""
+    params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
+    grads = {"w": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+    states = []
+    for elementwise in (True, False):
+        tx = quantize(optax.trace(0.9), elementwise=elementwise)
+        state = tx.init(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
+        for _ in range(2):
+            _, state = tx.update(grads, state)
+        states.append(state)
+    assert bits(states[0]) == bits(states[1])
+
+
+def test_noise_is_uniform_and_independent_of_neighbors_and_of_other_keys():
+    """Bounds are five standard deviations of independent uniform numbers."""
+    count = 2**16
+    bits_of = lambda seed: np.asarray(_hash(_number((256, 256)), jax.random.key(seed))).astype(np.float64).ravel()
+    one, other = bits_of(0) / 2**16 - 0.5 + 2.0**-17, bits_of(1) / 2**16 - 0.5 + 2.0**-17
+    bound = 5 / np.sqrt(count) / 12
+    assert abs(one.mean()) <= 5 / np.sqrt(12 * count)
+    for shifted in (np.roll(one, 1), np.roll(one, 8), np.roll(one, 256), other):
+        assert abs(np.mean(one * shifted)) <= bound
+    filled = np.histogram(one, 256)[0]
+    assert abs(np.sum((filled - 256) ** 2 / 256) - 255) <= 5 * np.sqrt(2 * 255)
+
+
+def _temporaries(tx, params):
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state, params)
+    compiled = lowered.compile(compiler_options=UNOPTIMIZED)
+    return compiled.memory_analysis().temp_size_in_bytes / sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+@pytest.mark.cpu("temporaries of XLA:CPU")
+@pytest.mark.parametrize(
+    ("count", "shape", "bound"),
+    [
+        (1, (2048, 2048), 0.15),
+        (1, (1024, 4096), 0.15),
+        (2, (4096, 4096), 0.15),
+        (6, (1312, 1312), 0.15),
+        (2, (1312, 1312), 0.15),
+        (1, (1024, 2048), 0.7),
+        (1, (32, 65536), 0.7),
+        (1, (2**21,), 0.7),
+    ],
+)
+def test_an_update_needs_memory_for_one_chunk(count, shape, bound, monkeypatch):
+    """XLA copied the whole state where chunks were one row of blocks, or where no divisor fitted their number."""
+    monkeypatch.undo()  # chunks of the usual size
+    params = {f"w{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(count)}
+    assert _temporaries(optim.quantize_state(optax.adamw(1e-3)), params) <= bound

@@ -15,8 +15,10 @@ from quantized_moments import make_grads
 import jmp_policy as jmp
 from jmp_policy import optim
 
-SHAPES = {"wide": (128, 256), "tall": (256, 64), "b": (64,)}
-SPECS = {"wide": P("fsdp", "tensor"), "tall": P(("fsdp", "tensor"), None), "b": P("tensor")}
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+SHAPES = {"wide": (128, 256), "tall": (256, 64), "seven": (224, 256), "b": (64,)}
+SPECS = {"wide": P("fsdp", "tensor"), "tall": P(("fsdp", "tensor"), None), "seven": P(None, "tensor"), "b": P("tensor")}
 EDGE = 64  # numbers at the edge of a chunk whose columns are split, which XLA sends to the next device
 
 OPTIMIZERS = {

@@ -1,6 +1,7 @@
 """Moments as 8-bit codes with a scale for each block, updated in chunks."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -96,6 +97,7 @@ def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
     return jax.device_put(scale, sharding)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # eager calls then compile the branches once
 def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     """Returns the element of each block with the largest magnitude, with its sign.
 
@@ -105,6 +107,19 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     # Compares integers with the sign in the last bit, because a maximum of floats may lose a nan on CPUs.
     words = lax.bitcast_convert_type(x, jnp.uint32)
     bits = (words << 1) | (words >> 31)
+    # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
+    # and then copy all arrays in each iteration of a loop.
+    by_shifts, by_reshape = (functools.partial(form, sides=sides) for form in (_find_by_shifts, _find_by_reshape))
+    bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
+    return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
+
+
+def _find_by_reshape(bits: jax.Array, sides: Shape) -> jax.Array:
+    split = [n for length, side in zip(bits.shape, sides, strict=True) for n in (length // side, side)]
+    return bits.reshape(split).max(tuple(range(1, len(split), 2)))
+
+
+def _find_by_shifts(bits: jax.Array, sides: Shape) -> jax.Array:
     for axis, side in enumerate(sides[:-1]):
         if side > 1:
             bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
@@ -112,26 +127,36 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     while step < sides[-1]:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
         bits = lax.max(bits, _shift(bits, -step))
         step *= 2
-    bits = bits[..., :: sides[-1]]
-    return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
+    return bits[..., :: sides[-1]]
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _spread(scale: jax.Array, sides: Shape) -> jax.Array:
     """Returns the scale of the block of each element."""
     bits = lax.bitcast_convert_type(scale, jnp.int32)
-    if sides[-1] > 1:
-        gap = sides[-1] - 1
-        bits = lax.pad(bits, jnp.int32(0), [*[(0, 0, 0)] * (bits.ndim - 1), (0, gap, gap)])
+    by_shifts = functools.partial(_repeat_by_shifts, times=sides[-1])
+    by_reshape = functools.partial(_repeat, axis=len(sides) - 1, times=sides[-1])
+    bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
+    for axis, side in enumerate(sides[:-1]):
+        bits = _repeat(bits, axis, side)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _repeat(bits: jax.Array, axis: int, times: int) -> jax.Array:
+    if times == 1:
+        return bits
+    wide = (*bits.shape[: axis + 1], times, *bits.shape[axis + 1 :])
+    spread = lax.broadcast_in_dim(bits, wide, [i for i in range(len(wide)) if i != axis + 1])
+    return spread.reshape(*bits.shape[:axis], -1, *bits.shape[axis + 1 :])
+
+
+def _repeat_by_shifts(bits: jax.Array, times: int) -> jax.Array:
+    bits = lax.pad(bits, jnp.int32(0), [*[(0, 0, 0)] * (bits.ndim - 1), (0, times - 1, times - 1)])
     step = 1
-    while step < sides[-1]:
+    while step < times:
         bits = lax.bitwise_or(bits, _shift(bits, step))
         step *= 2
-    for axis, side in enumerate(sides[:-1]):
-        if side > 1:
-            wide = (*bits.shape[: axis + 1], side, *bits.shape[axis + 1 :])
-            bits = lax.broadcast_in_dim(bits, wide, [i for i in range(len(wide)) if i != axis + 1])
-            bits = bits.reshape(*bits.shape[:axis], -1, *bits.shape[axis + 2 :])
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return bits
 
 
 def _shift(bits: jax.Array, by: int) -> jax.Array:
@@ -139,96 +164,94 @@ def _shift(bits: jax.Array, by: int) -> jax.Array:
     return lax.pad(bits, bits.dtype.type(0), [*[(0, 0, 0)] * (bits.ndim - 1), (by, -by, 0)])
 
 
-_PARTS = 8  # each long axis may be split over up to 8 devices such that every device has a shard of every chunk
-_SMALL = 2**16  # a chunk of this size takes less than a megabyte
-
-
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """A partition of an array into chunks, where each chunk has the same rows of each of several parts of the array.
+    """A partition of an array into chunks: runs of blocks along some axes.
 
-    An axis that is cut becomes three: its parts, the chunks of a part, and the blocks of a chunk. A device that holds
-    whole parts holds a shard of every chunk, so that chunks need no communication.
+    If a run does not divide an axis, the last run overlaps the one before, and only its new blocks are written. An axis
+    may have several parts, whose runs are updated together: devices that hold whole parts need no communication.
 
     Attributes:
+      blocks: the number of blocks along each axis.
       parts: the number of parts of each axis.
-      counts: the number of chunks along each axis.
+      runs: the number of blocks of a chunk along each axis, in each part.
     """
 
+    blocks: Shape
     parts: Shape
-    counts: Shape
+    runs: Shape
+
+    @property
+    def counts(self) -> Shape:
+        """The number of chunks along each axis."""
+        return tuple(-(-n // (part * run)) for n, part, run in zip(self.blocks, self.parts, self.runs, strict=True))
 
     @property
     def count(self) -> int:
         return math.prod(self.counts)
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Reshapes an array to three axes for each axis that is cut, without moving elements."""
-        shape: list[int] = []
-        for length, parts, count in zip(x.shape, self.parts, self.counts, strict=True):
-            shape += [length] if count == 1 else [parts, count, length // (parts * count)]
-        return x.reshape(shape)
+        """Reshapes an array to two axes for each axis with several parts, without moving elements."""
+        # Without axes of length 1: XLA would choose another layout and copy the array.
+        pairs = zip(x.shape, self.parts, strict=True)
+        return x.reshape([n for length, part in pairs for n in ([length] if part == 1 else [part, length // part])])
 
     def take(self, split: jax.Array, i: jax.Array) -> jax.Array:
         """Returns chunk `i` of a split array, with the axes of the array."""
-        starts, sizes, shape = self._place(split.shape, i)
+        starts, sizes, _ = self._place(split.shape, i)
+        lengths = iter(sizes)
+        shape = [next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts]
         return lax.dynamic_slice(split, starts, sizes).reshape(shape)
 
     def put(self, split: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
-        """Replaces chunk `i` of a split array."""
-        starts, sizes, _ = self._place(split.shape, i)
-        return lax.dynamic_update_slice(split, chunk.reshape(sizes), starts)
+        """Replaces chunk `i` of a split array, except for blocks of the chunk before."""
+        starts, sizes, overlaps = self._place(split.shape, i)
+        chunk = chunk.reshape(sizes)
+        for axis, overlap in overlaps.items():
+            is_old = lax.broadcasted_iota(i.dtype, sizes, axis) < overlap
+            chunk = lax.select(is_old, lax.dynamic_slice(split, starts, sizes), chunk)
+        return lax.dynamic_update_slice(split, chunk, starts)
 
-    def shape(self, shape: Shape) -> Shape:
-        """The shape of a chunk of an array."""
-        return tuple(length // count for length, count in zip(shape, self.counts, strict=True))
-
-    def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], list[int]]:
-        """Returns the start of chunk `i` in a split array, its sizes there, and its shape."""
-        starts, sizes, shape, axis = [], [], [], 0
+    def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], dict[int, jax.Array]]:
+        """Returns the start of chunk `i` in a split array, its sizes, and its overlap with the one before by axis."""
+        starts, sizes, overlaps = [], [], {}
         zero = jnp.zeros_like(i)
-        for parts, count in zip(self.parts, self.counts, strict=True):
-            if count == 1:
+        for blocks, part, run, count in zip(self.blocks, self.parts, self.runs, self.counts, strict=True):
+            if part > 1:
                 starts.append(zero)
-                sizes.append(split[axis])
-                shape.append(split[axis])
-                axis += 1
-                continue
-            starts += [zero, lax.rem(i, jnp.full_like(i, count)), zero]
-            sizes += [parts, 1, split[axis + 2]]
-            shape.append(parts * split[axis + 2])
+                sizes.append(part)
+            length = split[len(sizes)]
+            size = length * part // blocks * run
+            start = lax.rem(i, jnp.full_like(i, count)) * size
             i = lax.div(i, jnp.full_like(i, count))
-            axis += 3
-        return starts, sizes, shape
+            if count * size > length:
+                inside = lax.min(start, jnp.full_like(i, length - size))
+                overlaps[len(sizes)] = start - inside
+                start = inside
+            starts.append(start if count > 1 else zero)
+            sizes.append(size)
+        return starts, sizes, overlaps
 
 
-def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = True) -> Chunks:
-    """Chooses about `least` chunks of whole blocks; fewer if the axes have too few divisors.
+def plan_chunks(shape: Shape, sides: Shape, largest: int, devices: int = 1, *, cuts_columns: bool = True) -> Chunks:
+    """Cuts leading axes until a chunk has at most `largest` elements on each of a number of devices.
 
-    >>> plan_chunks((4096, 1024), (32, 8), 16)
-    Chunks(parts=(8, 8), counts=(16, 1))
-    >>> plan_chunks((4096, 1024), (32, 8), 128).counts
-    (16, 8)
+    Columns are cut last, if one row of blocks is larger than that.
+
+    >>> plan_chunks((4096, 1024), (32, 8), 2**16)
+    Chunks(blocks=(128, 128), parts=(1, 1), runs=(2, 128))
+    >>> plan_chunks((4096, 1024), (32, 8), 2**16, devices=4)
+    Chunks(blocks=(128, 128), parts=(4, 1), runs=(2, 128))
     """
     blocks = [length // side for length, side in zip(shape, sides, strict=True)]
-    counts = [1] * len(shape)
-    rows, columns = range(len(shape) - 2, -1, -1), [len(shape) - 1]
-    # Rows are free to cut. Cuts that leave too few parts for the devices come last, and only if chunks are still large,
-    # because each chunk would be gathered.
-    order = [(rows, _PARTS), (columns, _PARTS), (rows, 1), (columns, 1)]
-    for axes, parts in order if cuts_columns else order[:1]:
-        if parts == 1 and math.prod(shape) <= _SMALL * math.prod(counts):
+    parts, runs = [1] * len(shape), list(blocks)
+    size = math.prod(shape)
+    for axis, n in enumerate(blocks if cuts_columns else blocks[:-1]):
+        least = math.ceil(size / (largest * devices))
+        if least == 1:
             break
-        for axis in axes:
-            need = math.ceil(least / math.prod(counts))
-            counts[axis] *= _choose_divisor(blocks[axis] // counts[axis], need, parts)
-    # At most `_PARTS` parts of the columns: short contiguous runs are slow on CPUs.
-    parts = [n // count for n, count in zip(blocks, counts, strict=True)]
-    parts[-1] = max(d for d in range(1, _PARTS + 1) if parts[-1] % d == 0)
-    return Chunks(tuple(parts), tuple(counts))
-
-
-def _choose_divisor(n: int, need: int, parts: int) -> int:
-    """Returns the smallest divisor of `n` from `need` on that leaves `parts` parts, or the largest below."""
-    divisors = [d for d in range(1, min(n, 4 * need) + 1) if n % d == 0 and (d == 1 or n // d >= parts)]
-    return min((d for d in divisors if d >= need), default=max(divisors))
+        parts[axis] = math.gcd(n, devices)
+        own = n // parts[axis]
+        runs[axis] = own // min(least, own)
+        size = size * runs[axis] // own
+    return Chunks(tuple(blocks), tuple(parts), tuple(runs))

@@ -19,7 +19,8 @@ from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import Blocks, Chunks, Shape, dequantize, plan_chunks, quantize, read_sides
 from ._moment_codes import MomentCode, list_roles
 
-_CHUNKS = 128  # of all quantized moments together; the update of a chunk takes 8 to 12 bytes per element
+# Of all quantized moments together. The update of a chunk takes 8 bytes per element, and one of `_SMALL` 512 KB.
+_CHUNKS, _SMALL = 64, 2**16
 
 
 class QuantizedMomentsState(NamedTuple):
@@ -106,7 +107,7 @@ class _Call:
     def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
         new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
-            new[i] = self._write(i, new[i], self._sides(i), noise)
+            new[i] = self._write(i, new[i], self._sides(i), noise, _number(new[i].shape))
         return self._join(new)
 
     def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
@@ -114,20 +115,20 @@ class _Call:
         if self._large:
             self._check_elementwise()
         new = self._run(self._select(lambda i: self._owners[i] not in self._large))
-        total = sum(self._leaves[owner].size for owner in self._large)
+        largest = max(_SMALL, sum(self._leaves[owner].size for owner in self._large) // _CHUNKS)
         for owner in self._large:
-            results = self._run_loop(owner, math.ceil(_CHUNKS * self._leaves[owner].size / total), noise)
-            for i, result in results.items():
+            for i, result in self._run_loop(owner, largest, noise).items():
                 new[i] = result
         return self._join(new)
 
-    def _run_loop(self, owner: int, least: int, noise: jax.Array | None) -> dict[int, Any]:
+    def _run_loop(self, owner: int, largest: int, noise: jax.Array | None) -> dict[int, Any]:
         """Updates one parameter and all of its state chunk by chunk."""
         own = [i for i, other in enumerate(self._owners) if other == owner]
         written = [i for i in own if i < self._results.num_leaves]
         rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
         sides = next(self._sides(i) for i in own if i in self._codes)
-        plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, least)
+        devices = max(_count_devices(self._leaves[i]) for i in own)
+        plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, largest, devices)
 
         def run(chunks: Chunks, carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
             read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
@@ -141,8 +142,9 @@ class _Call:
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
                 # The results overwrite their inputs.
-                noise = None if key is None else jax.random.fold_in(key, n)
-                chunk = [self._write(i, new[i], sides, noise) if i in self._codes else new[i] for i in written]
+                positions = None if key is None else chunks.take(chunks.split(_number(self._leaves[owner].shape)), n)
+                write = lambda i: self._write(i, new[i], sides, key, positions) if i in self._codes else new[i]
+                chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
                 return jax.tree.map(put, carry, chunk)
 
@@ -151,12 +153,11 @@ class _Call:
             return jax.tree.map(lambda x, old: x.reshape(old.shape), carry, carried)
 
         carried = [_widen(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
-        key = None if noise is None else jax.random.fold_in(noise, owner)
         results = _run_on_automatic_axes(
             _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
             carried,
             [self._leaves[i] for i in rest],
-            key,
+            noise,
         )
         return dict(zip(written, results, strict=True))
 
@@ -186,11 +187,13 @@ class _Call:
         """Dequantizes leaf `i`, or a chunk of it."""
         return dequantize(leaf, self._codes[i], sides or self._sides(i)) if i in self._codes else leaf
 
-    def _write(self, i: int, moment: jax.Array, sides: Shape, key: jax.Array | None) -> Blocks:
-        """Quantizes leaf `i`, or a chunk of it."""
+    def _write(
+        self, i: int, moment: jax.Array, sides: Shape, key: jax.Array | None, positions: jax.Array | None
+    ) -> Blocks:
+        """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
         noise = None
-        if key is not None:
-            noise = jax.random.bits(_fold_in_devices(jax.random.fold_in(key, i), moment), moment.shape, jnp.uint16)
+        if key is not None and positions is not None:
+            noise = _hash(positions, _fold_in_devices(jax.random.fold_in(key, i), moment))
         return quantize(_widen(moment), self._codes[i], sides, noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
@@ -235,6 +238,22 @@ def _widen(x: Any) -> Any:
     return lax.convert_element_type(x, jnp.float32) if is_half(x) else x
 
 
+def _number(shape: Shape) -> jax.Array:
+    return lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+
+
+def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:
+    """Makes 16 random bits of each position, the same in all partitions of an array.
+
+    Source: the finalizer of MurmurHash3, by Appleby.
+    """
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    words = (positions ^ first) * np.uint32(0x9E3779B1) + second
+    words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
+    return (words >> 16).astype(jnp.uint16)
+
+
 def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
     """Makes the key different on devices along the axes of `jax.shard_map` that split an array."""
     for axis in sorted(jax.typeof(x).manual_axis_type.varying):
@@ -242,10 +261,19 @@ def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
     return key
 
 
+def _count_devices(x: Any) -> int:
+    """Returns the number of devices that may hold shards of an array, apart from those that `jax.shard_map` runs on."""
+    # Without an ambient mesh, shardings that only `in_shardings` of `jax.jit` names are not known while it traces.
+    meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    sizes = [
+        [size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+        for mesh in meshes
+    ]
+    return max(map(math.prod, sizes))
+
+
 def _choose_by_platform(run: Callable[..., Any], *, tpu: Chunks, default: Chunks) -> Callable[..., Any]:
-    """Chooses chunks by platform. To cut columns a TPU copies the whole array, and it keeps larger chunks in fast
-    memory.
-    """
+    """Chooses chunks by platform: to cut columns a TPU copies the whole array."""
     if tpu == default:
         return functools.partial(run, default)
     branches = {"tpu": functools.partial(run, tpu), "default": functools.partial(run, default)}

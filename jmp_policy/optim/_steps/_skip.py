@@ -1,7 +1,6 @@
 """A step that is taken or skipped, and functions that tell a host about skipped steps."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,13 +65,13 @@ def make_skippable(
     def select(finite: jax.Array, operands: Operands) -> Result:
         return select_tree(finite, take(operands), skip(operands))
 
-    # Without jit, an eager `platform_dependent` waits for the device to learn the platform.
-    @functools.partial(jax.jit, inline=True)
     def take_or_skip(finite: jax.Array, operands: Operands) -> Result:
         branching = ("cpu", "tpu") if stores_half or _are_mostly_half(operands.grads) else ("cpu",)
         return lax.platform_dependent(finite, operands, **dict.fromkeys(branching, branch), default=select)
 
-    return take_or_skip
+    # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
+    eager = jax.jit(take_or_skip, inline=True)
+    return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
 
 
 def _are_mostly_half(tree: PyTree) -> bool:
