@@ -1,6 +1,7 @@
 """A step that is taken or skipped, and functions that tell a host about skipped steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
