@@ -152,7 +152,7 @@ class StatsSpec:
         high, low = (
             np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
         )
-        number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)
+        number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)[None]
         number = lax.reshape(number, (number.size,))[: windows.taken]
         number = lax.rem(number, np.uint32(windows.total))
         across = lax.broadcasted_iota(np.int32, (windows.taken, windows.width), 1)
