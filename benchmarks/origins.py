@@ -81,7 +81,7 @@ def make_costs_table(
 
 
 def make_search_table(target: Target, config: GPTConfig, policies: Sequence[str] = tuple(POLICIES)) -> ResultTable:
-    """A line for each policy."""
+    """Measures the search on the host, with a row for each policy."""
     rows = []
     for name in policies:
         ratios = measure_search(*gradient(config, POLICIES[name]), target)

@@ -27,6 +27,6 @@ class FenceExamples(griffe.Extension):
     """Has mkdocstrings read docstrings with their examples in blocks; `mkdocs.yml` names it."""
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
-        """Changes the docstring of a name as soon as it was read."""
+        """Fences the examples of a docstring, so that Markdown renders them as code."""
         if obj.docstring:
             obj.docstring.value = fence_examples(obj.docstring.value)

@@ -177,7 +177,7 @@ def format_number(number: float) -> str:
 
 
 def make_quantized() -> str:
-    """The formats that have scales: what a number and what a scale is, and the bits of both together."""
+    """Makes the table of formats with scales: the dtypes of elements and scales, and the bits per element."""
     rows = [
         (
             "`int8`", "8-bit integers, -127 to 127", "an output channel of a weight, a row of an input",

@@ -66,7 +66,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Writes the results into docs/benchmarks.md, makes links those of the site, and weights the page in the search."""
+    """Writes the results into docs/benchmarks.md, converts links, and sets the weight of the page in the search."""
     boosts = [boost for start, boost in SEARCH_BOOSTS.items() if page.file.src_uri.startswith(start)]
     page.meta["search"] = {"boost": boosts[0] if boosts else 1.0}
     if page.file.src_uri == "benchmarks.md":

@@ -14,9 +14,9 @@ _FOLDERS = {"docs/": "", "notebooks/": "notebooks/", "benchmarks/plots/": "image
 
 
 def mend_links(text: str, path: str, repository: str, root: str = "") -> str:
-    """Makes the links of a file of the repository those of a page of the site, from which `root` leads to its root.
+    """Converts the links of a repository file to links of a site page; `root` is the page's path to the site root.
 
-    What has no page leads to the repository; while that has no address, the link says where the file stands.
+    Links to files without a page lead to the repository, or become the file's path if it has no address.
 
     >>> mend_links("[meshes](../docs/mesh.md#some) and ![losses](plots/loss.png)", "benchmarks/RESULTS.md", "")
     '[meshes](mesh.md#some) and ![losses](images/benchmarks/loss.png)'
@@ -25,7 +25,7 @@ def mend_links(text: str, path: str, repository: str, root: str = "") -> str:
     >>> mend_links("[rules](tests/test_doors.py)", "ARCHITECTURE.md", "https://host/owner/name")
     '[rules](https://host/owner/name/blob/HEAD/tests/test_doors.py)'
 
-    What a page of the site leads to in its own folder stays, and so does code that looks like a link.
+    Links within the same folder stay as they are, and so does code that looks like a link.
 
     >>> mend_links("[laws](../ARCHITECTURE.md#the-laws), [mesh](mesh.md), f[0](x)", "docs/how-it-works.md", "")
     '[laws](architecture.md#the-laws), [mesh](mesh.md), f[0](x)'

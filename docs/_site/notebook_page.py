@@ -24,14 +24,14 @@ class NotebookPage:
     html: dict[str, str]
 
     def insert_html(self, content: str) -> str:
-        """Puts the HTML outputs into the page that Markdown made: it would change what stands in them."""
+        """Inserts HTML outputs into the rendered page. Markdown would change them."""
         for word, html in self.html.items():
             content = content.replace(f"<p>{word}</p>", f'<div class="notebook-html" data-search-exclude>{html}</div>')
         return content
 
 
 def make_page(text: str, stem: str, mend: Callable[[str], str] = str) -> NotebookPage:
-    """Makes a page of the JSON of a notebook named `stem`, of whose texts `mend` mends the links.
+    """Converts the JSON of a notebook named `stem` into a page; `mend` rewrites the links of its text cells.
 
     >>> cells = [{"cell_type": "markdown", "source": ["# Title"]}]
     >>> cells += [{"cell_type": "code", "source": "print(1)", "outputs": [{"output_type": "stream", "text": "1"}]}]

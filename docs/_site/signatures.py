@@ -7,7 +7,7 @@ import griffe
 
 
 class ShowNew(griffe.Extension):
-    """Has mkdocstrings show the arguments of `__new__` as those of the class; `mkdocs.yml` names it."""
+    """Shows the arguments of `__new__` as those of the class, as the mkdocstrings extension of `mkdocs.yml`."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
         """Gives a class without an `__init__` one that has the arguments of its `__new__`."""

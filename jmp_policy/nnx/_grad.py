@@ -53,7 +53,7 @@ def value_and_grad(
     See `jmp_policy.value_and_grad`. If a gradient is not finite, so that the step will be skipped, batch statistics and
     other state that the function wrote into the differentiated modules keep their old values; RNG states and
     intermediates keep the new ones. If `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and
-    there are no float8 layers, this is `flax.nnx.value_and_grad`.
+    the model has no float8 layers, this is `flax.nnx.value_and_grad`.
 
     Float8 layers with state are differentiated with respect to that state too. Its gradient is its next value, for
     `jmp_policy.nnx.Optimizer`. A `DiffState` has to name it: `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.

@@ -69,7 +69,7 @@ def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
 
 
 def find_largest(rows: Sequence[Row], key: Callable[[Row], Any], most: int) -> list[Row]:
-    """Returns at most so many rows, those with the largest keys, in the given order."""
+    """Returns the `most` rows with the largest keys, in the given order."""
     largest = set(sorted(rows, key=key, reverse=True)[:most])
     return [row for row in rows if row in largest]
 

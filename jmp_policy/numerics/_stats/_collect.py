@@ -95,10 +95,11 @@ def collect(
       every: measures every n-th step only. The returned function then takes the step number, an integer that may be
         traced, before its other arguments. Other steps run as without `collect`, and their rows are empty.
       sample: the number of elements of each tensor to look at for formats, the histogram and the root mean square:
-        elements at equal distances, or whole blocks for block-scaled formats. Smaller tensors are measured whole. A
-        share `p` is off by at most about `3 * sqrt(p * (1 - p) / sample)`, and the rest of a row is exact. `None` looks
-        at all elements. On a mesh no tensor moves: in a `shard_map` each device samples its shard, and elsewhere the
-        devices add up the elements of the sample.
+        elements spread evenly over the tensor, or whole blocks for block-scaled formats. Smaller tensors are measured
+        whole. A share `p` is off by at most about `3 * sqrt(p * (1 - p) / sample)`. The root mean square and the errors
+        of formats may be off by more, because a sample can miss a few large elements. The rest of a row is exact.
+        `None` looks at all elements. On a mesh no tensor moves: in a `shard_map` each device samples its shard, and
+        elsewhere the devices add up the elements of the sample.
 
     Returns:
       A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.

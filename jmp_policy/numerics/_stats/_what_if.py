@@ -260,8 +260,8 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     """Scales the numbers of formats to a tensor.
 
     The best scale moves the largest magnitude into the last binade of the format, or one below if it exceeds the
-    largest number there. The rows are those of `add_squares`: where squares are added up, the format has no number but
-    zero.
+    largest number there. The rows are those of `add_squares`: where squares are added up, zero is the only value of the
+    format.
     """
     width, bias = mantissa_bits(dtype), exponent_bias(dtype)
     never = -4 * bias
