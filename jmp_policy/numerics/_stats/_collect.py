@@ -97,9 +97,10 @@ def collect(
       sample: the number of elements of each tensor to look at for formats and the histogram: elements spread evenly
         over the tensor, or whole blocks for block-scaled formats. Smaller tensors are measured whole. A share `p` is
         off by at most about `3 * sqrt(p * (1 - p) / sample)`. Errors of formats are relative to the sample. They may be
-        off by more, because a sample can miss a few large elements. The rest of a row is exact, the root mean square up
-        to rounding in float32. `None` looks at all elements. On a mesh no larger tensor moves: in a `shard_map` each
-        device samples its shard, and elsewhere the devices add up the elements of the sample.
+        off by more, because a sample can miss a few large elements. The rest of a row is exact: the root mean square up
+        to rounding in float32, if the largest element is between 1e-17 and 1e9. `None` looks at all elements. On a mesh
+        no larger tensor moves: in a `shard_map` each device samples its shard, and elsewhere the devices add up the
+        elements of the sample.
 
     Returns:
       A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.

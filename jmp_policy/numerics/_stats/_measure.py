@@ -18,9 +18,9 @@ from ._counting import (
     FIRST_COUNTS,
     HISTOGRAM_BINS,
     Extremes,
+    convert_square,
     count_losses,
     find_extremes,
-    join_squares,
     make_empty_extremes,
 )
 from ._record import Record, float_dtype, join, make_empty, mantissa_bits
@@ -54,12 +54,12 @@ class Sample(NamedTuple):
     Attributes:
       values: the elements, filled up with nan.
       padding: the number of these nan, uint32.
-      is_whole: True if these are all elements of the tensor. Its `Extremes` are then of the sample.
+      weight: the elements of the tensor per element of the sample. If it is 1, the tensor has no other `Extremes`.
     """
 
     values: jax.Array
     padding: jax.Array
-    is_whole: jax.Array
+    weight: jax.Array
 
 
 class PartialStats(NamedTuple):
@@ -143,7 +143,7 @@ class StatsSpec:
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs float64 sums: StatsSpec(..., dtype=np.dtype('float64')).")
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
-        size, in_blocks = x.size, [each for each in self._formats if not isinstance(each, FloatFormat)]
+        size, shape, in_blocks = x.size, x.shape, [each for each in self._formats if not isinstance(each, FloatFormat)]
         is_whole = self.sample is not None and size <= self.sample
         extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else find_extremes(x)
         if size == 0:
@@ -154,8 +154,10 @@ class StatsSpec:
         if self.sample is None:
             return PartialStats(extremes, self._count(x, extremes.most), errors)
         values = lax.pad(lax.reshape(x, (x.size,)), x.dtype.type(np.nan), [(0, self.sample - x.size, 0)])
-        sample = Sample(values, jnp.uint32(max(0, self.sample - size)), jnp.bool_(is_whole))
-        return PartialStats(extremes, sample, errors)
+        weight = max(1, size) / max(1, self.count_sampled(shape))
+        return PartialStats(
+            extremes, Sample(values, jnp.uint32(max(0, self.sample - size)), jnp.float32(weight)), errors
+        )
 
     def _choose_windows(self, shape: tuple[int, ...]) -> "_Windows":
         """Chooses parts of the last axis, each of whole blocks of all block-scaled formats."""
@@ -215,7 +217,7 @@ class StatsSpec:
         extremes, losses, errors = look
         if isinstance(losses, Sample):
             extremes = _choose_extremes(losses, extremes)
-        most, exponent = extremes.most, find_exponent(extremes.most, dtype)
+        most = extremes.most
         counted = self._count(losses.values, most) if isinstance(losses, Sample) else losses
         floats = [each for each in self._formats if isinstance(each, FloatFormat)]
         in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
@@ -225,11 +227,13 @@ class StatsSpec:
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
         sums = _join_sums(convert_units(counted.sums, most, floats), in_blocks, errors)
         if isinstance(losses, Sample):
-            sums = lax.select(lax.broadcast(losses.is_whole, sums.shape), sums, _scale_up(sums, extremes, exponent))
+            sums = lax.select(
+                lax.broadcast(losses.weight == 1, sums.shape), sums, _scale_up(sums, extremes, losses.weight)
+            )
         return Record(
             words,
             _convert_extremes(jnp.stack([most, extremes.least]), self.dtype),
-            exponent,
+            find_exponent(most, dtype),
             lax.convert_element_type(sums, self.dtype),
         )
 
@@ -260,12 +264,13 @@ def _choose_extremes(sample: Sample, extremes: Extremes) -> Extremes:
     found = find_extremes(sample.values)
     zeros, nans, infinities = found.low
     own = found._replace(low=[zeros, nans - sample.padding, infinities])
-    return jax.tree.map(functools.partial(lax.select, sample.is_whole), own, extremes)
+    return jax.tree.map(functools.partial(lax.select, sample.weight == 1), own, extremes)
 
 
-def _scale_up(sums: jax.Array, extremes: Extremes, exponent: jax.Array) -> jax.Array:
+def _scale_up(sums: jax.Array, extremes: Extremes, weight: jax.Array) -> jax.Array:
     """Replaces the sum of the squares of a sample by that of all elements, and scales errors by the same factor."""
-    square, of_sample = join_squares(extremes.squares, exponent), lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
+    of_sample = lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
+    square = convert_square(extremes, of_sample * lax.convert_element_type(weight, sums.dtype))
     ratio = lax.select(lax.gt(of_sample, lax.full_like(of_sample, 0)), square / of_sample, lax.full_like(square, 0))
     exact = lax.pad(lax.broadcast(square, (1, 1)), sums.dtype.type(0), [(0, 0, 0), (0, 1, 0)])
     errors = lax.slice_in_dim(sums, 1, sums.shape[0]) * lax.broadcast(ratio, (sums.shape[0] - 1, 2))
