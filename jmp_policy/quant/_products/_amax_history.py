@@ -1,7 +1,7 @@
 """Amax histories of delayed scaling."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}  # of the operands
 
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each operand, float32,
-as in Flax's float8 ops."""
+as in Flax's float8 ops. A history is in the order newest, oldest, ..., second newest."""
 
 
 def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
@@ -37,51 +37,33 @@ def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
     return state
 
 
-class Memory(NamedTuple):
-    """Scale and amax history of one operand, float32."""
-
-    scale: jax.Array  # (1,)
-    amax_history: jax.Array  # (amax_history_length,), in the order newest, oldest, ..., second newest
-
-
-def read_memory(state: State, name: str) -> Memory:
-    return Memory(state[f"{name}_scale"], state[f"{name}_amax_history"])
-
-
-def join_memories(memories: dict[str, Memory]) -> State:
-    state = {}
-    for name, memory in memories.items():
-        state[f"{name}_scale"], state[f"{name}_amax_history"] = memory
-    return state
-
-
-def scale_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
+def scale_by_history(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
     """Casts an operand, a key of `DTYPES`, to float8 by the scale of its history.
 
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    used, _ = _compute_scales(name, memory, format)
+    used, _ = _compute_scales(name, state, format)
     seen = select(jnp.isfinite(x), x, jnp.nan)  # saturation would hide an infinity
     return Scaled(saturate(seen, used, DTYPES[name]), used)
 
 
-def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
-    """Like `scale_by_history`, and also returns the memory of the next step."""
-    used, made = _compute_scales(name, memory, format)
-    history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
+def scale_and_record(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
+    """Like `scale_by_history`, and replaces the scale and history of the operand by those of the next step."""
+    used, made = _compute_scales(name, state, format)
+    scale, amax_history = state[f"{name}_scale"], state[f"{name}_amax_history"]
+    history = jnp.maximum(read_leaf(amax_history), 0.0)
     history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
-    after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
-    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
+    state[f"{name}_scale"] = write_leaf(made[None], scale)
+    state[f"{name}_amax_history"] = write_leaf(history, amax_history)
+    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan))
 
 
-def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale of this step, and the scale to store.
-
-    The state of a layer that did not run may be zero, or the least float if it was in a branch that was not taken.
-    """
+def _compute_scales(name: str, state: State, format: Float8) -> tuple[jax.Array, jax.Array]:
+    """Returns the scale of this step, and the scale to store."""
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
-    stored, history = read_leaf(memory.scale)[0], read_leaf(memory.amax_history)
+    stored, history = read_leaf(state[f"{name}_scale"])[0], read_leaf(state[f"{name}_amax_history"])
+    # The state of a layer that did not run may be zero, or the least float after a branch that was not taken.
     stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = compute_scale(largest, stored, DTYPES[name], format.margin)

@@ -5,7 +5,7 @@ Labels that are not in the output are summed over. The other labels place the sc
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._base import DTypeLike
 
 Labels = tuple[str, ...]
+Side = Literal["left", "right"]
 Sharding = NamedSharding | PartitionSpec
 
 

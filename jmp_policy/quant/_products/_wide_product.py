@@ -13,8 +13,8 @@ from jax.extend.core import Literal
 from ..._base import at_least_float32, vary
 from ..._jaxpr import PRODUCT_SCOPE
 from ._amax_history import varying_axes
-from ._bilinear import Bilinear, Convolution, is_matmul, without_preferred_dtype
-from ._float8_product import grad_left, grad_right
+from ._bilinear import Bilinear, Convolution, Side, is_matmul, without_preferred_dtype
+from ._float8_product import differentiate
 
 
 def wide_product(
@@ -76,58 +76,42 @@ def _forward(spec: _WideSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Ar
 
 def _backward(spec: _WideSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     left, right = residuals
-    grad, compute = grad.astype(spec.compute_dtype), spec.operation.compute
+    grad = grad.astype(spec.compute_dtype)
     with jax.default_matmul_precision(spec.precision):
-        if isinstance(compute, Convolution):
-            left_grad, right_grad = _grads_of_convolution(spec, left, right, grad)
-        else:
-            options = {"dtype": spec.sums, "precision": compute.precision}
-            to_left = lambda grad, right: grad_left(spec.operation, grad, right, spec.left, **options)
-            to_right = lambda grad, left: grad_right(spec.operation, grad, left, spec.right, **options)
-            left_grad = _choose_form(spec, to_left, grad, right)
-            right_grad = _choose_form(spec, to_right, grad, left)
+        left_grad = _differentiate(spec, "left", grad, right, spec.left)
+        right_grad = _differentiate(spec, "right", grad, left, spec.right)
     return left_grad.astype(spec.left.dtype), right_grad.astype(spec.right.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first.
+def _differentiate(spec: _WideSpec, side: Side, grad: jax.Array, other: jax.Array, like: core.ShapedArray) -> jax.Array:
+    """Computes the gradient of one operand with sums in float32."""
+    compute = spec.operation.compute
 
-    XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
-    in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For the others it casts as well.
-    """
+    def transpose(grad: jax.Array, other: jax.Array) -> jax.Array:
+        if isinstance(compute, Convolution):
+            run = functools.partial(differentiate, spec.operation, side, like=like, dtype=grad.dtype)
+            return _run_with_sums(spec.sums, run, grad, other)
+        return differentiate(spec.operation, side, grad, other, like, spec.sums, compute.precision)
+
+    return _choose_form(spec, transpose, grad, other)
+
+
+def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first."""
     if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
+    # XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
+    # F32" in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For others it casts as well.
     widen = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
     with jax.named_scope(PRODUCT_SCOPE):
         return lax.platform_dependent(*operands, cpu=widen, default=compute)
 
 
-def _grads_of_convolution(
-    spec: _WideSpec, left: jax.Array, right: jax.Array, grad: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of both operands with sums in float32.
-
-    JAX's transpose outputs the dtype of the operands, so its convolutions are rebound with another
-    `preferred_element_type`. Its other ops only move data.
-    """
-    convolve = spec.operation.compute
-    to_left = lambda grad, right: jax.linear_transpose(
-        lambda left: convolve(left, right), spec.left.update(dtype=right.dtype)
-    )(grad)
-    to_right = lambda grad, left: jax.linear_transpose(
-        lambda right: convolve(left, right), spec.right.update(dtype=left.dtype)
-    )(grad)
-    run = functools.partial(_run_with_sums, spec.sums)
-    return (
-        _choose_form(spec, functools.partial(run, to_left), grad, right),
-        _choose_form(spec, functools.partial(run, to_right), grad, left),
-    )
-
-
 def _run_with_sums(dtype: np.dtype, transpose: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """Runs the transpose of a convolution with its sums in `dtype`; JAX's outputs the dtype of the operands."""
     program = jax.make_jaxpr(transpose)(*operands)
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values.update(zip(program.jaxpr.invars, operands, strict=True))
