@@ -67,11 +67,6 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
     """Memoizes `fun(kind, *args)` on the class `kind`, for results that refer to it, such as subclasses.
 
     Results are kept in an attribute of the class: a weak dictionary would keep both alive.
-
-    >>> class Base: pass
-    >>> subclass_of = remember_on_class(lambda base, name: type(name, (base,), {}))
-    >>> subclass_of(Base, "A") is subclass_of(Base, "A"), subclass_of(Base, "B").__name__
-    (True, 'B')
     """
 
     @functools.wraps(fun)
@@ -85,13 +80,11 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Memory(dict[tuple, Any]):
-    """Results of functions by their arguments.
-
-    It is not pickled, and knows its class: `dataclass(slots=True)` copies it into another class.
-    """
+    """Results of functions by their arguments; not pickled."""
 
     def __init__(self, owner: type | None = None):
         super().__init__()
+        # `dataclass(slots=True)` copies a memory into another class.
         self._owner = None if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> tuple:
@@ -128,8 +121,8 @@ class _Met(BaseException):
 def meet_reduce_dtype(dtype: np.dtype | None) -> None:
     """Passes the reduce dtype of a policy that takes effect to the function that computes gradients, if there is one.
 
-    Policies are found only by tracing, when it is too late for this trace. So the first boundary with a reduce dtype
-    ends the trace, and the gradients are computed again with that dtype.
+    Policies are found only by tracing. So the first boundary with a reduce dtype ends the trace, and the gradients are
+    computed again with that dtype.
     """
     if dtype is not None:
         _hand_over(dtype)

@@ -41,9 +41,7 @@ class Conversion:
         self._problems: dict[str, str] = {}
 
     def convert(self, entry: Entry) -> Any:
-        """Returns the value of one entry of the target. Notes a problem and returns the entry's own value if there is
-        none.
-        """
+        """Returns the value of one entry of the target, or notes a problem."""
         # The memory of a parameter is part of its value, so it is converted with the parameter, not with the rest of
         # the optimizer's state. The scales of a moment are converted with the moment.
         pair = self._pair_of.get(entry.path)
@@ -245,12 +243,7 @@ def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
 
 
 def _find_common_paths(problems: Collection[str], names: Collection[str]) -> list[str]:
-    """Returns the paths that hold the problems and nothing that fits, or their first names if there are many.
-
-    >>> names = {"params/body/w", "params/head/w", "params/head/b", "step"}
-    >>> _find_common_paths({"params/head/w", "params/head/b", "step"}, names)
-    ['params/head', 'step']
-    """
+    """Returns the paths that hold the problems and nothing that fits, or their first names if there are many."""
     fitting = [f"{name}/" for name in names if name not in problems]
     found = []
     for name in sorted(problems):

@@ -23,24 +23,16 @@ MEMORIES = ("master", "remainder", "compensation")  # fields of `master_weights`
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A leaf of a state, or a quantized weight.
+    """A leaf of a state, or a quantized weight."""
 
-    Attributes:
-      name: its path as users read it, `opt_state/inner_state/0/mu/w`.
-      path: the path that it has under every policy, `("opt_state", "0", "mu", "w")`.
-      value: the leaf.
-      part: the part of this library that it belongs to (`loss_scale`, the `key` of stochastic rounding, the `scales` of
-        8-bit moments, `float8`, or one of `MEMORIES`), or `""`.
-      inside: the length of the prefix of the path that leads to the transformation with this memory.
-      index: its number in `jax.tree.leaves`.
-    """
-
-    name: str
-    path: Path
-    value: Any
+    name: str  # its path as users read it, `opt_state/inner_state/0/mu/w`
+    path: Path  # the path that it has under every policy, `("opt_state", "0", "mu", "w")`
+    value: Any  # the leaf
+    # The part of this library that it belongs to: `loss_scale`, the `key` of stochastic rounding, the `scales` of 8-bit
+    # moments, `float8`, or one of `MEMORIES`; or `""`.
     part: str
-    inside: int
-    index: int
+    inside: int  # the length of the prefix of the path that leads to the transformation with this memory
+    index: int  # its number in `jax.tree.leaves`
 
 
 def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
@@ -68,14 +60,10 @@ def _nest(tree: Any) -> tuple[Nested, list[Any]]:
 
 
 def _align_float8(saved: Nested, target: Nested) -> Nested:
-    """Moves saved parameters to their place in the target.
-
-    A linen train state has `{"params": ..., "_overwrite_with_gradient": ...}` in place of its parameters if layers have
-    float8 state.
-    """
+    """Moves saved parameters to their place in the target."""
     if not isinstance(saved, dict) or not isinstance(target, dict):
         return saved
-    pair = {"params", OVERWRITE}
+    pair = {"params", OVERWRITE}  # in place of the parameters of a linen train state with float8 layers
     if pair <= target.keys() and not pair & saved.keys():
         saved = {"params": saved}
     elif pair == saved.keys() and not pair & target.keys():

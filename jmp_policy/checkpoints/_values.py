@@ -54,19 +54,15 @@ class Moment(Pair):
 
 
 def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
-    """Returns the roles of the moments of a target by path, from classes, or from names if `nnx.state` dropped the
-    classes.
-    """
+    """Returns the roles of moments by path, from their classes, or from names if `nnx.state` dropped the classes."""
     roles = list_roles(target, is_leaf=is_whole)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}
     return {path: role for path, role in found.items() if role is not None}
 
 
 def pair_scales(entries: Iterable[Entry], roles: Mapping[Path, str]) -> dict[Path, Moment]:
-    """Finds the moments that have scales, by their paths.
-
-    Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer, numbered by its fields of moments.
-    """
+    """Finds the moments that have scales, by their paths."""
+    # Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer, numbered by its fields of moments.
     by_path = {entry.path: entry for entry in entries}
     of_state: dict[Path, dict[Path, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for entry in by_path.values():
@@ -92,9 +88,7 @@ class Misfit(Exception):
 
 
 def convert_value(saved: Any, like: Any) -> Any:
-    """Converts a saved value to the type, shape, dtype and sharding of `like`. A quantized weight may be a dict of
-    arrays.
-    """
+    """Converts a saved value, or dict of arrays of a weight, to the type, shape, dtype and sharding of `like`."""
     if isinstance(saved, QuantizedArray | Mapping):
         _check_stored_scales(saved)
     if isinstance(like, QuantizedArray):
@@ -112,11 +106,8 @@ def convert_value(saved: Any, like: Any) -> Any:
 
 
 def fit_history(saved: Any, like: Any) -> Any:
-    """Fits a float8 history to the length of `like`. The newest values are kept, and zeros come before the oldest.
-
-    A history is in the order newest, oldest, ..., second newest, along its last axis.
-    """
-    length = like.shape[-1]
+    """Fits a float8 history to the length of `like`: keeps the newest values, with zeros before the oldest."""
+    length = like.shape[-1]  # in the order newest, oldest, ..., second newest
     newest, others = saved[..., :1], saved[..., 1:]
     others = others[..., max(others.shape[-1] - (length - 1), 0) :]
     unknown = np.zeros((*saved.shape[:-1], length - 1 - others.shape[-1]), saved.dtype)

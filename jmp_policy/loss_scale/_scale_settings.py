@@ -88,11 +88,7 @@ def check_scalar(value: object, name: str) -> None:
 
 
 def suggest_loss_scale(value: object) -> str:
-    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known.
-
-    >>> suggest_loss_scale("mixed_float16"), suggest_loss_scale(1024.0)
-    ("jmp_policy.get_policy('mixed_float16').loss_scale()", 'jmp_policy.StaticLossScale(1024.0)')
-    """
+    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known."""
     if value is None:
         return "jmp_policy.NoOpLossScale()"
     if isinstance(value, str):

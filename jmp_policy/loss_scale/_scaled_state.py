@@ -270,10 +270,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Metrics(dict[str, Any]):
-    """Dictionary in which 0-dimensional NumPy arrays become Python numbers when it is unflattened.
-
-    `jax.device_get` returns such arrays, which JSON and some loggers reject. JAX arrays and tracers do not change.
-    """
+    """Dictionary in which 0-dimensional NumPy arrays, as of `jax.device_get`, become numbers when unflattened."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))

@@ -31,10 +31,7 @@ class Quantizer:
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
     ) -> QuantizedArray | None:
-        """Quantizes the weight `name` of `module`; returns None, and records the reason, if it stays unchanged.
-
-        `unfit` is a reason why the module cannot compute with a quantized weight.
-        """
+        """Quantizes a weight; returns None, and records the reason (or `unfit`), if it stays unchanged."""
         self._modules.add(module)
         why = why_unquantized(array, layout, policy) or unfit
         if why is not None:
@@ -66,11 +63,7 @@ class Quantizer:
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:
-    """True if the policy, or any policy of a map, stores weights in a quantized format.
-
-    >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
-    True
-    """
+    """True if the policy, or any policy of a map, stores weights in a quantized format."""
     if isinstance(given, Policy):
         return stored_format_of(given.quantization) is not None
     default = default_policy() if given.default is None else given.default

@@ -34,23 +34,14 @@ from ._state_shardings import apply_reduce_dtype, cast_leaf, list_compute_dtypes
 
 
 class Gathering(NamedTuple):
-    """Arguments for gathering an array and summing its cotangent.
+    """Arguments for gathering an array and summing its cotangent."""
 
-    Attributes:
-      splits: the dimensions to gather, each with its mesh axes.
-      reduce_axes: the axes along which cotangents differ and are summed.
-      compute_dtype: the dtype of the forward gather, if narrower than the array.
-      reduce_dtype: the dtype of the backward reduction; `None` for the dtype of the array.
-      tiled: whether shards are concatenated along an existing dimension.
-      uses_jax_grad: whether JAX alone takes the gradients, so that their matmuls output the compute dtype.
-    """
-
-    splits: Splits
-    reduce_axes: tuple[AxisName, ...]
-    compute_dtype: np.dtype | None
-    reduce_dtype: np.dtype | None
-    tiled: bool = True
-    uses_jax_grad: bool = False
+    splits: Splits  # the dimensions to gather, each with its mesh axes
+    reduce_axes: tuple[AxisName, ...]  # the axes along which cotangents differ and are summed
+    compute_dtype: np.dtype | None  # of the forward gather, if narrower than the array
+    reduce_dtype: np.dtype | None  # of the backward reduction; `None` for the dtype of the array
+    tiled: bool = True  # whether shards are concatenated along an existing dimension
+    uses_jax_grad: bool = False  # whether JAX alone takes the gradients, whose matmuls then output the compute dtype
 
     def warn_of_overflow(self, dtype: np.dtype) -> None:
         """Warns if a cotangent of this dtype may overflow before it is cast to the reduce dtype."""
@@ -68,8 +59,7 @@ class Gathering(NamedTuple):
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
     """Gathers one array and casts it back to its dtype. Its cotangent is summed over devices, and each gets its shard.
 
-    The cast back is exact, keeps the dtype that modules expect, and sums several uses of the result in that dtype
-    before one reduction.
+    The cast back is exact, and sums several uses of the result in the dtype of the array before one reduction.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
@@ -138,11 +128,7 @@ _share.defvjp(
 
 
 def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
-    """Gathers one whole array with sharding `spec` on explicit axes, like `gather_leaf` in `jax.shard_map`.
-
-    Only if the gathered array is `reduced` is its cotangent unreduced, so that partial sums can be cast before they are
-    summed. Otherwise JAX sums them first.
-    """
+    """Gathers one whole array with sharding `spec` on explicit axes, like `gather_leaf` in `jax.shard_map`."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_explicit(x, how, spec)
     return reshard(x, _without(spec, how)) if how.splits else x
@@ -151,6 +137,7 @@ def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_explicit(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
     whole = _without(spec, how)
+    # Only of a `reduced` array is the cotangent unreduced, so that partial sums can be cast before they are summed.
     if x.ndim > 1:  # JAX cannot add an array that is `reduced`, and biases are added
         whole = PartitionSpec(*whole, reduced=frozenset(how.reduce_axes))
     return cast_leaf(reshard(narrow(x, how.compute_dtype), whole), x.dtype)

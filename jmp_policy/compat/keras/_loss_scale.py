@@ -78,13 +78,7 @@ def make_dynamic_loss_scale(scale: Any, period: int, factor: float = 2.0) -> Dyn
 
 
 def read_loss_scale(spec: Any) -> LossScale | None:
-    """Reads `"dynamic"`, a number for a constant, a loss scale, None, or a config, also of TensorFlow.
-
-    >>> saved = {"initial_loss_scale": 8.0, "increment_period": 100, "multiplier": 4.0}
-    >>> scale = read_loss_scale({"class_name": "DynamicLossScale", "config": saved})
-    >>> float(scale.loss_scale), scale.period, scale.factor, scale.backoff_factor
-    (8.0, 100, 4.0, 0.25)
-    """
+    """Reads `"dynamic"`, a number for a constant, a loss scale, None, or a config, also of TensorFlow."""
     if spec is None or isinstance(spec, LossScale):
         return spec
     if isinstance(spec, str) and spec == "dynamic":

@@ -180,11 +180,7 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
 
 
 def read_block_size(mode: object) -> int | None:
-    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode.
-
-    >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
-    [64, -1, None, None, None]
-    """
+    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode."""
     kind, _, size = mode.partition("/") if isinstance(mode, str) else ("", "", "")
     size = size.strip().lower()
     if kind.strip().lower() != INT4:

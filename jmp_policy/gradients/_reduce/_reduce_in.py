@@ -27,15 +27,6 @@ def reduce_gradients_in(
 
     `list_parameters` finds the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a
     policy, nothing is an error, and each warning is given once.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from jmp_policy.gradients._reduce import reduce_gradients_in
-    >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.bfloat16) * x).astype(jnp.float32))
-    >>> differentiated, parameters_of = jax.value_and_grad(loss_fn), lambda args: [args[0]]
-    >>> reduced = reduce_gradients_in("float32", differentiated, parameters_of, on_opaque="error")
-    >>> x = jnp.array([256.0, 1, 1], jnp.bfloat16)  # the sum is 256 in bfloat16
-    >>> [float(grad(jnp.float32(1), x)[1]) for grad in (differentiated, reduced)]
-    [256.0, 258.0]
     """
     try:
         parsed = parse_reduce_dtype(dtype)
@@ -87,11 +78,9 @@ def _is_refused(
     dtype: np.dtype,
     on_opaque: Literal["error", "warn"] | None,
 ) -> bool:
-    """Raises or warns for each gradient that cannot be followed. One walk per gradient tells which they are.
-
-    Returns True if nothing is rewritten, because the reduce dtype of a policy is narrower than a sum.
-    """
+    """Raises or warns for each gradient that cannot be followed; True if nothing is rewritten."""
     found = {}
+    # One walk per gradient tells which they are.
     for i, name in enumerate(names):
         if name is not None:
             alone = [name if i == j else None for j in range(len(names))]
@@ -99,7 +88,7 @@ def _is_refused(
     message, is_refused = explain_obstacles(found, dtype)
     if on_opaque is None:
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {message}")
-        return is_refused
+        return is_refused  # the reduce dtype is narrower than a sum
     if on_opaque == "error" or is_refused:
         raise ValueError(message)
     warn_user(message)

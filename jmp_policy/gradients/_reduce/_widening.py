@@ -16,17 +16,15 @@ from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower, i
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
-    """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible.
-
-    XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
-    There the operands are cast first. TensorFloat-32 represents them exactly.
-    """
+    """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible."""
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
     direct = eqn.replace(invars=list(atoms), outvars=outvars, params=params)
     if all(float_dtype(atom) == dtype for atom in atoms if is_float(atom)):
         body.equations.append(direct)
         return outvars[0]
+    # XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
+    # There the operands are cast first. TensorFloat-32 represents them exactly.
     casting = _CASTING.get(eqn.primitive.name, ("cpu",))
     index, choice = [template.replace(source_info=eqn.source_info, ctx=eqn.ctx) for template in _trace_choice(casting)]
     branches = tuple([_make_branch(direct, dtype if names else None) for names in choice.params["branches_platforms"]])

@@ -121,11 +121,8 @@ def minimize(
 
 
 def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
-    """Declares the signature of the step: `jit` needs it for static and donated arguments.
-
-    `functools.wraps` sets the signature of `fun`, in which each argument is one place earlier.
-    """
-    for name in ("__wrapped__", "__signature__"):
+    """Declares the signature of the step: `jit` needs it for static and donated arguments."""
+    for name in ("__wrapped__", "__signature__"):  # of `fun`, in which each argument is one place earlier
         vars(minimizing_step).pop(name, None)
     step_signature = inspect.signature(minimizing_step)
     # `fun` may have no signature, or an argument named like one of ours: jit then sees `*args`.
@@ -180,12 +177,7 @@ def _find_origin(
 
 
 def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:
-    """Takes the casts of parameters to half precision out of `fun`. Returns the cast parameters, and a function of
-    them.
-
-    A cast is taken out only if it is the only use of a parameter. The gradients of several uses must be summed in the
-    dtype of the parameter.
-    """
+    """Takes out the casts to half precision that are the only use of a parameter. Returns casts and function."""
     leaves, structure = jax.tree.flatten(params)
     trees = []
 
@@ -195,6 +187,7 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[Py
         return out
 
     traced = jax.make_jaxpr(call_on_leaves)(leaves)
+    # The gradients of several uses must be summed in the dtype of the parameter.
     casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
     copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]

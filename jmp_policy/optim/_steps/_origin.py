@@ -55,13 +55,10 @@ def add_origin(state: LossScaledState) -> NonfiniteOriginState:
 def carry_origin(
     before: LossScaledState, after: LossScaledState, origin: NonfiniteOrigin | None, axis_name: Any
 ) -> LossScaledState:
-    """Adds to `after` the records of `before`, and `origin` if the step was skipped.
-
-    Along `axis_name` the origin may differ between devices; the first device that has one decides.
-    """
+    """Adds to `after` the records of `before`, and `origin` if the step was skipped."""
     if origin is None or not isinstance(before, NonfiniteOriginState):
         return after
-    if axis_name is not None:
+    if axis_name is not None:  # the origin may differ between devices; the first one that has an origin decides
         origin = _share(origin, axis_name)
     steps, kept = before.steps + 1, (before.nonfinite_step, before.origin)
     noted = jax.tree.map(lambda new, old: lax.select(after.grads_finite, old, new), (steps, origin), kept)

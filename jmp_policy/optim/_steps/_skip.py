@@ -30,21 +30,13 @@ from ._step import Transformation, check_transformation
 
 
 class Operands(NamedTuple):
-    """Inputs of a step.
+    """Inputs of a step."""
 
-    Attributes:
-      grads: the gradients, still multiplied by `scale`.
-      scale: the loss scale.
-      inner_state: the state of the wrapped transformation.
-      params: the parameters.
-      extra: extra arguments that are trees of arrays.
-    """
-
-    grads: PyTree
+    grads: PyTree  # still multiplied by `scale`
     scale: LossScale
     inner_state: PyTree
     params: PyTree
-    extra: dict[str, Any]
+    extra: dict[str, Any]  # arguments that are trees of arrays
 
 
 Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner state
@@ -53,13 +45,10 @@ Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner stat
 def make_skippable(
     take: Callable[[Operands], Result], skip: Callable[[Operands], Result], stores_half: bool
 ) -> Callable[[jax.Array, Operands], Result]:
-    """Builds the function `(finite, operands)` that takes a step or skips it, in the form of the platform it is lowered
-    for.
+    """Builds the function `(finite, operands)` that takes a step or skips it, as its platform does fastest."""
 
-    Build it once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that
-    both forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
-    """
-
+    # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
+    # forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
     def branch(finite: jax.Array, operands: Operands) -> Result:
         return lax.cond(finite, take, skip, operands)
 

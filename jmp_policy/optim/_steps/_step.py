@@ -25,15 +25,12 @@ def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
 
 
 def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """Returns the next float8 state, or `state` itself if the step was skipped.
-
-    `before` and `after` are states of the optimizer. In the middle of `optax.MultiSteps` the amaxes of microbatches
-    combine by maximum.
-    """
+    """Returns the next float8 state, or `state` itself if the step between two optimizer states was skipped."""
     if state is None:
         return None
     if isinstance(state, optax.LookaheadParams):
         return optax.LookaheadParams(*[overwrite_state(state.fast, gradient, before, after)] * 2)
+    # In the middle of `optax.MultiSteps` the amaxes of microbatches combine by maximum.
     new = next_state(state, gradient, _is_first(before))
     if not has_scaled_state(after):
         return new
@@ -216,10 +213,10 @@ class ParameterUpdate(abc.ABC):
     """`update` of a transformation that can also make the new parameters itself, for `optim.step`.
 
     `loss_scaled` takes or skips update and application together, and a half-precision parameter with its own rounding
-    cannot always be reached by adding an update. `overwrites` is true if it handles float8 state itself.
+    cannot always be reached by adding an update.
     """
 
-    overwrites = False
+    overwrites = False  # true if it handles float8 state itself
 
     @abc.abstractmethod
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:

@@ -26,11 +26,7 @@ def round_input(x: jax.Array, format: BlockFormat, axis: int) -> Blocks:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @jax.named_scope(ROUNDING_SCOPE)
 def round_weight(w: jax.Array, format: BlockFormat, axis: int) -> Blocks:
-    """Rounds a weight, `(*stack, inputs, outputs)`, in blocks along an axis.
-
-    The axis is -2 in the forward pass, where the values are the ones that `quantize` stores, and -1 in the backward
-    pass.
-    """
+    """Rounds a weight, `(*stack, inputs, outputs)`, along axis -2 (as `quantize` stores it) or -1 (backward)."""
     if isinstance(format, NVFP4):
         # Without activations, no backward matmul sums over the outputs.
         square_axis = -3 - axis if format.square_weights and format.activations else None
@@ -66,10 +62,9 @@ for _round in (round_input, round_weight, round_gradient):
 
 
 def mix_rows(x: jax.Array, block: int) -> jax.Array:
-    """Multiplies each block of rows of `(batch, rows, features)` by a Hadamard matrix with fixed signs, in float32.
+    """Multiplies each block of rows of `(batch, rows, features)` by an orthonormal matrix that spreads outliers.
 
-    The matrix is orthonormal: a matmul that sums over rows gives the same result for two mixed operands, but outliers
-    are spread over the block. `block` is a power of two that divides the number of rows.
+    A matmul that sums over rows gives the same result for two mixed operands.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4, 2025, section 4 (random Hadamard transforms).
     """
@@ -81,14 +76,9 @@ def mix_rows(x: jax.Array, block: int) -> jax.Array:
 
 @functools.cache
 def make_hadamard(size: int) -> np.ndarray:
-    """Returns Sylvester's orthonormal Hadamard matrix with fixed column signs.
-
-    The signs are a bent function of the bits of the column. Constant rows, and rows with signs that alternate like a
-    row of Sylvester's matrix, are spread evenly; without signs they would be concentrated in one row.
-
-    >>> (make_hadamard(4) * 2).astype(int).tolist()
-    [[1, 1, 1, -1], [1, -1, 1, 1], [1, 1, -1, 1], [1, -1, -1, -1]]
-    """
+    """Returns Sylvester's orthonormal Hadamard matrix with fixed column signs."""
+    # The signs are a bent function of the bits of the column: rows that are constant, or alternate like a row of the
+    # matrix, are spread evenly. Without signs they would be concentrated in one row.
     rows, columns = np.arange(size)[:, None], np.arange(size)
     pairs = columns & (columns >> 1) & 0x55555555
     return ((-1.0) ** (np.bitwise_count(rows & columns) + np.bitwise_count(pairs)) / np.sqrt(size)).astype(np.float32)

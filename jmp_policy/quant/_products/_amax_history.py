@@ -25,11 +25,7 @@ def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
 
 
 def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
-    """Returns the initial state of a layer, or of a stack of layers of shape `stack`.
-
-    >>> {name: leaf.shape for name, leaf in new_state(Float8(amax_history_length=4)).items() if "input" in name}
-    {'input_scale': (1,), 'input_amax_history': (4,)}
-    """
+    """Returns the initial state of a layer, or of a stack of layers of shape `stack`."""
     state = {}
     for name in DTYPES:
         state[f"{name}_scale"] = jnp.ones((*stack, 1), jnp.float32)
@@ -72,11 +68,8 @@ def _compute_scales(name: str, state: State, format: Float8) -> tuple[jax.Array,
 
 @custom_vmap
 def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition.
-
-    A history with more than one axis belongs to an ensemble, whose axes lead in the array too.
-    """
-    members = history.shape[:-1]
+    """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition."""
+    members = history.shape[:-1]  # of an ensemble, whose axes lead in the array too
     of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
     amax = take_maximum(of_each, varying_axes(x) - varying_axes(history))
     is_finite = jnp.isfinite(amax)

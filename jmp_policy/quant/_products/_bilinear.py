@@ -102,11 +102,7 @@ def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, An
 
 
 def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
-    """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right.
-
-    >>> label_dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
-    ('l0', 'r1')
-    """
+    """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right."""
     (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
     left = [f"l{i}" for i in range(left_ndim)]
     right = [f"r{i}" for i in range(right_ndim)]
@@ -119,10 +115,7 @@ def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
 
 
 def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
-    """Labels `lax.conv_general_dilated`: batch and output features.
-
-    Windows overlap, so all positions of an example share a scale of the input.
-    """
+    """Labels `lax.conv_general_dilated`. Windows overlap, so all positions of an example share a scale."""
     numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
     left, right, out = ([f"{side}{i}" for i in range(left_ndim)] for side in ("left", "right", "out"))
     left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "example"
@@ -131,11 +124,7 @@ def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
 
 
 def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
-    """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels.
-
-    >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
-    ('.0', '.1', 'n')
-    """
+    """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels."""
     equation = compute.equation.replace(" ", "")
     operands, arrow, out = equation.partition("->")
     twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")

@@ -31,9 +31,7 @@ def block_product(
 ) -> jax.Array:
     """Computes `operation(left, weight)` with both operands in blocks, and likewise in the backward pass.
 
-    The caller has checked `reason_unquantized` and `is_matmul`. A floating weight is rounded from its own dtype; its
-    gradient is summed in float32 and has the dtype of the weight. The output has the dtype of `left`, or the
-    operation's preferred one.
+    The caller has checked `reason_unquantized` and `is_matmul`. The gradient of a floating weight is summed in float32.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
@@ -49,11 +47,8 @@ def block_product(
 def _find_out_sharding(
     operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray
 ) -> NamedSharding | None:
-    """Returns the sharding of the output on a mesh with explicit axes; None without one.
-
-    Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises ShardingTypeError if it needs
-    `out_sharding`, as it does without blocks.
-    """
+    """Returns the sharding of the output on a mesh with explicit axes; None without one."""
+    # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
     if AxisType.Explicit not in jax.typeof(left).sharding.mesh.axis_types:
         return None
     numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)

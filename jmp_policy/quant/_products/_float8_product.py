@@ -30,8 +30,7 @@ def float8_product(
     """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
     If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
-    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
-    `left`, or the operation's preferred one.
+    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
     output is scaled, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
@@ -157,10 +156,7 @@ def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
 
 @contextlib.contextmanager
 def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
-    """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8.
-
-    A call that `initializes` parameters does not warn: its input is often a single example.
-    """
+    """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8."""
     if not has_float8(given):
         yield
         return
@@ -170,6 +166,7 @@ def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: b
         yield
     finally:
         _ROWS.reset(token)
+    # An initialization does not warn: its input is often a single example.
     if not seen or initializes or OBSERVING.value is not None or not all(rows % MULTIPLE for rows, _ in seen):
         return
     rows, dtype = seen[0]
@@ -199,11 +196,7 @@ def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[i
 
 
 def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
-    """Returns the reason if a weight is too small or a length is not a multiple of 16, else None.
-
-    >>> why_sizes_wide(16384, Float8(), 128, 128), why_sizes_wide(25600, Float8(), 256, 100)
-    (None, 'the length 100 is not a multiple of 16')
-    """
+    """Returns the reason if a weight is too small or a length is not a multiple of 16, else None."""
     if size < format.min_size or size == 0:
         return f"{size} elements are fewer than min_size={format.min_size}"
     odd = next((length for length in lengths if length % MULTIPLE), None)

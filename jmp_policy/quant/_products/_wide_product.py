@@ -27,12 +27,6 @@ def wide_product(
     of a replicated weight is summed in the dtype of the weight. The operation's `preferred_element_type` is ignored.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3.
-
-    >>> import jax.numpy as jnp
-    >>> from jmp_policy.quant._products._bilinear import Einsum, label_einsum
-    >>> x, w = jnp.full((1, 3), 1 / 256, jnp.bfloat16), jnp.full((3, 1), 1 + 1 / 128)
-    >>> wide_product(label_einsum(2, 2, Einsum("ab,bc->ac")), x, w, jnp.float32, jnp.bfloat16).tolist()
-    [[0.011810302734375]]
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
     operation = without_preferred_dtype(operation)

@@ -45,8 +45,7 @@ StoredWeight = QuantizedArray | FakeQuantized
 def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
     """Rounds a weight to the values that its quantized form represents, with a straight-through gradient.
 
-    Source: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013 (straight-through);
-    Jacob et al., CVPR 2018, section 3 (fake quantization).
+    Source: Jacob et al., CVPR 2018, section 3 (fake quantization).
     """
     if isinstance(weight, QuantizedArray):
         return weight.dequantize(dtype)
@@ -81,10 +80,7 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
 
 
 def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -> QuantizedArray:
-    """Replaces the format of a quantized weight by a policy's, which may compute differently.
-
-    Raises if the policy stores other values.
-    """
+    """Replaces the format of a quantized weight by a policy's; raises if the policy stores other values."""
     format = choose_format(format, array.layout)
     if type(array.format) is type(format):
         stored_options = {"block_size", "scale_rounding", "square_weights"}  # the others say how to compute
