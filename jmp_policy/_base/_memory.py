@@ -124,8 +124,9 @@ def meet_reduce_dtype(dtype: np.dtype | None) -> None:
     Policies are found only by tracing. So the first boundary with a reduce dtype ends the trace, and the gradients are
     computed again with that dtype.
     """
-    if dtype is not None:
-        _hand_over(dtype)
+    known = REDUCING.value
+    if dtype is not None and known not in (None, _GIVEN) and (known == _UNMET or is_wider(dtype, np.dtype(known))):
+        raise _Met(dtype)
 
 
 def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
@@ -138,8 +139,7 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
             break
         except _Met as met:
             dtype = met.dtype
-    if dtype is not None:  # for nested gradients
-        _hand_over(dtype)
+    meet_reduce_dtype(dtype)  # for nested gradients
     return made
 
 
@@ -151,12 +151,6 @@ def is_searching() -> bool:
 def hold_given() -> AbstractContextManager:
     """Returns the context for gradients in a reduce dtype that the caller gave."""
     return REDUCING(_GIVEN) if REDUCING.value is None else nullcontext()  # an outer search goes on
-
-
-def _hand_over(dtype: np.dtype) -> None:
-    known = REDUCING.value
-    if known not in (None, _GIVEN) and (known == _UNMET or is_wider(dtype, np.dtype(known))):
-        raise _Met(dtype)
 
 
 def is_wider(dtype: np.dtype, other: np.dtype) -> bool:

@@ -37,7 +37,7 @@ def check_explicit(axes: tuple[Any, ...], where: str) -> None:
             )
 
 
-def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int, tiled: bool, where: str = "") -> None:
+def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int, tiled: bool) -> None:
     """Raises unless a dimension is divisible by the number of devices (or equals it, if not tiled)."""
     count = math.prod(lax.axis_size(axis) for axis in axes)
     size = shape[dimension] if -len(shape) <= dimension < len(shape) else -1
@@ -45,7 +45,7 @@ def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int,
         return
     needs = f"is not divisible by the {count} devices" if tiled else f"must equal the number of devices, {count},"
     raise ValueError(
-        f"Dimension {dimension} of an array of shape {shape}{where} {needs} along {', '.join(map(str, axes))}. Split "
+        f"Dimension {dimension} of an array of shape {shape} {needs} along {', '.join(map(str, axes))}. Split "
         "another dimension, pad this one, or do not split the array: P()."
     )
 

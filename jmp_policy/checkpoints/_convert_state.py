@@ -143,8 +143,6 @@ def _clip(value: Any, scale: DynamicLossScale) -> Any:
 
 T = TypeVar("T")
 
-_READ = "checkpointer.restore(path)"
-
 
 def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) -> T:
     """Converts a state that was saved under any policy to the state of a run under another policy.
@@ -192,7 +190,11 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     >>> state["params"]["w"].dtype, state["opt_state"].inner_state.master["w"].tolist() == saved["params"]["w"].tolist()
     (dtype(bfloat16), True)
     """
-    _check_saved(saved)
+    if saved is None or isinstance(saved, str | bytes | os.PathLike):
+        read = "flax.serialization.msgpack_restore(data)" if isinstance(saved, bytes) else "checkpointer.restore(path)"
+        raise TypeError(
+            f"convert_state takes a restored state, got {describe(saved)}. For example: convert_state({read}, target)."
+        )
     saved_entries, entries = list_entries(saved, target)
     names = {entry.name for entry in (*saved_entries, *entries)}
     is_ignored = _list_ignored(ignore, names).__contains__
@@ -204,20 +206,13 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     return structure.unflatten([new[index] for index in range(len(new))])
 
 
-def _check_saved(saved: Any) -> None:
-    if saved is None or isinstance(saved, str | bytes | os.PathLike):
-        read = "flax.serialization.msgpack_restore(data)" if isinstance(saved, bytes) else _READ
-        raise TypeError(
-            f"convert_state takes a restored state, got {describe(saved)}. For example: convert_state({read}, target)."
-        )
-
-
 def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[str]:
     """Lists the names that a pattern covers. A pattern that is not valid or covers nothing is a `ValueError`."""
     ignored = set()
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
         try:
-            covered = {name for name in names if _covers(pattern, name)}
+            covers = re.compile(pattern).fullmatch
+            covered = {name for name in names if any(map(covers, list_paths_to(name)[1:]))}
         except re.error as error:
             raise ValueError(
                 f"{pattern!r} of ignore is not a valid pattern: {error}. For example: ignore='opt_state'."
@@ -227,10 +222,6 @@ def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[
             raise ValueError(f"{pattern!r} of ignore matches no path. {did_you_mean(pattern, known)}")
         ignored |= covered
     return ignored
-
-
-def _covers(pattern: str, name: str) -> bool:
-    return any(re.fullmatch(pattern, path) for path in list_paths_to(name)[1:])
 
 
 def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from .._base import describe, is_array, is_floating_dtype
 from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_roles, quantize
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
-from ..quant._weights import ARRAYS, Layout, quantize_array
+from ..quant._weights import ARRAYS, Layout, describe_arrays, list_arrays, quantize_array
 from ._entries import Entry, Pair, Path, is_whole
 
 
@@ -95,8 +95,9 @@ def convert_value(saved: Any, like: Any) -> Any:
         new = _requantize(saved, like)
         if like.input_clip is None:  # the range of a calibrated model is restored with its weights
             like = dataclasses.replace(like, input_clip=new.input_clip)
-        if _sizes(new) != _sizes(like):
-            raise Misfit(f"was saved as {_sizes(new)}, the target has {_sizes(like)}")
+        sizes, wanted = (describe_arrays(list_arrays(weight)) for weight in (new, like))
+        if sizes != wanted:
+            raise Misfit(f"was saved as {sizes}, the target has {wanted}")
         return jax.tree.map(_place, new, like)
     if isinstance(saved, QuantizedArray | Mapping):
         saved = _dequantize(saved, like)
@@ -148,7 +149,7 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
     if isinstance(saved, QuantizedArray):
         if (type(saved.format), saved.layout) != (type(like.format), like.layout):
             raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-        saved = {name: array for name in ARRAYS if (array := getattr(saved, name)) is not None}
+        saved = list_arrays(saved)
     if isinstance(saved, Mapping):
         arrays = dict.fromkeys(ARRAYS) | {name: jnp.asarray(array) for name, array in saved.items()}
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
@@ -259,11 +260,6 @@ def _place(array: Any, like: Any) -> Any:
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jnp.asarray(array)
     return array if getattr(array, "sharding", None) == sharding else jax.device_put(array, sharding)
-
-
-def _sizes(weight: QuantizedArray) -> dict[str, str]:
-    arrays = {name: getattr(weight, name) for name in ARRAYS}
-    return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items() if array is not None}
 
 
 def _describe(value: Any) -> str:

@@ -97,7 +97,7 @@ def _are_finite(arrays: list[Any]) -> jax.Array:
 
 # Optax transformations that advance when a `loss_scaled` inside skips a step, by the name of their state (this module
 # does not load optax), each with the form that goes inside of `loss_scaled`.
-NEVER_OUTSIDE = {
+_NEVER_OUTSIDE = {
     "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # loss_scaled replaces it
     "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
     "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
@@ -155,12 +155,10 @@ def has_scaled_state(state: PyTree) -> bool:
     return bool(find_nodes(state, LossScaledState))
 
 
-def check_outermost(state: PyTree) -> None:
-    """Raises a `ValueError` if `loss_scaled` is inside the optax transformation that made this state."""
-    check_not_inside(NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
+def check_outermost(state: PyTree, *, in_step: bool) -> None:
+    """Raises if `loss_scaled` is inside the optax transformation that made this state, as far as that can be told."""
+    right_nestings = _NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP if in_step else _NEVER_OUTSIDE
 
-
-def check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
     def is_outside(node: Any) -> bool:  # `inject_hyperparams` of numbers has only a count that nobody reads
         return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
 
@@ -203,7 +201,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
     register_with_flax()
     if isinstance(state, LossScale):
         return strip_variables(state)
-    check_not_inside(NEVER_OUTSIDE, state)
+    check_outermost(state, in_step=False)
     found = find_nodes(state, LossScale)
     suggestion = "" if found else suggest_loss_scale(state)
     if suggestion:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._base import PyTree, list_paths_to, warn_user
+from .._base import PyTree, list_paths_to
 from ..modules import find_adapter, is_flax_object, refuse_order
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec, match_policy
 from ._numbers import Clip
@@ -90,24 +90,15 @@ def quantize(
             raise ValueError("stacked is for linen variables: the layers of an nnx model know their own axes.")
         quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
         quantizer.check(unused)
-        for message in unused:
-            warn_user(message)
         return quantized
-    if isinstance(target, Mapping) and not _has_flax_objects(target):
+    # A mapping may also be the state of an nnx model.
+    if isinstance(target, Mapping) and not any(map(is_flax_object, jax.tree.leaves(target, is_leaf=is_flax_object))):
         return quantize_variables(target, quantizer, stacked)
+    given = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
     raise TypeError(
-        f"quantize takes linen variables or an nnx model, got {_name_kind(target)}. "
+        f"quantize takes linen variables or an nnx model, got {given}. "
         "For example: quantize(model.init(key, x), 'int8_from_mixed_bfloat16')."
     )
-
-
-def _has_flax_objects(tree: PyTree) -> bool:
-    """True if a mapping is the state of an nnx model, or contains such a model."""
-    return any(is_flax_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object))
-
-
-def _name_kind(target: Any) -> str:
-    return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
@@ -135,8 +126,6 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     stacks.check()
     unused = [] if isinstance(given, Policy) else given.explain_unused(_list_modules(params))
     quantizer.check(unused)
-    for message in unused:
-        warn_user(message)
     if "params" not in variables:
         return new
     make: Any = type(variables)

@@ -28,9 +28,9 @@ from .._base import (
     warn_once,
     write_leaf,
 )
-from ..policy import PolicySpec
+from ..policy import PolicySpec, get_policy, list_policies
 from ._reads import find_reads
-from ._state_shardings import apply_reduce_dtype, cast_leaf, list_compute_dtypes, read_compute_dtype, read_reduce_dtype
+from ._state_shardings import apply_reduce_dtype, cast_leaf, read_dtype
 
 
 class Gathering(NamedTuple):
@@ -217,7 +217,7 @@ def gather_params(
     axes, uses_jax_grad = list_axes(reduce_axes), not is_searching()
     structure = jax.tree.structure(params)
     parts = list(_list_parts(params, specs, axes))
-    reduce_dtype = read_reduce_dtype(policy)
+    reduce_dtype = read_dtype(policy, "reduce")
 
     def gather(dtypes: list[np.dtype | None], leaves: list[Any]) -> list[Any]:
         return [
@@ -227,9 +227,10 @@ def gather_params(
 
     leaves = [part.array for part in parts]
     if fun is None:
-        return structure.unflatten(gather([read_compute_dtype(policy)] * len(leaves), leaves))
+        return structure.unflatten(gather([read_dtype(policy, "compute")] * len(leaves), leaves))
     gather_whole = lambda leaves: structure.unflatten(gather([None] * len(leaves), leaves))
-    reads, allowed = find_reads(fun, leaves, gather_whole), list_compute_dtypes(policy)
+    reads = find_reads(fun, leaves, gather_whole)
+    allowed = {each.compute_dtype for each in list_policies(get_policy(policy))}
     dtypes = [next(iter(read)) if read and len(read) == 1 and read <= allowed else None for read in reads]
     return structure.unflatten(gather(dtypes, leaves))
 

@@ -1,7 +1,7 @@
 """Shardings of an optimizer's state, and the dtypes in which a policy moves values between devices."""
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,17 @@ from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_re
 from ..policy import PolicySpec, get_policy, list_policies
 
 
-def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:
-    return _read_one(policy, "reduce_dtype", "reduce")
-
-
-def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
-    return _read_one(policy, "compute_dtype", "compute")
-
-
-def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
-    return {one.compute_dtype for one in list_policies(get_policy(policy)) if one.compute_dtype is not None}
+def read_dtype(spec: PolicySpec, kind: Literal["compute", "reduce"]) -> np.dtype | None:
+    """Returns a dtype of a policy, or of all policies of a map; raises if these have several."""
+    found = {getattr(policy, f"{kind}_dtype") for policy in list_policies(get_policy(spec))}
+    if len(found) > 1:
+        names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
+        raise ValueError(
+            f"The policies of this map have several dtypes for {kind}: {names}. A collective has one dtype for a whole "
+            "tree, not one per module: pass a single policy, for example: "
+            "'params=float32,compute=bfloat16,reduce=float32'."
+        )
+    return next(iter(found))
 
 
 def apply_reduce_dtype(spec: PolicySpec) -> None:
@@ -39,18 +40,6 @@ def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
     if dtype is None or leaf.dtype == dtype or not is_floating_dtype(leaf.dtype):
         return leaf
     return lax.convert_element_type(leaf, dtype)
-
-
-def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
-    found = {getattr(policy, field) for policy in list_policies(get_policy(spec))}
-    if len(found) > 1:
-        names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
-        raise ValueError(
-            f"The policies of this map have several dtypes for {key}: {names}. A collective has one dtype for a whole "
-            "tree, not one per module: pass a single policy, for example: "
-            "'params=float32,compute=bfloat16,reduce=float32'."
-        )
-    return next(iter(found))
 
 
 Path = tuple[Any, ...]

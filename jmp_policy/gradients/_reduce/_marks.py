@@ -1,6 +1,7 @@
 """Finds the sums of a gradient jaxpr to upcast, from the gradients backwards."""
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -207,7 +208,8 @@ class _Walk:
         return self._widen(eqn, [need])
 
     def _visit_multiplication(self, eqn: JaxprEqn, need: Need) -> Upcasts:
-        candidates = [atom for atom in eqn.invars if _has_axes(atom) and self._origin(atom) is Origin.DATA]
+        candidates: list[Any] = [atom for atom in eqn.invars if self._origin(atom) is Origin.DATA]
+        candidates = [atom for atom in candidates if math.prod(atom.aval.shape) > 1]
         self._ask(need if len(candidates) == 1 else min(need, Need.PERHAPS), *candidates)
         return Upcasts((need,))
 
@@ -274,8 +276,3 @@ def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need])
         result = i - body.carry.start
         after[result] = max(after[result], arguments[i])
     return tuple(after)
-
-
-def _has_axes(atom: Var | Literal) -> bool:
-    aval: Any = atom.aval
-    return int(np.prod(aval.shape)) > 1

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.typing import ArrayLike
 
 from ..._base import (
     Aux,
@@ -190,7 +189,8 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[Py
     # The gradients of several uses must be summed in the dtype of the parameter.
     casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
-    copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]
+    cast_like = lambda leaf, cast: lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
+    copies = [leaf if cast is None else cast_like(leaf, cast) for leaf, cast in zip(leaves, casts, strict=True)]
     return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
 
 
@@ -213,8 +213,3 @@ def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> cor
     taken = {id(cast) for cast in casts if cast is not None}
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
     return traced.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))
-
-
-def _replay(cast: core.JaxprEqn, leaf: ArrayLike) -> jax.Array:
-    copy: Any = cast.outvars[0].aval
-    return lax.convert_element_type(leaf, copy.dtype)

@@ -149,9 +149,10 @@ def find_origin(
     head div False
     """
     check_transformation(tx)
+    is_static = lambda node: isinstance(node, _Static)
 
-    def search(given: _Static, params: PyTree, scale: LossScale, arrays: list[Any]) -> NonfiniteOrigin:
-        args, kwargs = given.fill(arrays)
+    def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
+        args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
         differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
         return search_nonfinite(differentiated, lambda out: out[1], checks=False)(params, *args, **kwargs)[1]
 
@@ -159,22 +160,20 @@ def find_origin(
     def compile_for(sharding: NamedSharding | None) -> Callable[..., NonfiniteOrigin]:
         # XLA:CPU compiles the search in three quarters of the time without optimizations.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(search, static_argnums=0, out_shardings=sharding, compiler_options=options)
+        return jax.jit(search, out_shardings=sharding, compiler_options=options)
 
     def find(params: PyTree, old_state: PyTree, *args: Any, **kwargs: Any) -> SkippedStep | None:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, Tracer) for leaf in (*leaves, *jax.tree.leaves((params, old_state)))):
+        given = jax.tree.map(lambda leaf: leaf if is_array(leaf) else _Static(leaf), (args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, old_state, given))):
             raise TypeError(
                 "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
                 "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
             )
         scale = get_loss_scale(old_state)
-        given = _Static(structure, tuple([None if is_array(leaf) else (leaf,) for leaf in leaves]))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        shardings = [getattr(leaf, "sharding", None) for leaf in (*jax.tree.leaves(params), *arrays)]
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, given))]
         mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
         everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found = compile_for(everywhere)(given, params, scale, arrays)
+        found = compile_for(everywhere)(params, scale, given)
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
             return None
@@ -183,15 +182,12 @@ def find_origin(
     return find
 
 
-class _Static(NamedTuple):
-    """Arguments without their arrays: `others` has `None` for an array, and the leaf in a tuple for anything else."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """An argument that is not an array."""
 
-    structure: Any
-    others: tuple[tuple[Any] | None, ...]
-
-    def fill(self, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        return self.structure.unflatten([next(given) if other is None else other[0] for other in self.others])
+    value: Any
 
 
 def _count_steps(state: PyTree) -> int | None:

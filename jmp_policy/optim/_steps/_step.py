@@ -276,7 +276,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         if isinstance(tx.update, ParameterUpdate):
             new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
         else:
-            check_outermost(opt_state)
+            check_outermost(opt_state, in_step=True)
             update: Any = with_extra_args(tx).update
             updates, after = update(filled_grads, opt_state, filled, **extra)
             new_params = optax.apply_updates(filled, updates)

@@ -21,8 +21,7 @@ from ._numbers import measure_amax
 @functools.partial(jax.jit, static_argnums=1, inline=True)  # eager calls then compile the branches once
 def measure_row_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Returns the largest magnitude over `axes`, as `measure_amax` does."""
-    forms = (_measure_by_bits, measure_amax)
-    by_bits, by_select = (functools.partial(form, axes=axes) for form in forms)
+    by_bits, by_select = functools.partial(_measure_by_bits, axes=axes), functools.partial(measure_amax, axes=axes)
     return lax.platform_dependent(x, cuda=by_bits, default=by_select)
 
 

@@ -158,31 +158,15 @@ class Call(NamedTuple):
 
 
 def describe_dot_general(
-    lhs: jax.Array,
-    rhs: Any,
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: Sharding | None = None,
+    lhs: jax.Array, rhs: Any, dimension_numbers: lax.DotDimensionNumbers, *args: Any, **options: Any
 ) -> Call:
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
-    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
+    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, *args, **options)), lhs, rhs)
 
 
-def describe_einsum(
-    equation: str,
-    lhs: jax.Array,
-    rhs: Any,
-    *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | None = None,
-) -> Call:
-    return Call(
-        label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
-    )
+def describe_einsum(equation: str, lhs: jax.Array, rhs: Any, **options: Any) -> Call:
+    return Call(label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, **options)), lhs, rhs)
 
 
 def describe_convolution(

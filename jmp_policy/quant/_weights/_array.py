@@ -322,17 +322,17 @@ def register_with_flax() -> None:
     """Registers quantized weights with Flax's serialization, once."""
     from flax import serialization
 
-    serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)
+    serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
 
 
-def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
+def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
     return {name: array for name in ARRAYS if (array := getattr(weight, name)) is not None}
 
 
 def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
-    wanted = _describe_arrays(_save_arrays(target))
-    found = _describe_arrays(state) if isinstance(state, dict) and "values" in state else None
+    wanted = describe_arrays(list_arrays(target))
+    found = describe_arrays(state) if isinstance(state, dict) and "values" in state else None
     if found != wanted:
         saved = f"a weight that is not quantized: {_describe_array(state)}" if found is None else f"{found}"
         from flax import serialization
@@ -345,7 +345,7 @@ def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     return dataclasses.replace(target, **{name: jnp.asarray(array) for name, array in state.items()})
 
 
-def _describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
+def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
     return {name: _describe_array(array) for name, array in sorted(arrays.items())}
 
 
