@@ -156,10 +156,9 @@ def calibrate(
 ) -> dict[str, float]:
     """Runs a model on data, and chooses the magnitude to clip the inputs of each layer to.
 
-    Under a policy such as `"int8_from_mixed_bfloat16"`, a layer quantizes each row of its inputs by the largest
-    magnitude in it. Where that is an outlier, the other elements lose most of their 8 bits; `quantize` with these clips
-    prevents that. Block formats do not clip, because an outlier affects its own block only. The model runs by its own
-    policy, one op at a time, so that the layers of a scan are seen too. The layers of one scan share one magnitude.
+    A layer in int8 quantizes each row of its inputs by the largest magnitude in it. If that is an outlier, the other
+    elements lose most of their 8 bits; `quantize` with these clips prevents that. The model runs by its own policy, one
+    op at a time, so that the layers of a scan are seen too. The layers of one scan share one magnitude.
 
     Args:
       model: a linen module or an nnx model, with a policy that quantizes inputs to integers. It is not changed.
@@ -183,8 +182,7 @@ def calibrate(
     Warns:
       UserWarning: some layers could not be measured, because they run inside `vmap` or `remat`.
 
-    Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
-    calibration).
+    Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx

@@ -179,12 +179,9 @@ def float8_state(quantization: Quantization | str) -> State:
     """Returns the initial state of a float8 matmul: scales of one, and empty histories.
 
     Each matmul has its own state. Its gradient is its next value: it overwrites the state when parameters are updated,
-    and no optimizer should see it.
-
-    `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a tree of parameters, and any of
-    them under Flax's key `_overwrite_with_gradient`. In nnx, each array is a `jmp_policy.nnx.Float8State`. Plain
-    `jax.grad` and optimizers do not recognize state: `jax.grad` sums it over several uses of a layer, and does not
-    divide it by the loss scale.
+    and no optimizer should see it. `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a
+    tree of parameters, and any of them under Flax's key `_overwrite_with_gradient`; `jax.grad` and plain optimizers do
+    not. In nnx, each array is a `jmp_policy.nnx.Float8State`.
 
     Args:
       quantization: `Float8` with `DelayedScaling`, or its string.

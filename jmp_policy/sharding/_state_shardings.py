@@ -63,8 +63,7 @@ def state_shardings(tx: optax.GradientTransformation, params: PyTree, shardings:
 
     Returns:
       A tree of the structure of `tx.init(params)`. `jax.jit(tx.init, out_shardings=...)(params)` makes the state in
-        place:
-      no device ever holds all of it.
+      place: no device ever holds all of it.
 
     Raises:
       ValueError: `shardings` does not fit `params`.

@@ -26,8 +26,6 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
       TypeError: `policy_map` is not a dictionary, or a key is not a string.
       ValueError: a value is not a dtype policy, or a key is not a valid pattern.
 
-    Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
-
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
     >>> policies = keras.DTypePolicyMap("mixed_bfloat16")

@@ -59,14 +59,10 @@ def minimize(
 ) -> Callable[..., tuple[Any, ...]]:
     """Builds the training step of a loss function that moves the fewest bytes.
 
-    It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them, so they do not have to
-    be true: gradients of parameters that the model casts to half precision stay half-precision and scaled until the
-    branch that takes the step. There they become float32 without being written to memory. Code that reads true
-    gradients belongs in the optimizer (`optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`); otherwise use
-    the two functions.
-
-    If `tx` has `debug_nonfinite`, the step finds the origin, and its gradients are true. They are true with a
-    `reduce_dtype` too: gradients that were reduced in float32 are not rounded before the step.
+    It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them: gradients of parameters
+    that the model casts to half precision stay half-precision and scaled until the step, where they become float32
+    without being written to memory. Code that reads true gradients, such as clipping, belongs in the optimizer;
+    otherwise use the two functions. With a `reduce_dtype`, or `debug_nonfinite` in `tx`, gradients are true.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -79,8 +75,7 @@ def minimize(
 
     Returns:
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary data
-      as
-      a fourth with `has_aux`. The loss is taken at the parameters before the step.
+      as a fourth with `has_aux`. The loss is taken at the parameters before the step.
 
     Raises:
       ValueError: at the step, as `value_and_grad` and `optim.step`: `opt_state` holds no loss scale but `tx` is

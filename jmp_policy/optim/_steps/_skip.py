@@ -80,10 +80,9 @@ class SkippedStep:
       is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
         overflowed, under a dynamic scale that can still fall.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True)
-    >>> params = jnp.ones(2)
-    >>> step = jax.jit(jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx))
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx, params = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True), jnp.ones(2)
+    >>> step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
     >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
     >>> skip = jmp.optim.last_skip(opt_state)
     >>> skip.step, skip.origin.primitive, skip.is_search
@@ -114,9 +113,8 @@ def find_origin(
 ) -> Callable[..., SkippedStep | None]:
     """Finds the origin of a skipped step on the host, at no cost to the training step.
 
-    A skipped step leaves the parameters as they were. Its batch and the state before it are enough to repeat it. The
-    search is compiled in the first call. It is a program of its own, so that the training step compiles as fast and
-    needs no more memory than without it. With `debug_nonfinite=True` the search is a part of the step instead.
+    A skipped step leaves the parameters as they were, so its batch and the state before it are enough to repeat it. The
+    search is a program of its own, compiled in the first call. With `debug_nonfinite=True` it is a part of the step.
 
     Args:
       loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.
@@ -133,20 +131,14 @@ def find_origin(
       ValueError: `old_state` holds no loss scale, or several.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
-    >>> def loss_fn(params, x):
-    ...     with jax.named_scope("head"):
-    ...         return jnp.sum(params / x)
+    >>> tx, loss_fn = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)), lambda w, x: jnp.sum(w / x)
     >>> train_step, find = jax.jit(jmp.optim.minimize(loss_fn, tx)), jmp.optim.find_origin(loss_fn, tx)
-    >>> params = jnp.ones(2)
-    >>> opt_state = tx.init(params)
-    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
-    ...     before = opt_state
-    ...     params, opt_state, loss = train_step(params, opt_state, x)
-    ...     if not opt_state.grads_finite:
-    ...         skip = find(params, before, x)
-    ...         print(skip.origin.path, skip.origin.primitive, skip.is_search)
-    head div False
+    >>> params, old_state, x = jnp.ones(2), tx.init(jnp.ones(2)), jnp.float32([2.0, 0.0])
+    >>> params, opt_state, loss = train_step(params, old_state, x)
+    >>> if not opt_state.grads_finite:
+    ...     skip = find(params, old_state, x)
+    ...     print(skip.origin.primitive, skip.is_search)
+    div False
     """
     check_transformation(tx)
     is_static = lambda node: isinstance(node, _Static)
@@ -220,19 +212,12 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     Raises:
       ValueError: `state` holds no such state, or several, or one without `debug_nonfinite`.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), debug_nonfinite=True)
-    >>> def loss_fn(params, x):
-    ...     with jax.named_scope("head"):
-    ...         return jnp.sum(params / x)
-    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
-    >>> params = jnp.ones(2)
-    >>> opt_state = tx.init(params)
-    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
-    ...     params, opt_state, loss = train_step(params, opt_state, x)
-    >>> skip = jmp.optim.last_skip(opt_state)
-    >>> skip.step, skip.origin.path, skip.origin.primitive, skip.is_search
-    (2, 'head', 'div', False)
+    >>> train_step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
+    >>> params, opt_state, loss = train_step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.float32([2.0, 0.0]))
+    >>> jmp.optim.last_skip(opt_state).origin.primitive
+    'div'
     """
     found = find_scaled_state(state)
     if not isinstance(found, NonfiniteOriginState):

@@ -231,9 +231,8 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """Updates the parameters.
 
     If `tx` is `loss_scaled` or `skip_nonfinite`, a non-finite step skips update and application together, so that every
-    bit of the parameters stays, and a finite step writes no array of updates. Depending on the platform, this is a
-    branch or a select. Transformations for half-precision parameters round them here, bit for bit. For any other
-    transformation this is `tx.update` followed by `optax.apply_updates`.
+    bit of the parameters stays, and a finite step writes no array of updates. Transformations for half-precision
+    parameters round them here. For any other transformation this is `tx.update` and `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.
