@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._base import Args, Kwargs, PyTree, warn_user
-from ..modules import Method, ModuleCall, find_adapter
+from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
@@ -50,10 +50,20 @@ class Calibration:
         elif x.size:
             self.layers.setdefault(self._path, InputStatistics(self._path)).add(x, axes)
 
-    @property
-    def unseen(self) -> list[str]:
-        """Layers whose inputs were always traced."""
-        return [path for path in self._traced if path not in self.layers]
+    def check(self, count: int) -> None:
+        """Raises or warns if the inputs of layers were not seen in `count` batches."""
+        if count == 0:
+            raise ValueError("calibrate was given no batches. For example: calibrate(model, [x], variables=variables).")
+        unseen = ", ".join(repr(path) for path in self._traced if path not in self.layers)
+        if unseen:
+            warn_user(
+                f"calibrate cannot read the inputs of {unseen}, inside of vmap or remat: these inputs are not clipped"
+            )
+        elif not self.layers:
+            raise ValueError(
+                "No layer that was called quantizes its inputs to integers. Give the model a policy under which they "
+                "do. For example: with_policy(model, 'int8_from_float32')."
+            )
 
 
 def observe_input(x: jax.Array, axes: tuple[int, ...]) -> None:
@@ -145,6 +155,14 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
     return error(jnp.float32(np.inf)) - lax.map(error, clips)
 
 
+def require_adapter(model: Any, message: str) -> Adapter:
+    """Returns the adapter of a Flax module, or raises a `TypeError`."""
+    adapter = None if isinstance(model, type) else find_adapter(model)
+    if adapter is None:
+        raise TypeError(message)
+    return adapter
+
+
 def calibrate(
     model: Any,
     batches: Iterable[Any],
@@ -192,32 +210,14 @@ def calibrate(
     ({'': 3.0}, Array(3., dtype=float32))
     """
     check_clip(clip)
-    adapter = None if isinstance(model, type) else find_adapter(model)
-    if adapter is None:
-        raise TypeError(
-            f"calibrate takes a Flax module, got {model!r}. "
-            "For example: calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)."
-        )
+    example = "calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)"
+    adapter = require_adapter(model, f"calibrate takes a Flax module, got {model!r}. For example: {example}.")
     bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
         calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
-    _check(calibration, count)
+    calibration.check(count)
     weights = adapter.find_weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
-
-
-def _check(calibration: Calibration, count: int) -> None:
-    if count == 0:
-        raise ValueError("calibrate was given no batches. For example: calibrate(model, [x], variables=variables).")
-    if calibration.unseen:
-        named = ", ".join(map(repr, calibration.unseen))
-        message = f"calibrate cannot read the inputs of {named}, inside of vmap or remat: these inputs are not clipped"
-        warn_user(message)
-    elif not calibration.layers:
-        raise ValueError(
-            "No layer that was called quantizes its inputs to integers. Give the model a policy under which they do. "
-            "For example: with_policy(model, 'int8_from_float32')."
-        )

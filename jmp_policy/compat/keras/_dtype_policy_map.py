@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ..._base import quote, shorten
-from ...policy import PolicyMap, PolicySpec
+from ...policy import Policy, PolicyMap, PolicySpec
 from ._dtype_policy import DTypePolicy
 from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
 
@@ -60,14 +60,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return "map_" + self.default_policy.name
 
     @property
-    def compute_dtype(self) -> str | None:
-        """Compute dtype of the default policy."""
-        return self.default_policy.compute_dtype
-
-    @property
-    def variable_dtype(self) -> str | None:
-        """Variable dtype of the default policy."""
-        return self.default_policy.variable_dtype
+    def _policy(self) -> Policy:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.default_policy.__jmp_policy__()
 
     @property
     def quantization_mode(self) -> str | None:

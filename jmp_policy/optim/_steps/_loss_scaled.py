@@ -84,9 +84,17 @@ class LossScaledUpdate(ParameterUpdate):
 
     def _open(self, state: LossScaledState, extra: dict[str, Any]) -> tuple[NonfiniteOrigin | None, dict[str, Any]]:
         """Checks a state, and takes the origin of the step out of the extra arguments."""
-        _check_state(state)
+        if not isinstance(state, LossScaledState):
+            raise TypeError(
+                f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
+                "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
+                "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
+            )
         if self._debug_nonfinite and not records_origin(state):
-            raise TypeError(_WITHOUT_ORIGIN)
+            raise TypeError(
+                "This optimizer records the origin of non-finite gradients, but its state was made without. Convert "
+                "it: opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
+            )
         return take_origin(state, extra)
 
     def _unless_nonfinite(
@@ -109,15 +117,6 @@ class LossScaledUpdate(ParameterUpdate):
             (state.consecutive_skips + skipped) * skipped,
         )
         return out, carry_origin(state, after, origin, self._axis_name)
-
-
-def _check_state(state: PyTree) -> None:
-    if not isinstance(state, LossScaledState):
-        raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
-            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
-            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
-        )
 
 
 def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
@@ -171,18 +170,9 @@ def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits extra arguments into trees of arrays, and others (such as functions) that `jax.jit` cannot receive."""
-    arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
+    is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
+    arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
     return arrays, {name: value for name, value in extra.items() if name not in arrays}
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
-
-
-_WITHOUT_ORIGIN = (
-    "This optimizer records the origin of non-finite gradients, but its state was made without. Convert it: "
-    "opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
-)
 
 
 if TYPE_CHECKING:

@@ -68,15 +68,14 @@ def quantize_nv(
     *,
     square_axis: int | None = None,
     tensor_axes: tuple[int, ...] | None = None,
-    amax: jax.Array | float | None = None,
     key: jax.Array | None = None,
 ) -> Blocks:
     """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
     With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. Values too large for a given `amax` are clipped. S is 1 for a
-    zero `amax`, and 2688 * 2**114 below 2**-114. A block whose scale rounds to zero has zeros. A block with a nan or an
-    infinity has the scale nan and zeros, and does not count in the tensor's amax.
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and 2688 * 2**114 below 2**-114. A block
+    whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does not
+    count in the tensor's amax.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
     """
@@ -91,18 +90,12 @@ def quantize_nv(
 
     # The tensor's amax is a fraction between 1 and 4 times a power of two. Everything is divided by the power first,
     # because S would overflow for small tensors, and 1 / S would be subnormal.
-    if amax is None:
-        tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
-    else:
-        tensor_amax = jnp.broadcast_to(
-            _magnitude(jnp.asarray(amax, jnp.float32)), [1 if i in axes else n for i, n in enumerate(x.shape)]
-        )
-    is_usable = (tensor_amax > 0) & (tensor_amax < _INFINITY)
+    tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
+    is_usable = tensor_amax > 0
     exponent = jnp.where(is_usable, jnp.clip((tensor_amax >> 23).astype(jnp.int32), 127 - 114, 127 + 126), 127)
     fraction = _divide(lax.bitcast_convert_type(tensor_amax, jnp.float32), exponent)
     factor = jnp.where(is_usable, jnp.minimum(_LARGEST_NV / fraction, _LARGEST_NV), 1.0)
     tensor_scale = jnp.minimum(1 / factor * _power_of_two(exponent), _LARGEST_TENSOR_SCALE)
-    tensor_scale = jnp.where(tensor_amax < _INFINITY, tensor_scale, jnp.nan)
 
     # Multiplied by 1/6: compilers may divide by a constant or multiply by its inverse, with different last bits.
     wanted = _divide(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (factor * np.float32(1 / 6))
