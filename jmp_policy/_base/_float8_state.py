@@ -212,8 +212,6 @@ def _scale(state: jax.Array, loss_scale: jax.Array) -> jax.Array:
     return state * loss_scale
 
 
-def _scale_backward(loss_scale: jax.Array, new: jax.Array) -> tuple[jax.Array, None]:
-    return new / loss_scale, None
-
-
-_scale.defvjp(lambda state, loss_scale: (_scale(state, loss_scale), loss_scale), _scale_backward)
+_scale.defvjp(
+    lambda state, loss_scale: (_scale(state, loss_scale), loss_scale), lambda loss_scale, new: (new / loss_scale, None)
+)

@@ -13,8 +13,8 @@ import numpy as np
 from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ..loss_scale import DynamicLossScale
 from ..numerics._nonfinite import NonfiniteOrigin
-from ..quant._weights import ARRAYS
-from ._entries import MEMORIES, Entry, Pair, Parameter, Path, is_whole, list_entries, pair_memories, round_if_half
+from ..quant._weights import ARRAYS, is_quantized
+from ._entries import MEMORIES, Entry, Pair, Parameter, Path, list_entries, pair_memories, round_if_half
 from ._values import Misfit, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
 
 _MISSING = "is not in the checkpoint"
@@ -202,7 +202,7 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     new = {entry.index: conversion.convert(entry) for entry in entries}
     if problems := conversion.list_problems():
         raise ValueError(_write_problems(problems, names))
-    structure = jax.tree.structure(target, is_leaf=is_whole)
+    structure = jax.tree.structure(target, is_leaf=is_quantized)
     return structure.unflatten([new[index] for index in range(len(new))])
 
 

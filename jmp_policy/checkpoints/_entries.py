@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._base import OVERWRITE, is_floating, is_half, name_state, round_to_half
 from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
-from ..quant import QuantizedArray
+from ..quant._weights import is_quantized
 
 Path = tuple[str, ...]
 Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`
@@ -41,15 +41,10 @@ def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
     return _list_entries(_align_float8(saved_nested, nested), saved_values), _list_entries(nested, values)
 
 
-def is_whole(node: Any) -> bool:
-    """True if a node is one entry: the arrays of a quantized weight belong together."""
-    return isinstance(node, QuantizedArray)
-
-
 def _nest(tree: Any) -> tuple[Nested, list[Any]]:
     """Converts all containers to dicts."""
     root: dict[str, Any] = {}
-    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole)
+    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)  # the arrays of a weight are one entry
     for index, (keys, _) in enumerate(keyed):
         *around, last = ["root", *(jax.tree_util.keystr((key,), simple=True) for key in keys)]
         node = root

@@ -15,8 +15,8 @@ from .._base import describe, is_array, is_floating_dtype
 from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_roles, quantize
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
-from ..quant._weights import ARRAYS, Layout, describe_arrays, list_arrays, quantize_array
-from ._entries import Entry, Pair, Path, is_whole
+from ..quant._weights import ARRAYS, Layout, describe_arrays, is_quantized, list_arrays, quantize_array
+from ._entries import Entry, Pair, Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Moment(Pair):
 
 def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
     """Returns the roles of moments by path, from their classes, or from names if `nnx.state` dropped the classes."""
-    roles = list_roles(target, is_leaf=is_whole)
+    roles = list_roles(target, is_leaf=is_quantized)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}
     return {path: role for path, role in found.items() if role is not None}
 

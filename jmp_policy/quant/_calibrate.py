@@ -110,18 +110,14 @@ class InputStatistics:
         """Returns the magnitude to clip inputs to; 0 if all inputs were zero."""
         if clip == "absmax":
             return self._peak
-        return self._find_best() if clip == "mse" else self._percentile(clip)
-
-    def _percentile(self, percentile: float) -> float:
-        """Returns the least magnitude that this share of the inputs does not exceed, to the width of a bin."""
-        reached = np.cumsum(self._counts) >= np.ceil(self._counts.sum() * percentile / 100)
+        if clip == "mse":
+            tried = {power: saved for power, saved in self._saved.items() if power >= self._lowest}
+            power = max(tried, key=lambda power: tried[power], default=None)
+            return self._peak if power is None or tried[power] <= 0 else float(_clips(power))
+        # The least magnitude that this percentage of the inputs does not exceed, to the width of a bin.
+        reached = np.cumsum(self._counts) >= np.ceil(self._counts.sum() * clip / 100)
         edge = np.uint32((np.argmax(reached) + 1) << _SHIFT).view(np.float32)
         return float(min(self._peak, edge)) if not reached[0] else 0.0
-
-    def _find_best(self) -> float:
-        tried = {power: saved for power, saved in self._saved.items() if power >= self._lowest}
-        power = max(tried, key=lambda power: tried[power], default=None)
-        return self._peak if power is None or tried[power] <= 0 else float(_clips(power))
 
     def _try_clips(self, x: jax.Array, axes: tuple[int, ...], top: float) -> None:
         first = int(np.ceil(np.log2(top) * _PER_OCTAVE))  # larger powers clip nothing in this batch

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -19,27 +19,19 @@ from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_l
 T = TypeVar("T")
 
 
+class _Options(TypedDict, total=False):
+    clip: Clip
+    input_clips: Mapping[str, Any] | None
+    stacked: Collection[str]
+
+
 @overload
-def quantize(
-    target: dict[str, Any],
-    policy: PolicySpec,
-    *,
-    clip: Clip = "absmax",
-    input_clips: Mapping[str, Any] | None = None,
-    stacked: Collection[str] = (),
-) -> dict[str, Any]: ...
+def quantize(target: dict[str, Any], policy: PolicySpec, **options: Unpack[_Options]) -> dict[str, Any]: ...
 @overload
-def quantize(
-    target: T,
-    policy: PolicySpec,
-    *,
-    clip: Clip = "absmax",
-    input_clips: Mapping[str, Any] | None = None,
-    stacked: Collection[str] = (),
-) -> T: ...
+def quantize(target: T, policy: PolicySpec, **options: Unpack[_Options]) -> T: ...
 def quantize(
     target: Any,
-    policy: "PolicySpec",
+    policy: PolicySpec,
     *,
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,
@@ -106,62 +98,52 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     _check_keys(given)
     if "flax.serialization" in sys.modules:  # only if Flax is loaded already
         register_with_flax()
-    stacks = _Stacks(stacked)
     params: PyTree = variables.get("params", variables)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
+    depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])
 
     def quantize_leaf(path: KeyPath, value: Any) -> Any:
-        module, _, name = _join_path(path).rpartition("/")
-        array = _unbox(value)
-        if name not in WEIGHT_NAMES or np.ndim(array) < 2:
+        if not _is_weight(path, value):
             return value
-        bias, depth = _unbox(_find_bias(params, path)), stacks.count_axes(module)
-        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depth)
-        policy = match_policy(given, module).policy
-        new = quantizer.quantize_weight(module, name, array, layout, policy)
+        (module, name), array = _split_path(path), _unbox(value)
+        siblings = params
+        for key in filter(None, module.split("/")):
+            siblings = siblings[key]
+        bias = _unbox(siblings.get("bias"))
+        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depths[module])
+        new = quantizer.quantize_weight(module, name, array, layout, match_policy(given, module).policy)
         if new is None:
             return value
         return value.replace_boxed(new) if _is_boxed(value) else new
 
     new = jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=_is_whole)
-    stacks.check()
-    unused = [] if isinstance(given, Policy) else given.explain_unused(_list_modules(params))
-    quantizer.check(unused)
+    modules = {around for path, _ in leaves for around in list_paths_to(_split_path(path)[0])}
+    quantizer.check([] if isinstance(given, Policy) else given.explain_unused(sorted(modules)))
     if "params" not in variables:
         return new
     make: Any = type(variables)
     return make({**variables, "params": new})
 
 
-class _Stacks:
-    """Patterns of modules whose weights have leading axes of layers; each covers the modules inside."""
-
-    def __init__(self, patterns: Collection[str]) -> None:
-        if isinstance(patterns, str):
-            raise ValueError(f"stacked is a collection of patterns, got the string {patterns!r}; write [{patterns!r}].")
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"{pattern!r} of stacked is not a valid pattern: {error}. For example: stacked=['blocks']."
-                ) from None
-        self._unused = dict.fromkeys(patterns)
-        self._patterns = tuple(self._unused)
-        self._modules: list[str] = []
-
-    def count_axes(self, module: str) -> int:
-        """Returns the number of patterns that cover a module."""
-        self._modules.append(module)
-        around = list_paths_to(module)[1:] or [module]
-        covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
-        for pattern in covering:
-            self._unused.pop(pattern, None)
-        return len(covering)
-
-    def check(self) -> None:
-        for pattern in self._unused:
-            known = ", ".join(map(repr, self._modules[:5])) or "none"
+def _count_stacked_axes(patterns: Collection[str], modules: Collection[str]) -> dict[str, int]:
+    """Counts the leading axes of layers in the weights of each module: the patterns that cover it, from outside too."""
+    if isinstance(patterns, str):
+        raise ValueError(f"stacked is a collection of patterns, got the string {patterns!r}; write [{patterns!r}].")
+    depths = dict.fromkeys(modules, 0)
+    for pattern in dict.fromkeys(patterns):
+        try:
+            covers = re.compile(pattern).fullmatch
+        except re.error as error:
+            raise ValueError(
+                f"{pattern!r} of stacked is not a valid pattern: {error}. For example: stacked=['blocks']."
+            ) from None
+        covered = [module for module in depths if any(map(covers, list_paths_to(module)[1:] or [module]))]
+        if not covered:
+            known = ", ".join(map(repr, [*depths][:5])) or "none"
             raise ValueError(f"{pattern!r} of stacked covers no module with a weight. Such modules are {known}.")
+        for module in covered:
+            depths[module] += 1
+    return depths
 
 
 def _check_keys(given: Policy | PolicyMap) -> None:
@@ -174,21 +156,14 @@ def _check_keys(given: Policy | PolicyMap) -> None:
         )
 
 
-def _find_bias(params: PyTree, path: KeyPath) -> PyTree:
-    for name in _join_path(path).split("/")[:-1]:
-        params = params[name]
-    return params.get("bias")
+def _split_path(path: KeyPath) -> tuple[str, str]:
+    """Returns the path of the module, and the name of the leaf in it."""
+    module, _, name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")
+    return module, name
 
 
-def _list_modules(params: PyTree) -> list[str]:
-    """Lists the paths of modules with parameters, and of the modules around them."""
-    leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
-    names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
-    return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
-
-
-def _join_path(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _is_weight(path: KeyPath, value: Any) -> bool:
+    return _split_path(path)[1] in WEIGHT_NAMES and np.ndim(_unbox(value)) >= 2
 
 
 def _is_whole(node: Any) -> bool:

@@ -70,11 +70,6 @@ def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
     return _gather(x, how._replace(reduce_axes=shared))
 
 
-def share_state(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
-    """Returns replicated float8 state. Its cotangent is the maximum over devices."""
-    return _share(state, tuple(axis for axis in axes if axis not in jax.typeof(state).manual_axis_type.varying))
-
-
 def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the maximum of float8 state over devices."""
     largest = lax.pmax(vary(read_leaf(state), axis_name), axis_name)
@@ -118,6 +113,7 @@ def _gather_exact(x: jax.Array, how: Gathering) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _share(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
+    """Returns replicated float8 state. Its cotangent is the maximum over devices."""
     return vary(state, axes)
 
 
@@ -171,12 +167,11 @@ def gather_params(
 ) -> T:
     """Gathers parameters in the compute dtype of a policy, and reduces their gradients in its reduce dtype.
 
-    For fully sharded training in `jax.shard_map`, where each device has a shard of each parameter and of the batch.
-    Called on the shards inside the differentiated function, it returns whole parameters in their own dtypes. Forward, a
-    shard is cast to the compute dtype, gathered, and cast back exactly. Backward, the gradient is cast to the reduce
-    dtype, summed over `reduce_axes`, and cast back; each device gets its shard of the sum, so differentiate a share of
-    the mean loss. A parameter that is used twice is gathered and reduced once. Integers and keys are gathered uncast.
-    Float8 state is replicated, and its gradient is the maximum. `jax.jvp` is not supported.
+    For fully sharded training in `jax.shard_map`. Called on the shards inside the differentiated function, it returns
+    whole parameters in their own dtypes. Forward, a shard is cast to the compute dtype, gathered, and cast back
+    exactly. Backward, the gradient is cast to the reduce dtype, summed over `reduce_axes`, and cast back; each device
+    gets its shard of the sum, so differentiate a share of the mean loss. Integers and keys are gathered uncast. Float8
+    state is replicated, and its gradient is the maximum. `jax.jvp` is not supported.
 
     Under `jmp_policy.value_and_grad`, `grad` and `optim.minimize`, the matmuls that make gradients output the reduce
     dtype. `jax.grad` keeps the compute dtype, in which float16 may overflow (a warning says so). In a `jax.lax.scan`
@@ -261,8 +256,7 @@ def _list_parts(params: Any, specs: Any, axes: tuple) -> Iterator[_Part]:
 
 
 def _gather_part(x: jax.Array, part: _Part, how: Gathering) -> jax.Array:
-    if part.is_explicit:
-        return x if part.is_state else reshard_leaf(x, how, part.spec)
-    if part.is_state:
-        return share_state(x, how.reduce_axes)
-    return gather_leaf(x, how)
+    if not part.is_state:
+        return reshard_leaf(x, how, part.spec) if part.is_explicit else gather_leaf(x, how)
+    varying = jax.typeof(x).manual_axis_type.varying
+    return x if part.is_explicit else _share(x, tuple(axis for axis in how.reduce_axes if axis not in varying))

@@ -79,7 +79,9 @@ def state_shardings(tx: optax.GradientTransformation, params: PyTree, shardings:
     if not hasattr(tx, "init"):
         raise TypeError(f"tx must be an optax transformation, got {describe(tx)}. For example: optax.adamw(1e-3).")
     specs = spread_specs(shardings, params, "shardings")
-    replicated = _replicate(specs)
+    first, replicated = specs[0] if specs else None, PartitionSpec()
+    if isinstance(first, NamedSharding):
+        replicated = NamedSharding(first.mesh, replicated)
     paths = jax.tree_util.tree_leaves_with_path(params)
     places = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
     state, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
@@ -117,9 +119,3 @@ def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _replicate(specs: list[Spec]) -> Spec:
-    """Returns the spec of a replicated array, on the mesh of the others."""
-    first = specs[0] if specs else PartitionSpec()
-    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else PartitionSpec()

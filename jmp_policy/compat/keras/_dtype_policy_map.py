@@ -120,7 +120,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def __jmp_policy__(self) -> PolicyMap:
         rules = [(key, policy.__jmp_policy__()) for key, policy in self._policies.items()]
         default = None if self._default is None else self._default.__jmp_policy__()
-        return PolicyMap(sorted(rules, key=_precedence), default)
+        # Deeper keys come first, and exact keys before patterns.
+        return PolicyMap(sorted(rules, key=lambda rule: (-rule[0].count("/"), re.escape(rule[0]) != rule[0])), default)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is DTypePolicyMap and self.get_config() == other.get_config()
@@ -135,9 +136,3 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
 def _policy_of(spec: PolicySpec, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
     return find_dtype_policy(spec, "the assigned value", custom_objects)
-
-
-def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:
-    """Orders deeper keys first, and exact keys before patterns."""
-    key, _ = rule
-    return -key.count("/"), re.escape(key) != key

@@ -232,10 +232,12 @@ class _Walk:
         inner = tuple(wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs)
         while True:
             found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
-            after = _go_around(bodies[0], found[0].arguments, inner)
-            if after == inner:
+            after, carry = list(inner), bodies[0].carry
+            for i in carry:  # the needs of carry inputs are needs of carry outputs
+                after[i - carry.start] = max(after[i - carry.start], found[0].arguments[i])
+            if tuple(after) == inner:
                 break
-            inner = after
+            inner = tuple(after)
         entering = set()
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
@@ -267,12 +269,3 @@ class _Walk:
             is_gradient = self._need_of(var) is Need.GRADIENT and self._origin(var) is Origin.DATA
             if is_gradient and is_narrower(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))
-
-
-def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> tuple[Need, ...]:
-    """Adds the needs of the carry inputs of a loop to its carry outputs."""
-    after = list(needs)
-    for i in body.carry:
-        result = i - body.carry.start
-        after[result] = max(after[result], arguments[i])
-    return tuple(after)

@@ -60,8 +60,8 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     chain or by a loop that clips weights. Do it in `inner`, or change both with `with_master_params`.
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`: with
-    `update` and `optax.apply_updates`, a parameter that shrinks to less than about 2**-16 (float16: 2**-13) of itself
-    in one step misses its target by a float32 rounding, and its float32 value moves with it.
+    `update` and `optax.apply_updates`, a parameter that shrinks to a small fraction of itself in one step (2**-16;
+    float16: 2**-13) misses its target by a float32 rounding.
 
     Args:
       inner: the transformation to wrap.
@@ -151,9 +151,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
 def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tuple[PyTree, PyTree]:
     """Returns half-precision parameters and their state for given float32 values.
 
-    The inverse of `master_params`: continues a run with float32 parameters, or with another of these transformations,
-    in half precision. `master_weights` keeps every bit, `kahan` as much as two half-precision numbers can hold;
-    `stochastic_rounding` rounds to nearest. In nnx, pass the results of `nnx.as_pure`, and write back with
+    The inverse of `master_params`. `master_weights` keeps every bit, `kahan` as much as two half-precision numbers can
+    hold; `stochastic_rounding` rounds to nearest. In nnx, pass the results of `nnx.as_pure`, and write back with
     `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
 
     Args:

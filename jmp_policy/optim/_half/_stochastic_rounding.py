@@ -108,14 +108,13 @@ def stochastic_rounding(
     """Rounds half-precision parameters to one of their two neighbors; the nearer one is more likely.
 
     The average over many roundings is the float32 result, so updates that rounding to nearest would lose add up,
-    without any memory beside the parameters. The remaining noise is about one unit in the last place. `inner` sees
-    parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer
-    bytes.
+    without any memory beside the parameters. `inner` sees parameters and gradients as float32, and its state has
+    float32 moments; `optim.cast_state` stores them in fewer bytes.
 
     The result depends on the key alone. Under `jit` it has the same bits on any mesh, and also in `jax.shard_map` with
     `specs`, where each device takes its shard of the noise of the whole array. Without `specs`, replicated parameters
-    are rounded alike on all devices, and shards independently, so the noise depends on the mesh. (With
-    `check_vma=False` JAX does not know which is which, and shards with equal values are rounded alike.)
+    are rounded alike on all devices, and shards independently (with `check_vma=False`, shards with equal values are
+    rounded alike too).
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as by `inner`
     alone.

@@ -124,8 +124,7 @@ def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Arra
 
     @jax.jit  # skip needs its shapes too
     def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra | others)
         return updates, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: Operands) -> Result:
@@ -138,20 +137,16 @@ def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Arra
 def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     @jax.jit
     def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
-        params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
+        params = operands.params
+        like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
+        params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
         return params, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: Operands) -> Result:
         return operands.params, operands.inner_state
 
     return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _differentiated(params: PyTree) -> PyTree:
-    """Returns the parameters that gradients match: one of the two trees that `optax.lookahead` trains."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _as_wide(grad: Any, param: Any) -> Any:

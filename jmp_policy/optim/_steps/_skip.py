@@ -56,17 +56,13 @@ def make_skippable(
         return select_tree(finite, take(operands), skip(operands))
 
     def take_or_skip(finite: jax.Array, operands: Operands) -> Result:
-        branching = ("cpu", "tpu") if stores_half or _are_mostly_half(operands.grads) else ("cpu",)
+        sizes = (leaf.size if is_half(leaf) else -leaf.size for leaf in jax.tree.leaves(operands.grads))
+        branching = ("cpu", "tpu") if stores_half or sum(sizes) > 0 else ("cpu",)  # if they are mostly half precision
         return lax.platform_dependent(finite, operands, **dict.fromkeys(branching, branch), default=select)
 
     # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
     eager = jax.jit(take_or_skip, inline=True)
     return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
-
-
-def _are_mostly_half(tree: PyTree) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return sum(leaf.size if is_half(leaf) else -leaf.size for leaf in leaves) > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,13 +40,9 @@ def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTr
 
 def _is_first(opt_state: PyTree) -> Any:
     """True if the step has no earlier microbatch. A step ends when all groups of parameters have taken theirs."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
-    found = [node.mini_step == 0 for node in nodes if _is_multi_steps(node)]
-    return functools.reduce(jnp.logical_and, found) if found else True
-
-
-def _is_multi_steps(node: object) -> bool:
-    return isinstance(node, optax.MultiStepsState)
+    is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
+    nodes = filter(is_multi_steps, jax.tree.leaves(opt_state, is_leaf=is_multi_steps))
+    return functools.reduce(jnp.logical_and, [node.mini_step == 0 for node in nodes] or [True])
 
 
 def has_float0(grads: PyTree) -> bool:

@@ -148,7 +148,8 @@ class Multiply:
         if dtype is not None and not is_narrower(call.lhs, dtype):
             dtype = None
         wide_options = options if dtype is None else options | {"preferred_element_type": dtype}
-        if is_stored and (dtype is None or _multiplies_stored(call)):
+        # With an accumulate dtype, a weight whose stored values cannot be multiplied is dequantized for `wide_product`.
+        if is_stored and (dtype is None or is_block_product(*call) or is_integer_product(call.operation, call.rhs)):
             out = kind.quantized(*operands, **self._add_key(wide_options))
         elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
             operation = kind.describe(*operands, **wide_options).operation
@@ -162,12 +163,6 @@ class Multiply:
 
     def _add_key(self, options: dict[str, Any]) -> dict[str, Any]:
         return options if self.product.key is None else options | {"key": self.product.key()}
-
-
-def _multiplies_stored(call: Call) -> bool:
-    """True if the matmul takes the quantized values, not the dequantized weight."""
-    is_block = is_block_product(call.operation, call.lhs, call.rhs)
-    return is_block or is_integer_product(call.operation, call.rhs)
 
 
 def _dequantize(weight: Any) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..._base import read_leaf, write_leaf
+from ..._base import read_leaf, vary, write_leaf
 from ...policy import DelayedScaling, Float8, Quantization
 from .._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
@@ -91,6 +91,12 @@ def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Arr
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """Returns the mapped axes along which any of the arrays varies; empty outside of `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary_together(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Marks two arrays as varying over the axes of either: in `shard_map`, custom derivatives need that."""
+    axes = tuple(varying_axes(left, right))
+    return vary(left, axes), vary(right, axes)  # JAX then sums the gradient of a replicated weight over devices
 
 
 def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:

@@ -14,10 +14,10 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._base import OBSERVING, remember_weakly, vary, warn_once
+from ..._base import OBSERVING, remember_weakly, warn_once
 from ...policy import MULTIPLE, CurrentScaling, Float8, Policy, PolicyMap, list_policies
 from .._numbers import Scaled, compute_current_scale, measure_amax, saturate
-from ._amax_history import DTYPES, State, needs_state, scale_and_record, scale_by_history, varying_axes
+from ._amax_history import DTYPES, State, needs_state, scale_and_record, scale_by_history, vary_together
 from ._bilinear import Bilinear, Convolution, Labels, Sharding, Side, is_matmul, without_preferred_dtype
 
 # Row counts and dtypes of the matmuls with eligible weights in the running call of a model.
@@ -42,10 +42,7 @@ def float8_product(
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
         return operation.compute(left, right)
-    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs. Marking a replicated
-    # weight as varying makes JAX sum its gradients over devices.
-    axes = tuple(varying_axes(left, right))
-    left, right = vary(left, axes), vary(right, axes)
+    left, right = vary_together(left, right)
     spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
     return _product(spec, left, right, state)
 
@@ -186,7 +183,11 @@ def has_float8(given: Policy | PolicyMap) -> bool:
 def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
     """Returns the reason why matmuls with a weight stay in the compute dtype whatever the input, or None."""
     if isinstance(operation.compute, Convolution):
-        return _why_convolution_wide(dict(operation.compute.options), right, format)
+        options = dict(operation.compute.options)
+        if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
+            return "its convolution is one of groups"
+        outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+        return why_sizes_wide(math.prod(right), format, inputs, outputs)
     if not is_matmul(operation, left, right):
         return "its equation sums one operand alone, or repeats one"
     lengths = dict(zip(operation.right, right, strict=True))
@@ -201,13 +202,6 @@ def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
         return f"{size} elements are fewer than min_size={format.min_size}"
     odd = next((length for length in lengths if length % MULTIPLE), None)
     return None if odd is None else f"the length {odd} is not a multiple of {MULTIPLE}"
-
-
-def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], format: Float8) -> str | None:
-    if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
-        return "its convolution is one of groups"
-    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
-    return why_sizes_wide(math.prod(right), format, inputs, outputs)
 
 
 def _multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:

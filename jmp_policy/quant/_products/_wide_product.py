@@ -10,9 +10,9 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32, vary
+from ..._base import at_least_float32
 from ..._jaxpr import PRODUCT_SCOPE
-from ._amax_history import varying_axes
+from ._amax_history import vary_together
 from ._bilinear import Bilinear, Convolution, Side, is_matmul, without_preferred_dtype
 from ._float8_product import differentiate
 
@@ -32,9 +32,7 @@ def wide_product(
     operation = without_preferred_dtype(operation)
     if not isinstance(operation.compute, Convolution) and not is_matmul(operation, left.shape, right.shape):
         return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
-    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
-    axes = tuple(varying_axes(left, right))
-    left, right = vary(left, axes), vary(right, axes)
+    left, right = vary_together(left, right)
     types, config = (jax.typeof(left), jax.typeof(right)), cast(Any, jax.config)
     spec = _WideSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
     return _product(spec, left, right)
