@@ -95,7 +95,7 @@ def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array
         return leaf
     is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # no operation for a `NoOpLossScale`
     scaled = _scale(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
-    # Autodiff sums the cotangents of several uses; those of Flax's extended dtype combine by max.
+    # Autodiff sums the cotangents of several uses. In Flax's extended dtype it takes their maximum.
     # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
     return lax.convert_element_type(scaled, importlib.import_module("flax.linen.fp8_ops").fp32_max_grad)
 

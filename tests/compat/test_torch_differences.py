@@ -78,7 +78,7 @@ def a_new_scale_is_half_of_that_of_torch():
     assert float(jmp.DynamicLossScale().loss_scale) == STATE_DICT["scale"] / 2
 
 
-@checks.holds("what is counted")
+@checks.holds("unit of the counter")
 def microbatches_are_counted_where_they_are_accumulated_inside():
     tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), loss_scale_from_state_dict(STATE_DICT))
     params = jnp.ones(2)

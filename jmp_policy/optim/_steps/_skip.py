@@ -109,7 +109,7 @@ def find_origin(
 ) -> Callable[..., SkippedStep | None]:
     """Finds the origin of a skipped step on the host, at no cost to the training step.
 
-    A skipped step leaves the parameters as they were, so its batch and the state before it are enough to repeat it. The
+    A skipped step does not change the parameters, so its batch and the state before it are enough to repeat it. The
     search is a program of its own, compiled in the first call. With `debug_nonfinite=True` it is a part of the step.
 
     Args:

@@ -44,7 +44,7 @@ def scale_by_history(x: jax.Array, name: str, state: State, format: Float8) -> S
 
 
 def scale_and_record(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
-    """Like `scale_by_history`, and replaces the scale and history of the operand by those of the next step."""
+    """Like `scale_by_history`, and updates the scale and history of the operand for the next step."""
     used, made = _compute_scales(name, state, format)
     scale, amax_history = state[f"{name}_scale"], state[f"{name}_amax_history"]
     history = jnp.maximum(read_leaf(amax_history), 0.0)
