@@ -11,31 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ACTIVE_POLICY = jax.make_user_context(None)
-"""A reference to the policy whose linen modules are running."""
-
-IN_FULL_PRECISION = jax.make_user_context(False)
-"""True inside `force_full_precision`, where policies compute in float32."""
-
-INFERRED = jax.make_user_context(None)
-"""Policy and dtype of the innermost nnx call that inferred a dtype.
-
-A context, because other threads may call the same modules, and jitted functions must be traced once per dtype."""
-
-OBSERVING = jax.make_user_context(None)
-"""Token of the running observation. It does not refer to the observation, because JAX keeps keys forever.
-
-A context, because a jitted function that was traced before would not call its modules again."""
-
-REDUCING = jax.make_user_context(None)
-"""Name of the reduce dtype that the innermost gradient function found; `""` while it has found none.
-
-A context, because a jitted function that was traced before would not apply its policies again."""
-
-TRACING = jax.make_user_context(None)
-"""Token of the scope register of the function that is being traced.
-
-A context, because a jitted function that was traced before would not call its modules again."""
+# JAX contexts, because a jitted function that was traced under another value must be traced again. JAX keeps values
+# forever, so they are references and tokens.
+ACTIVE_POLICY = jax.make_user_context(None)  # the policy whose linen modules are running
+IN_FULL_PRECISION = jax.make_user_context(False)  # true inside `force_full_precision`
+INFERRED = jax.make_user_context(None)  # policy and dtype of the innermost nnx call that inferred a dtype
+OBSERVING = jax.make_user_context(None)  # the running observation
+REDUCING = jax.make_user_context(None)  # the reduce dtype that the innermost gradient function found; see `_UNMET`
+TRACING = jax.make_user_context(None)  # the scope register of the function that is being traced
 
 
 T = TypeVar("T")
@@ -105,9 +88,9 @@ def _get_memory(kind: type) -> _Memory:
     return found
 
 
+# `REDUCING` is the name of the dtype that was found, "" while there is none, or "given" if the caller gave one. It is
+# `None` outside of our gradient functions.
 _UNMET, _GIVEN = "", "given"
-"""Values of `REDUCING`: no reduce dtype found yet, and reduce dtype given by the caller. Otherwise it is the name of
-the dtype that was found, or `None` outside of our gradient functions."""
 
 
 class _Met(BaseException):

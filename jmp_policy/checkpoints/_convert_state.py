@@ -14,8 +14,8 @@ from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ..loss_scale import DynamicLossScale
 from ..numerics._nonfinite import NonfiniteOrigin
 from ..quant._weights import ARRAYS, is_quantized
-from ._entries import MEMORIES, Entry, Pair, Parameter, Path, list_entries, pair_memories, round_if_half
-from ._values import Misfit, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
+from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories, round_if_half
+from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
 
 _MISSING = "is not in the checkpoint"
 
@@ -31,7 +31,7 @@ class Conversion:
         self._saved = {entry.path: entry for entry in saved}
         self._left = dict(self._saved)
         roles = find_roles(target, entries)
-        self._saved_pairs: dict[Path, Pair] = {**pair_memories(saved), **pair_scales(saved, roles)}
+        self._saved_pairs: dict[Path, Parameter | Moment] = {**pair_memories(saved), **pair_scales(saved, roles)}
         self._saved_memories = {pair.other.path for pair in self._saved_pairs.values() if isinstance(pair, Parameter)}
         pairs = [*pair_memories(entries).values(), *pair_scales(entries, roles).values()]
         self._pair_of = {entry.path: pair for pair in pairs for entry in (pair.entry, pair.other)}
@@ -77,7 +77,7 @@ class Conversion:
             self._left.pop((*path, name), None)
         return {name: entry.value for name, entry in arrays.items()}
 
-    def _convert(self, entry: Entry, pair: Pair | None, found: Any) -> Any:
+    def _convert(self, entry: Entry, pair: Parameter | Moment | None, found: Any) -> Any:
         if not isinstance(found, Entry):  # the arrays of a quantized weight
             return convert_value(found, entry.value)
         saved = self._saved_pairs.get(found.path)

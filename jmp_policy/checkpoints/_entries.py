@@ -118,30 +118,23 @@ _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED),
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """An entry whose value is in two arrays: this one and another, its memory or its scales."""
+    """An entry whose value is in two arrays: this one and another, its memory or its scales.
+
+    `decode` returns its value, and `encode` both arrays for a saved entry: bit for bit if it was saved in this form.
+    """
 
     entry: Entry
     other: Entry
-
-    def decode(self) -> Any:
-        """Returns the exact value: float32, or as stored if the other array does not count."""
-        raise NotImplementedError
-
-    def encode(self, found: Entry, saved: "Pair | None") -> tuple[Any, Any]:
-        """Returns both arrays for the entry that was found, and its pair; bit for bit if it was saved in this form."""
-        raise NotImplementedError
 
 
 class Parameter(Pair):
     """A half-precision parameter and its memory."""
 
     def decode(self) -> Any:
-        """Returns the parameter in float32."""
         param, memory = jnp.asarray(self.entry.value), jnp.asarray(self.other.value)
         return _STORAGES[self.other.part].decode(param, memory)
 
-    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
-        """Returns parameter and memory."""
+    def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:
         like = self.entry.value
         if saved is not None and saved.other.part == self.other.part and saved.entry.value.dtype == like.dtype:
             return saved.entry.value, saved.other.value

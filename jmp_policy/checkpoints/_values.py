@@ -30,14 +30,12 @@ class Moment(Pair):
         return self.entry.value.dtype == jnp.uint8
 
     def decode(self) -> Any:
-        """Returns the value: float32 if it is quantized, else as stored."""
         if not self.is_quantized:
             return self.entry.value
         blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
         return dequantize(blocks, CODES[self.role], self._sides)
 
-    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
-        """Returns the moment and its scales."""
+    def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:
         value, shape = found.value if saved is None else saved.decode(), self.entry.value.shape
         if not self.is_quantized:
             return value, jnp.ones(self.other.value.shape, jnp.float32)

@@ -19,14 +19,15 @@ KeyPath = tuple[Any, ...]
 def reduce_gradients_in(
     dtype: DTypeLike,
     differentiated: Callable[..., tuple[Any, PyTree]],
-    list_parameters: Callable[[Args], list[Any]],
-    *,
+    parameters: Sequence[Any],
     on_opaque: Literal["error", "warn"] | None,
-) -> Callable[..., tuple[Any, PyTree]]:
-    """Makes a function that returns a value and gradients sum its gradients over devices in a dtype.
+    args: Args,
+    kwargs: Kwargs,
+) -> tuple[Any, PyTree]:
+    """Calls a function that returns a value and gradients, with its gradients summed over devices in a dtype.
 
-    `list_parameters` finds the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a
-    policy, nothing is an error, and each warning is given once.
+    `parameters` are the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a policy,
+    nothing is an error, and each warning is given once.
     """
     try:
         parsed = parse_reduce_dtype(dtype)
@@ -34,15 +35,10 @@ def reduce_gradients_in(
         if on_opaque is not None:
             raise
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {error}")
-        return differentiated
-
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        results = _Results()
-        parameters = {id(array) for array in list_parameters(args)}
-        run = functools.partial(_trace_and_run, parsed, on_opaque, results, parameters)
-        return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
-
-    return call
+        return differentiated(*args, **kwargs)
+    results = _Results()
+    run = functools.partial(_trace_and_run, parsed, on_opaque, results, set(map(id, parameters)))
+    return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
 
 
 _OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
