@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .._base import did_you_mean
-from ._command import UserError
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class UserError(ValueError):
+    """Error of the user, printed in one line with exit status 2. Any other exception keeps its traceback."""
 
 
 def load_call(
