@@ -49,10 +49,7 @@ class Rewriter:
         context: Context,
         out_dtypes: Sequence[np.dtype | None] | None = None,
     ) -> Rewritten:
-        """Rewrites a jaxpr for arguments of the given kinds; `out_dtypes` requests dtypes of outputs.
-
-        Returns the same object for the same arguments, so that JAX traces and compiles a shared sub-jaxpr once.
-        """
+        """Rewrites a jaxpr for arguments of some kinds; equal arguments give the same jaxpr, which JAX traces once."""
         wanted = None if out_dtypes is None else tuple(out_dtypes)
         key = (self.rule, tuple(kinds), context, wanted)
         found = self.rule.rewritten.setdefault(program, {})

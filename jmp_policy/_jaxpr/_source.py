@@ -25,8 +25,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 def find_origin(step: Step) -> JaxprEqn:
     """Finds the equation whose traceback shows the user's line of a step.
 
-    JAX traces its own jitted functions once, so the traceback of an equation inside shows the first caller. A step
-    inside such a function gets the traceback of the equation that calls it.
+    JAX traces its own jitted functions once, so an equation inside one has the traceback of the first caller.
     """
     eqn = step.eqn
     for call, body in reversed(step.around):
@@ -37,10 +36,7 @@ def find_origin(step: Step) -> JaxprEqn:
 
 
 def find_line(eqn: JaxprEqn) -> str:
-    """Finds the innermost frame of the user's code, as `"file.py:12 (function)"`.
-
-    Without one, returns the innermost frame of a library other than JAX, or the empty string.
-    """
+    """Finds the innermost frame of the user's code, else of a library other than JAX, as `"file.py:12 (function)"`."""
     return choose_line(_list_frames(eqn))
 
 
@@ -231,10 +227,7 @@ class Register:
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
 
     def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function to collect its modules, and to run each in a scope from which its path is read.
-
-        Nobody else may hold the arguments of `fun`, as for `Adapter.hook_calls`.
-        """
+        """Wraps a function, whose arguments nobody else may hold, to collect its modules and give each a scope."""
         for adapter in find_loaded_adapters():
             fun = self._watch_modules_of(adapter, fun)
         return fun

@@ -21,10 +21,7 @@ class UserError(ValueError):
 def load_call(
     arguments: argparse.Namespace, look: Callable[[Callable[..., Any]], Any], *, example: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the function of a command, whose errors become `UserError`s, and its arguments.
-
-    `look` rejects classes and Flax modules. `example` is an argument to show in errors.
-    """
+    """Returns the function of a command, which raises `UserError`s, and its arguments. `look` rejects modules."""
     name, maker = arguments.function, arguments.args
     fun = load_function(name)
 

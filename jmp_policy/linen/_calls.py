@@ -20,11 +20,7 @@ BOUNDARY_HOOK: contextvars.ContextVar[Hook | None] = contextvars.ContextVar("BOU
 def hook_calls(
     fun: Callable[..., Any], hook: Hook, *, setup: bool = False, boundary_hook: Hook | None = None
 ) -> Callable[..., Any]:
-    """Returns `fun` with a hook in place of each method of a module.
-
-    `hook` runs inside of the casts of a module with a policy of its own, `boundary_hook` around them. `setup`: hook
-    `setup` too.
-    """
+    """Returns `fun` with a hook for each method of a module, inside of its casts; `boundary_hook` runs around them."""
 
     def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: Any) -> Any:
         module: nn.Module = context.module

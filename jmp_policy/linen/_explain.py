@@ -32,10 +32,7 @@ def examine(
     trace: Callable[..., None],
     hook: Hook,
 ) -> ModelInfo:
-    """Traces a linen module, and describes each module that it calls (`Adapter.examine`).
-
-    `rngs`: a key, or keys by name, as in `Module.init`; by default one key stands for all.
-    """
+    """Traces a linen module, and describes each module that it calls (`Adapter.examine`)."""
     called = _CalledModules()
     method = called.note_root_of(method) if inspect.isfunction(method) else method
 

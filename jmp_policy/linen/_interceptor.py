@@ -196,10 +196,7 @@ _NEVER_NARROWED = ("params", "batch_stats")
 
 
 def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
-    """Fills in the dtype fields of a bound module, and how it makes and reads variables, for a `with` block.
-
-    `until_it_returns` is false for a plain function of the module: methods that it calls must still be boundaries.
-    """
+    """Fills in the dtype fields of a bound module, and how it makes and reads variables, for a `with` block."""
     assert module.scope is not None
     param_dtype = policy.param_dtype
     values: dict[str, Any] = {INSIDE: policy} if until_it_returns else {}
@@ -230,10 +227,7 @@ def is_bridge(module: nn.Module) -> bool:
 
 
 class _MakerAcross:
-    """Replaces the class of the nnx module that a linen one wraps: makes it with its policy.
-
-    Flax calls it as a constructor, and reads methods of the class by name.
-    """
+    """Stands for the class of the nnx module that a linen one wraps: makes it with its policy."""
 
     def __init__(self, module: nn.Module, policy: Policy):
         active = CURRENT.value

@@ -35,10 +35,7 @@ def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
 
 
 def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy of the module.
-
-    Such a method is not a boundary itself. This overrides a private hook of Flax.
-    """
+    """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy: a hook of Flax."""
     active: ActivePolicy | None = CURRENT.value
     if self.scope is None or (active is not None and active.belongs_to(self)):
         return nn.Module._call_wrapped_method(self, fun, args, kwargs)  # a boundary around it applied the policy

@@ -43,8 +43,7 @@ def multiply_by_policy(
 ) -> Callable[..., Any]:
     """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
 
-    A layer of Flax multiplies by a function in one of its fields, which is replaced during the call. Methods without
-    such a field are replaced themselves. Methods that a user wrote get floating weights.
+    Replaces the function in the layer's field during the call, or a method of Flax without one. A user's methods stay.
     """
     format = policy.quantization
     if isinstance(module, PARAMETER_WRAPPERS):

@@ -59,15 +59,11 @@ class _Given(NamedTuple):
 
 
 class _Tree:
-    """The modules of a model, each under the first path that leads to it.
-
-    Attributes:
-      modules: the modules, by path.
-      params: the parameters of each module itself, by path. A shared one is listed once.
-    """
+    """The modules of a model, each under the first path that leads to it."""
 
     def __init__(self, model: nnx.Module):
-        self.modules: dict[str, ModuleInfo] = {}
+        self.modules: dict[str, ModuleInfo] = {}  # the modules, by path
+        # The parameters of each module itself, by path. A shared one is listed once.
         self.params: dict[str, list[Any]] = {}
         self._given: list[_Given] = []
         self._seen: set[int] = set()

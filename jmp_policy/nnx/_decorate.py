@@ -15,12 +15,7 @@ from ._shadow import pytree_options, walk
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs `fun`, a function of nnx objects, by `run(pure function, tree of arrays)`.
-
-    As with `nnx.jit`, writes to Variables or attributes land in the caller's objects. Objects that are only read are
-    not
-    touched: they may belong to an outer trace, where JAX allows no writes.
-    """
+    """Runs a function of nnx objects by `run(pure function, tree of arrays)`. Writes land in the caller's objects."""
     with nnx.update_context(lift):
         with nnx.split_context(lift) as outside:
             graphdef, state = outside.split((args, kwargs))
@@ -81,10 +76,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 @remember_on_class
 def decorate_class(base: type, given: Policy | PolicyMap, no_cast: tuple[str, ...]) -> type:
-    """Returns the subclass of an nnx class that gives a policy to its instances, also in subclasses.
-
-    Its methods are wrapped too, so that `Net.encode(net, x)` has the policy.
-    """
+    """Returns the subclass of an nnx class that gives a policy to its instances, also through `Net.encode(net, x)`."""
     forget_warnings(given)
     wrapped, methods = wrap_methods(base, base)
     namespace = {_GIVEN: (given, no_cast), **methods}

@@ -147,10 +147,7 @@ def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
 def give_cache_dtype(
     module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype | None, args: Args, kwargs: Kwargs
 ) -> Kwargs:
-    """Adds the dtype of an attention layer to the arguments of `init_cache`, and rejects a cache of another dtype.
-
-    By default, Flax makes the cache in float32, and fails to write keys of another dtype into it.
-    """
+    """Adds the dtype of an attention layer to `init_cache` (by default float32); rejects a cache of another dtype."""
     if dtype is None:
         return kwargs
     name = getattr(method, "__name__", "")
@@ -177,10 +174,7 @@ _HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOK
 
 
 def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Returns `fun` with a hook in place of each method of the modules among its arguments, outside of their casts.
-
-    Nobody else may hold the arguments: their modules have other classes while `fun` runs.
-    """
+    """Returns `fun` with a hook around each method of the modules among its arguments, which nobody else may hold."""
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
         out = None

@@ -134,10 +134,7 @@ def choose_layer_class(
 
 @remember_on_class
 def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
-    """Makes a subclass of a layer whose matmul uses the float8 state, or draws from the keys, of the layer itself.
-
-    The matmul is a property of the class, which takes precedence over the attribute.
-    """
+    """Makes a subclass whose matmul, a property, uses the float8 state of the layer itself, or draws from its keys."""
     layer = find_layer(base)
     assert layer is not None
     assert layer.field is not None
@@ -157,10 +154,7 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
 
 
 class PromoteTable(Promote):
-    """The `promote_dtype` of a quantized embedding: dequantizes the table, which is the last of the arrays.
-
-    Methods of an author's subclass call it. Flax's own methods use `read_rows` and `prepare`.
-    """
+    """The `promote_dtype` of a quantized embedding, for an author's methods: dequantizes the table, the last array."""
 
     def __call__(self, arrays: Args, *, dtype: DTypeLike | None = None, **options: Any) -> tuple[Any, ...]:
         *others, table = arrays
@@ -202,10 +196,7 @@ def _attend_quantized(self: Any, query: jax.Array, out_sharding: OutSharding = N
 
 @remember_on_class
 def make_wide_layer(base: Any, dtype: np.dtype) -> type[nnx.Module]:
-    """Makes a subclass of a layer whose methods sum in the accumulate dtype, and cast down once.
-
-    Methods that an author wrote stay, and get outputs in the compute dtype.
-    """
+    """Makes a subclass whose Flax methods sum in the accumulate dtype and cast down once. An author's methods stay."""
     methods: dict[str, Any] = {}
     if issubclass(base, nnx.Embed):
         if base.attend.__module__.startswith(("flax.", "jmp_policy.")):

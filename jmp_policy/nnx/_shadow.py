@@ -196,10 +196,7 @@ class _Record:
 
 @remember_on_class
 def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
-    """Makes the class of Params that hold the stored value of a Param, and show it in another dtype.
-
-    Transforms that split and merge the shadow see the stored dtype.
-    """
+    """Makes the class of Params that hold a stored value, which transforms see, and show it in another dtype."""
 
     def get_value(self: nnx.Param, **kwargs: Any) -> Any:
         read_in = at_least_float32(dtype) if is_in_full_precision() and dtype is not None else dtype

@@ -282,10 +282,7 @@ def _parse_precision(precision: Precision) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _KeyedDefault:
-    """A default policy and the object (of `compat.keras`, say) that it was made from.
-
-    Compiled functions are keyed by the object's `__jmp_key__()` at the time it became the default, not by the object.
-    """
+    """A default policy and the object that it was made from, whose `__jmp_key__()` is part of jit keys."""
 
     policy: Any
     key: Hashable

@@ -91,17 +91,11 @@ class MapRule:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Policy of one module.
+    """Policy of one module."""
 
-    Attributes:
-      policy: the policy of the module.
-      rule: the rule that gave it, or `None` for the default.
-      boundary: True if the rule matches the module itself and not a module around it. A boundary casts its inputs and
-        outputs.
-    """
-
-    policy: Policy
-    rule: MapRule | None
+    policy: Policy  # the policy of the module
+    rule: MapRule | None  # the rule that gave it, or `None` for the default
+    # True if the rule matches the module itself and not a module around it. A boundary casts its inputs and outputs.
     boundary: bool
 
 

@@ -77,10 +77,7 @@ def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], sear
 
 @remember_by_jaxpr
 def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
-    """Finds the outputs of each equation with sub-jaxprs that only a backward pass reads.
-
-    `leaving` are the outputs of `program` that only a backward pass reads.
-    """
+    """Finds the outputs of equations with sub-jaxprs that only a backward pass reads; so are those in `leaving`."""
     forward = (eqn for eqn in program.eqns if not _is_of_backward(eqn))
     used = set(list_variables(atom for eqn in forward for atom in eqn.invars))
     used.update(list_variables(atom for i, atom in enumerate(program.outvars) if i not in leaving))

@@ -298,10 +298,7 @@ def read_matmuls(text: str | None) -> list[str]:
 
 
 def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime], machine: Machine) -> tuple[str, str]:
-    """Recommends a policy by step times, with the reason.
-
-    bfloat16 comes first, because it needs no loss scale and skips no steps.
-    """
+    """Recommends a policy by step times, with the reason; bfloat16 first, as it needs no loss scale."""
     rates = {rate.name: rate for rate in matmuls}
     verdicts = {dtype: judge(steps[dtype].speedup) for dtype in HALF_DTYPES}
     descriptions = []

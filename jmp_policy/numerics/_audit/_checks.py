@@ -44,11 +44,7 @@ _SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is bett
 
 
 def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """Yields the suspicions of a step, given the facts of its operands.
-
-    JAX writes the backward pass by transposing forward operations. There, only findings that a user can change are
-    checked: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
-    """
+    """Yields the suspicions of a step: in the backward pass, which JAX writes, only those that a user can act on."""
     if not backward:
         # Gradients that were summed in half precision are found at their first use outside the backward pass.
         pairs = zip(step.operands, facts, strict=True)

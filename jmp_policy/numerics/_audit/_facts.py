@@ -165,10 +165,7 @@ def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
 
 
 def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
-    """Keeps the name of an operand that is summed, negated, or added to or scaled by a constant or mask.
-
-    A variance keeps its name, too: it is a difference of squares.
-    """
+    """Keeps the name of an operand that is summed, negated, or added to or scaled by a constant or mask."""
     known = [fact for fact in facts if fact.made in _KEPT]
     kinds = {fact.made for fact in known if not fact.given} or {fact.made for fact in known}
     others = (fact for fact in facts if fact.made not in kinds)

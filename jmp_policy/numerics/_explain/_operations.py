@@ -59,11 +59,7 @@ def _list_long_sums(step: Step) -> list[Any]:
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
-    """Returns `Row.quantization` of a module, from the dtypes that its operations read and made.
-
-    A layer with an 8-bit weight need not multiply in 8 bits: that depends on its inputs, and on the code of a subclass.
-    Only its operations show it.
-    """
+    """Returns `Row.quantization` of a module, for float8 from the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):

@@ -136,10 +136,7 @@ class _Trial:
 
 
 def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
-    """Makes a map with float32 for some scopes and everything inside them.
-
-    The pattern of the root covers every scope, so if the root is a culprit, its children get explicit rules first.
-    """
+    """Makes a map with float32 for some scopes and everything inside. Children of the root then get rules first."""
     named = set(culprits)
     # A rule also covers inner scopes, so a rule for one of those would have no effect.
     wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]

@@ -95,10 +95,7 @@ class Flow:
         return name in _KEEPING and not is_lookup
 
     def _find_feeding(self) -> set[Node]:
-        """Finds the values that reach a sum of the backward pass within that pass.
-
-        Stopping at its start keeps out the previous step of a loop over training steps.
-        """
+        """Finds the values that reach a sum of the backward pass within that pass, not in an earlier training step."""
         sums = [node for node, (_, direction) in self._makers.items() if direction == "backward" and self._is_sum(node)]
         operands = [source for node in sums for source in self._sources.get(node, ())]
         return set(self._trace(operands, lambda node: self._makers.get(node, ("", None))[1] in ("backward", None)))

@@ -33,11 +33,7 @@ def list_numbers(tree: PyTree) -> list[jax.Array]:
 
 
 def measure_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
-    """Returns the largest relative error of any leaf in float32, or infinity if any value is not finite.
-
-    A leaf that is small beside the others of its tree is compared with a tenth of their size: the gradient of a bias
-    that cancels, like the key bias of attention, is only rounding error.
-    """
+    """Returns the largest relative error of any leaf in float32, or infinity if any value is not finite."""
     errors = [jnp.float32(0)]
     for name, tree in reference.items():
         errors += _compare_leaves(list_numbers(tree), list_numbers(trees[name]))
