@@ -19,6 +19,7 @@ from ._program import PRODUCT_SCOPE, Step, name_stack, strip_transformations
 
 _JAX = ("jax", "jaxlib")
 _LIBRARIES = ("flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
+_LOSSES = os.path.join("optax", "losses", "")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -64,9 +65,9 @@ def is_called_by_library(eqn: JaxprEqn) -> bool:
     return _is_library(_find_caller(eqn))
 
 
-def is_called_by(eqn: JaxprEqn, package: str) -> bool:
-    """True if a file of a package, such as `"optax.losses"`, called JAX."""
-    return _make_folder(package) in _find_caller(eqn)
+def is_called_by_loss(eqn: JaxprEqn) -> bool:
+    """True if a loss of optax called JAX."""
+    return _LOSSES in _find_caller(eqn)
 
 
 def list_functions(step: Step) -> set[str]:
@@ -76,10 +77,9 @@ def list_functions(step: Step) -> set[str]:
     return names | {str(eqn.params.get("name")) for eqn in eqns}
 
 
-def is_traced_in(eqn: JaxprEqn, package: str) -> bool:
-    """True if a function of a package, such as `"optax.losses"`, is in the traceback of an equation."""
-    folder = _make_folder(package)
-    return any(folder in frame.file_name for frame in _list_frames(eqn))
+def is_traced_in_loss(eqn: JaxprEqn) -> bool:
+    """True if a loss of optax is in the traceback of an equation."""
+    return any(_LOSSES in frame.file_name for frame in _list_frames(eqn))
 
 
 def find_running_line() -> str:
@@ -112,10 +112,6 @@ def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
 
 def _find_caller(eqn: JaxprEqn) -> str:
     return next((frame.file_name for frame in _list_frames(eqn) if not _is_from(_JAX, frame.file_name)), "")
-
-
-def _make_folder(package: str) -> str:
-    return os.path.join(*package.split("."), "")
 
 
 def _write_line(frame: Any) -> str:

@@ -10,7 +10,7 @@ from flax import nnx
 from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_unused
 from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
-from ._float8 import Float8State, check_state_types, find_states, prepare_states
+from ._layer_state import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState
 

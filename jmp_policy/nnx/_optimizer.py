@@ -10,7 +10,7 @@ from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
 from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin
-from ._float8 import Float8State
+from ._layer_state import Float8State
 
 
 class Optimizer(nnx.Optimizer):

@@ -39,9 +39,8 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._float8 import Float8State, read_state
+from ._layer_state import Float8State, draw_key, read_state
 from ._layer_table import LAYERS, LayerWeight, default_promote, find_layer, find_weight
-from ._rounding import draw_key
 from ._shadow import Attributes
 
 WRITTEN = "its author wrote the functions that it computes with"

@@ -25,6 +25,11 @@ from ._formats import (
     stored_format_of as stored_format_of,
 )
 from ._get_policy import (
+    Decorator as Decorator,
+    F as F,
+    FirstSpec as FirstSpec,
+    Jitted as Jitted,
+    PolicySpec as PolicySpec,
     get_policy as get_policy,
     is_policy_spec as is_policy_spec,
     set_default_policy as set_default_policy,
@@ -45,11 +50,4 @@ from ._policy_map import (
     list_policies as list_policies,
     match_policy as match_policy,
     spell_key as spell_key,
-)
-from ._signatures import (
-    Decorator as Decorator,
-    F as F,
-    FirstSpec as FirstSpec,
-    Jitted as Jitted,
-    PolicySpec as PolicySpec,
 )

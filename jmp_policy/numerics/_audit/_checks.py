@@ -20,9 +20,9 @@ from ..._jaxpr import (
     find_origin,
     float_dtype,
     is_backward,
-    is_called_by,
     is_called_by_library,
-    is_traced_in,
+    is_called_by_loss,
+    is_traced_in_loss,
     list_functions,
 )
 from ._facts import FLOAT32, Fact
@@ -98,7 +98,7 @@ def _check_loss(step: Step) -> Iterator[Suspicion]:
     dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
     if dtype is None or step.name in MOVING or step.name == "convert_element_type":
         return
-    if not is_called_by(find_origin(step), "optax.losses"):
+    if not is_called_by_loss(find_origin(step)):
         return
     if "smooth_labels" not in list_functions(step):  # it prepares the targets of a loss
         yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
@@ -155,7 +155,7 @@ def _check_logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Itera
     if backward or dtype is None:
         return
     narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
-    is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in(find_origin(step), "optax.losses")
+    is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in_loss(find_origin(step))
     if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
     elif narrowest in HALF and (fact.made == "sum of exp" or is_in_loss):
