@@ -48,11 +48,7 @@ def record_program(
 
 
 def _record(
-    program: Program,
-    context: Any,
-    calls: RecorderCalls,
-    arguments: tuple[int, ...] = (),
-    results: tuple[int, ...] = (),
+    program: Program, context: Any, calls: RecorderCalls, arguments: tuple[int, ...] = (), results: tuple[int, ...] = ()
 ) -> Recorded:
     return _make_copy(program, context, calls, arguments, results) or Recorded(program, ())
 

@@ -27,13 +27,7 @@ from ._quantized import quantization_of
 
 
 def examine(
-    model: nn.Module,
-    inputs: Args,
-    method: Method,
-    rngs: PyTree,
-    kwargs: Kwargs,
-    trace: Callable[..., None],
-    hook: Hook,
+    model: nn.Module, inputs: Args, method: Method, rngs: PyTree, kwargs: Kwargs, trace: Callable[..., None], hook: Hook
 ) -> ModelInfo:
     """Traces a linen module, and describes each module that it calls (`Adapter.examine`)."""
     called = _CalledModules()

@@ -110,6 +110,8 @@ def _make_product(
     if format is None and accumulate is None:
         return None
     promote = module.promote_dtype
+    # `make_rng` alone would fall back on the key of the parameters.
+    draw_key = lambda: module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
     return LayerProduct(
         operation=layer.operation,
         format=format,
@@ -117,15 +119,10 @@ def _make_product(
         promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
         as_tuple=False,
         layout=layout,
-        key=functools.partial(_draw_key, module) if layer.needs_rng(format) else None,
+        key=draw_key if layer.needs_rng(format) else None,
         state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
-
-
-def _draw_key(module: nn.Module) -> jax.Array | None:
-    """Returns a key for stochastic rounding. `make_rng` alone would fall back on the key of the parameters."""
-    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
 
 
 def _call_einsum(

@@ -270,11 +270,8 @@ def keep_carry_dtypes(carry: PyTree, out: PyTree) -> Any:
     new_carry, output = out
     if jax.tree.structure(new_carry) != jax.tree.structure(carry):
         return out
-    return jax.tree.map(_cast_like, new_carry, carry), output
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-    return cast_floating(new, old.dtype) if is_floating(old) else new
+    cast_like = lambda new, old: cast_floating(new, old.dtype) if is_floating(old) else new
+    return jax.tree.map(cast_like, new_carry, carry), output
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -307,18 +304,16 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     dtype(bfloat16)
     """
 
+    widen = lambda leaf: cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
+
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
-        wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs), is_leaf=is_flax_object)
+        wide_args, wide_kwargs = jax.tree.map(widen, (args, kwargs), is_leaf=is_flax_object)
         with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION), IN_FULL_PRECISION(True):
             out = fun(*wide_args, **wide_kwargs)
         return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
 
     return in_full_precision
-
-
-def _widened(leaf: Any) -> Any:
-    return cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
 
 
 def _joint_dtype(tree: PyTree) -> np.dtype | None:

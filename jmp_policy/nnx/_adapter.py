@@ -199,7 +199,7 @@ class _Nnx(Adapter):
             weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
-            name, mask = weight.name, vars(module).get("mask")
+            name, mask = weight.layer.weight, vars(module).get("mask")
             variable = vars(module)[name]
             # Layers that differ in one of these quantize the same weight differently.
             key = id(variable), id(mask), weight.layout, spec.policy.quantization
@@ -227,4 +227,4 @@ def _quantize_layer(
     if mask is not None and not isinstance(value, QuantizedArray):  # of a convolution
         is_abstract = isinstance(value, jax.ShapeDtypeStruct)
         value = jax.eval_shape(jnp.multiply, value, mask) if is_abstract else value * mask
-    return quantize_weight(path, weight.name, value, weight.layout, spec.policy, unfit)
+    return quantize_weight(path, weight.layer.weight, value, weight.layout, spec.policy, unfit)

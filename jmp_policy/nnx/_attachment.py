@@ -170,13 +170,7 @@ class Attachment:
         return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
 
     def _make_spec(
-        self,
-        base: type,
-        attributes: Attributes,
-        path: Path,
-        is_root: bool,
-        source: DtypeSource,
-        rewritten: bool,
+        self, base: type, attributes: Attributes, path: Path, is_root: bool, source: DtypeSource, rewritten: bool
     ) -> ModuleSpec:
         match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
         policy = match.policy

@@ -25,7 +25,8 @@ def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: 
                 copies = inside.merge(graphdef, state)
             before = _Contents(copies)
             out = fun(*copies[0], **copies[1])
-            written = None if _has_objects(out) else _Contents(copies).find_written(before)
+            has_objects = any(map(is_flax_object, jax.tree.leaves(out, is_leaf=is_flax_object)))
+            written = None if has_objects else _Contents(copies).find_written(before)
             if written is not None:
                 return {"written": written, "out": out}
             with nnx.split_context(lift) as inside:  # every object is made anew in its place
@@ -62,10 +63,6 @@ class _Contents:
 
 def _are_same(new: list[Any], old: list[Any]) -> bool:
     return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
-
-
-def _has_objects(tree: Any) -> bool:
-    return any(map(is_flax_object, jax.tree.leaves(tree, is_leaf=is_flax_object)))
 
 
 _GIVEN = "__jmp_given__"

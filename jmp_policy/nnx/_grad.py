@@ -116,37 +116,19 @@ def value_and_grad(
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
         before = _list_carried(list_models(args))
         out, grads = differentiated(*args, **kwargs)
-        _keep_if_nonfinite(before, grads)
+        written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
+        if written:
+            finite = all_finite(grads)
+            for variable, value in written:
+                variable.set_value(select_tree(finite, variable.get_value(), value))
         return out, grads
 
     return with_state_kept
 
 
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
-    **options: Any,
-) -> Callable[P, Any]: ...
-@overload
-def grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
-    **options: Any,
-) -> Callable[P, tuple[Any, Aux]]: ...
 @refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
     has_aux: bool = False,
     *,
@@ -154,7 +136,7 @@ def grad(
     reduce_dtype: DTypeLike | None = None,
     on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -198,12 +180,3 @@ def _list_carried(modules: list[Any]) -> list[tuple[nnx.Variable, Any]]:
     nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
     carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
     return [(variable, variable.get_raw_value()) for variable in carried]
-
-
-def _keep_if_nonfinite(before: list[tuple[nnx.Variable, Any]], grads: PyTree) -> None:
-    written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
-    if not written:
-        return
-    finite = all_finite(grads)
-    for variable, value in written:
-        variable.set_value(select_tree(finite, variable.get_value(), value))

@@ -63,9 +63,9 @@ def find_layer(base: type) -> WeightedLayer | None:
 
 
 class LayerWeight(NamedTuple):
-    """The weight of a Flax layer: its attribute, the value in its Variable, and its layout."""
+    """The weight of a Flax layer: the row of the layer, the value in its Variable, and its layout."""
 
-    name: str
+    layer: WeightedLayer
     value: Any
     layout: Layout
 
@@ -78,7 +78,7 @@ def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
     shape = getattr(value, "shape", ())
     if layer is None or layer.layout is None or len(shape) < 2:
         return None
-    return LayerWeight(layer.weight, value, layer.layout(attributes, shape))
+    return LayerWeight(layer, value, layer.layout(attributes, shape))
 
 
 @functools.cache

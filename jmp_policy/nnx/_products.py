@@ -49,10 +49,10 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
     """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
-    layer, weight = find_layer(base), find_weight(base, attributes)
-    if layer is None or weight is None:
+    weight = find_weight(base, attributes)
+    if weight is None:
         return {}
-    format, accumulate = choose_weight_format(base, attributes, policy.quantization), None
+    layer, format, accumulate = weight.layer, choose_weight_format(base, attributes, policy.quantization), None
     if layer.field is not None:
         accumulate = find_sums_dtype(base, attributes, policy)
     if format is None and accumulate is None:
@@ -76,8 +76,8 @@ def choose_weight_format(
     base: type, attributes: Attributes, quantization: Quantization | None
 ) -> StoredFormat | Float8 | None:
     """Returns the format in which a layer multiplies by its weight, or `None` if that is not quantized."""
-    layer, weight, format = find_layer(base), find_weight(base, attributes), stored_format_of(quantization)
-    if layer is None or weight is None:
+    weight, format = find_weight(base, attributes), stored_format_of(quantization)
+    if weight is None:
         return None
     is_stored = isinstance(weight.value, QuantizedArray)
     if isinstance(quantization, Float8):
@@ -91,10 +91,9 @@ def choose_weight_format(
 
 def _why_not_float8(base: type, attributes: Attributes, weight: LayerWeight, format: Float8) -> str | None:
     """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
-    layer = find_layer(base)
-    is_open = layer is not None and layer.field in attributes and _is_matmul_open(base, attributes)
+    is_open = weight.layer.field in attributes and _is_matmul_open(base, attributes)
     groups = attributes.get("feature_group_count", 1)
-    return why_layer_wide(layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
+    return why_layer_wide(weight.layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
 
 
 def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dtype | None:
@@ -278,12 +277,12 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     if isinstance(format, Float8) and weight is not None:
         left = _why_not_float8(base, attributes, weight, format)
         return str(format) if left is None else f"left: {left}"
-    format, layer = stored_format_of(format), find_layer(base)
-    if format is None or weight is None or layer is None:
+    format = stored_format_of(format)
+    if format is None or weight is None:
         return ""
     if has_stored_format(attributes.get("promote_dtype")):
-        is_replaced = layer.field is not None or issubclass(base, nnx.Embed)
-        return spell_format(choose_format(format, weight.layout), layer, None if is_replaced else WHY_AS_NUMBERS)
+        why = None if weight.layer.field is not None or issubclass(base, nnx.Embed) else WHY_AS_NUMBERS
+        return spell_format(choose_format(format, weight.layout), weight.layer, why)
     return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
 
 
@@ -303,7 +302,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
     weight, format = find_weight(base, attributes), stored_format_of(policy.quantization)
     if weight is None:
         return
-    where = f" {f'{path}/{weight.name}'.lstrip('/')!r}"
+    where = f" {f'{path}/{weight.layer.weight}'.lstrip('/')!r}"
     if isinstance(weight.value, QuantizedArray):
         if format is None:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ class _Record:
             case NodeKind.PYTREE | NodeKind.BUILTIN:
                 items = [item for _, item in list_items(value)]
                 shadows = [self.shadow(item) for item in items]
-                if all(map(_is, items, shadows)):
+                if all(map(operator.is_, items, shadows)):
                     return value
                 return self._remember(replace_items(value, shadows), value)
         return value
@@ -168,7 +169,7 @@ class _Record:
                 _write_param(original, stand_in)
             elif isinstance(held, dict):
                 self._hand_over(_get_contents(original), held, _get_contents(stand_in))
-            elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(_is, stand_in, held))):
+            elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(operator.is_, stand_in, held))):
                 original[:] = map(self._find_original, stand_in)
 
     def _hand_over(self, attributes: Attributes, before: Attributes, after: Attributes) -> None:
@@ -226,7 +227,3 @@ def _get_contents(container: Node) -> Any:
     if isinstance(container, dict | list):
         return container
     return vars(container) if isinstance(container, nnx.Pytree) else None
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

@@ -110,19 +110,9 @@ class DelayedScaling:
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling`.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jmp_policy as jmp
     >>> str(jmp.quant.DelayedScaling()), str(jmp.quant.DelayedScaling("most_recent", delay=2))
     ('delayed', 'delayed/most_recent/2')
-
-    >>> from flax import linen as nn
-    >>> model = jmp.with_policy(nn.Dense(128), "float8/2_from_mixed_bfloat16")
-    >>> x, tx = jnp.full((16, 128), 3.0), jmp.optim.skip_nonfinite(optax.sgd(0.1))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> loss_fn = lambda variables: jnp.mean(model.apply(variables, x).astype(jnp.float32))
-    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
-    >>> variables, opt_state, loss = train_step(variables, tx.init(variables))
-    >>> variables["_overwrite_with_gradient"]["input_amax_history"].tolist()
-    [3.0, 0.0]
     """
 
     amax: str = "max"

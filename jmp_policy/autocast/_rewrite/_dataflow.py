@@ -95,8 +95,7 @@ _PASSING_GRADIENTS = {*CLEAR, "add_any", "convert_element_type"}
 def is_gradient_sum(program: Jaxpr, number: int) -> bool:
     """True if an equation adds gradients that leave the backward pass, as for a weight that is used twice.
 
-    Their sum is in float32, as if the casts of the weight were differentiated. Gradients that the backward pass itself
-    reads belong to activations and stay in half precision, as in a program written by hand.
+    Their sum is in float32. Gradients that the backward pass reads are of activations, and stay in half precision.
     """
     eqn = program.eqns[number]
     return eqn.primitive.name == "add_any" and _is_of_backward(eqn) and number in _find_gradient_sums(program)

@@ -95,12 +95,7 @@ class Explanation(Report):
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
     >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
-    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))
-    >>> explanation[""].compute_dtypes, explanation.total_bytes
-    (('bfloat16',), 32)
-    >>> explanation
-    <Explanation: 1 modules; print it for the table>
-    >>> print(explanation)
+    >>> print(jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32)))
     module  type   policy          rule            param  in   compute  out   bytes
     ───────────────────────────────────────────────────────────────────────────────
     Dense   Dense  mixed_bfloat16  its own policy  f32    f32  bf16     bf16   32 B

@@ -190,7 +190,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
       model: a linen or nnx module, with a policy or without.
       *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
         such as a Python bool, is passed on unchanged.
-      method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
+      method: called instead of the module itself: the name of a method, a method, or a function of the module.
       rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
         nnx, the argument `rngs` of the method.
       **kwargs: keyword arguments of the method.
