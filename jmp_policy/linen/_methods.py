@@ -1,4 +1,4 @@
-"""Methods of linen modules under a policy, of which public ones cast inputs and outputs, and hooks around them."""
+"""Methods of linen modules under a policy: public ones cast inputs and outputs. Also hooks around methods."""
 
 import contextvars
 import dataclasses

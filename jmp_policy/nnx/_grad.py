@@ -50,10 +50,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
-    See `jmp_policy.value_and_grad`. If a gradient is not finite, so that the step will be skipped, batch statistics and
-    other state that the function wrote into the differentiated modules keep their old values; RNG states and
-    intermediates keep the new ones. If `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and
-    the model has no float8 layers, this is `flax.nnx.value_and_grad`.
+    If a gradient is not finite, so that the step will be skipped, batch statistics and other state that the function
+    wrote into the differentiated modules keep their old values; RNG states and intermediates keep the new ones. If
+    `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and the model has no float8 layers, this
+    is `flax.nnx.value_and_grad`.
 
     Float8 layers with state are differentiated with respect to that state too. Its gradient is its next value, for
     `jmp_policy.nnx.Optimizer`. A `DiffState` has to name it: `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
@@ -63,10 +63,8 @@ def value_and_grad(
       argnums: the positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
-      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
-        `jmp_policy.value_and_grad`. By default it is the reduce dtype of the policies that `fun` uses.
-      on_opaque: `"error"` or `"warn"`, if an unknown op stands between a gradient and its sum, as in
-        `jmp_policy.value_and_grad`.
+      reduce_dtype: the dtype of gradient sums over devices, as in `jmp_policy.value_and_grad`.
+      on_opaque: as in `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
     Returns:

@@ -112,11 +112,9 @@ _UNWRITTEN = object()
 def call_on_shadow(
     module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
-    """Calls `call` with a shadow of a module, and copies its writes to the module afterwards.
+    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes.
 
-    The shadow has the class `base`, so that its methods call each other without a second cast, and the attributes of
-    the module with those in `changed`. Floating Params are read in `dtype` (`None`: as stored): cast at each use,
-    because the gradients of the uses of a weight that was cast once would be summed in half precision.
+    Params are read in `dtype`, cast at each use: gradients of a weight that is cast once would sum in half precision.
     """
     # Without a dtype, the shadow shares the values of the module.
     record = _Record(dtype)

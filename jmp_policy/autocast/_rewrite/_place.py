@@ -53,7 +53,7 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
-    """All rules by scope, with the user's rows before those of a map, and the modules of the program."""
+    """All rules by scope, with the user's rows before those of a map, and the modules of the jaxpr."""
 
     policy: Policy | PolicyMap
     rows: tuple[ScopeRow, ...]
