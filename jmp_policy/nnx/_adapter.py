@@ -19,7 +19,7 @@ from ._grad import value_and_grad
 from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_no_cast
-from ._module_spec import ModuleSpec, find_spec
+from ._module_spec import DtypeSource, ModuleSpec, find_spec
 from ._products import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 
@@ -108,13 +108,13 @@ class _Tree:
         relative = given.strip_path(path)
         given.types[relative] = spec.base
         match = match_policy(given.policy, relative, given.types)
-        attributes = vars(module)
+        attributes, is_open = vars(module), spec.dtype_source is DtypeSource.FIELD
         return describe_module(
             spec.base,
             match,
             attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
-            written=attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None,
+            written=attributes["dtype"] if has_written_dtype(spec.base, attributes, is_open) else None,
             quantization=describe_quantization(spec.base, attributes, match.policy),
             sums=spec.accumulate_dtype,
         )

@@ -1,8 +1,6 @@
 """The nnx layers that multiply by a weight."""
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -81,7 +79,5 @@ def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
     return LayerWeight(layer, value, layer.layout(attributes, shape))
 
 
-@functools.cache
-def default_promote() -> Callable[..., Any]:
-    """Returns the default `promote_dtype` of layers."""
-    return inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
+DEFAULT_PROMOTE = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
+"""The default `promote_dtype` of layers."""

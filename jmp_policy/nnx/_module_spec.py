@@ -71,11 +71,6 @@ class ModuleSpec:
         return self.effect is CallEffect.CASTS or self.effect is CallEffect.CASTS_AT_ROOT
 
     @property
-    def open_dtype(self) -> bool:
-        """True if the module has a `dtype` that its author left open."""
-        return self.dtype_source is DtypeSource.FIELD
-
-    @property
     def path(self) -> str:
         """The path of the module in the model that the map was attached to."""
         return self.lineage[-1][0] if self.lineage else ""

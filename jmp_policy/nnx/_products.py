@@ -40,7 +40,7 @@ from ..quant._weights import (
     table_layout,
 )
 from ._layer_state import Float8State, draw_key, read_state
-from ._layer_table import LAYERS, LayerWeight, default_promote, find_layer, find_weight
+from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, find_layer, find_weight
 from ._shadow import Attributes
 
 WRITTEN = "its author wrote the functions that it computes with"
@@ -83,7 +83,7 @@ def choose_weight_format(
     if isinstance(quantization, Float8):
         left = _why_not_float8(base, attributes, weight, quantization)
         return quantization if left is None and not is_stored else None
-    is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
+    is_open = attributes.get("promote_dtype") is DEFAULT_PROMOTE and _is_matmul_open(base, attributes)
     if format is None or not is_open:
         return None
     return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
@@ -100,7 +100,7 @@ def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dt
     """Returns the accumulate dtype of its policy if a layer returns its sums in it: its author left that open."""
     dtype, layer = find_accumulate_dtype(policy, policy.compute_dtype), find_layer(base)
     promote = attributes.get("promote_dtype")
-    is_open = promote is default_promote() or is_own(promote)
+    is_open = promote is DEFAULT_PROMOTE or is_own(promote)
     if dtype is None or not is_open or attributes.get("preferred_element_type") is not None:
         return None
     if layer is not None and layer.field is not None:

@@ -117,7 +117,7 @@ def call_on_shadow(
     Params are read in `dtype`, cast at each use: gradients of a weight that is cast once would sum in half precision.
     """
     # Without a dtype, the shadow shares the values of the module.
-    record = _Record(dtype)
+    record = _Originals(dtype)
     attributes = vars(module)
     if dtype is not None:
         attributes = {name: record.shadow(value) for name, value in attributes.items()}
@@ -138,7 +138,7 @@ class _StandIn(NamedTuple):
     held: dict | list | None  # the contents of the stand-in before the call
 
 
-class _Record:
+class _Originals:
     """Maps the values in a shadow to the values of the module."""
 
     def __init__(self, dtype: np.dtype | None):

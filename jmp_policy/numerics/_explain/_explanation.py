@@ -123,13 +123,8 @@ class Explanation(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "unused": list(self.unused),
-            "unknown": list(self.unknown),
-            "total_bytes": self.total_bytes,
-            "float32_bytes": self.float32_bytes,
-        }
+        totals = {"total_bytes": self.total_bytes, "float32_bytes": self.float32_bytes}
+        return make_plain(self) | {"rows": [row.to_dict() for row in self.rows]} | totals
 
     def __repr__(self) -> str:  # one line, since a console prints it
         return f"<Explanation: {len(self.rows)} modules; print it for the table>"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..._jaxpr import choose_line
 from ._collective import KINDS, REDUCING, Collective, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, choose_direction
+from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
@@ -175,12 +175,12 @@ class _Reader:
         primitive = named.op_name.rpartition("/")[2]
         place, line = self._find_place(read_stack(named.op_name)), self.find_line(instruction)
         result = Reference(instruction.name, 0 if instruction.is_tuple else None)
-        direction = choose_direction(place.direction, kind, reduction, instruction.operands[0], self._flow)
-        sums = kind in REDUCING and reduction == "sum" and direction == "backward"
+        operand = instruction.operands[0]
+        direction, is_gradient = judge(place.direction, kind, reduction, operand, result, self._flow)
         return [
             Collective(
                 kind, reduction, array.dtype, group.axes, group.devices, array.shape, direction,
-                is_gradient=sums and not self._flow.is_summed_on(result),
+                is_gradient=is_gradient,
                 inserted=primitive not in PRIMITIVES,
                 source=line,
                 path=place.path,

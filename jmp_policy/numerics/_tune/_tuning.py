@@ -123,9 +123,8 @@ class Tuning(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
         plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
-        finite = lambda number: number if math.isfinite(number) else None
-        plain["trials"] = [{"kept": list(trial.kept), "error": finite(trial.error)} for trial in self.trials]
-        plain |= {name: finite(plain[name]) for name in ("error", "noise", "tolerance")}
+        for entry, name in [(plain, "error"), (plain, "noise"), *((trial, "error") for trial in plain["trials"])]:
+            entry[name] = entry[name] if math.isfinite(entry[name]) else None
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
     def plot(self) -> "Figure":
