@@ -191,12 +191,7 @@ class Rewriter:
         return self._write_primal(eqn, values, body, context, changed)
 
     def _write_primal(
-        self,
-        eqn: JaxprEqn,
-        values: list[Value],
-        body: JaxprBuilder,
-        context: Context,
-        changed: dict[str, Any],
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context, changed: dict[str, Any]
     ) -> list[Value] | None:
         """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes of its derivative."""
         if not self.rule.rewrites_primal_only(eqn, context):

@@ -265,10 +265,7 @@ def make_policied_class(spec: ModuleSpec) -> type:
 @remember_on_class
 def _make_policied_class(_: type, spec: ModuleSpec) -> type:
     base = spec.runs
-    namespace = {
-        SPEC: spec,
-        "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy())),
-    }
+    namespace = {SPEC: spec, "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy()))}
     if not issubclass(base, nnx.List | nnx.Dict):
         base, methods = wrap_methods(base, spec.base)
         namespace |= methods

@@ -4,7 +4,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import jax
@@ -87,7 +87,10 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
     results = keep_wide_results() if casts else nullcontext()
     odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
-    with hold_inferred(spec.policy, policy), matmul_precision(policy), odd_rows, results as wide:
+    # The inferred compute dtype is handed on to the modules inside.
+    is_inferred = spec.policy.compute_dtype is None
+    inferred = INFERRED((spec.policy, policy.compute_dtype)) if is_inferred else nullcontext()
+    with inferred, matmul_precision(policy), odd_rows, results as wide:
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
@@ -128,13 +131,6 @@ def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
     if around is not None and around[0] == policy:
         return policy.replace(compute_dtype=around[1])
     return resolve_policy(policy, (args, kwargs))
-
-
-def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
-    """Hands the inferred compute dtype on to the modules inside."""
-    if policy.compute_dtype is not None:
-        return nullcontext()
-    return INFERRED((policy, resolved_policy.compute_dtype))
 
 
 def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:

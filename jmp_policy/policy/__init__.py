@@ -36,12 +36,7 @@ from ._get_policy import (
     use_policy as use_policy,
 )
 from ._grammar import parse_policy as parse_policy
-from ._policy import (
-    FROM as FROM,
-    Policy as Policy,
-    default_origin as default_origin,
-    default_policy as default_policy,
-)
+from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin, default_policy as default_policy
 from ._policy_map import (
     Key as Key,
     MapRule as MapRule,
