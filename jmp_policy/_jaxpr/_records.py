@@ -40,21 +40,15 @@ class Recorded(NamedTuple):
 def record_program(
     program: Program, recorder: Recorder, context: Any, *, arguments: Sequence[int] = (), results: Sequence[int] = ()
 ) -> Recorded:
-    """Makes a jaxpr return the measurements of a recorder, in a new output.
+    """Makes a jaxpr return the measurements of a recorder, first of `arguments` and last of `results`, in a new output.
 
-    `context` belongs to the equation that runs the jaxpr. The rows of the given `arguments` come first, and the rows
-    of the `results` come last. Returns the same jaxpr for the same arguments, so that JAX traces and compiles a shared
-    sub-jaxpr once.
+    `context` belongs to the equation that runs the jaxpr. Equal arguments give the same jaxpr, which JAX traces once.
     """
     return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))
 
 
 def _record(
-    program: Program,
-    context: Any,
-    calls: RecorderCalls,
-    arguments: tuple[int, ...] = (),
-    results: tuple[int, ...] = (),
+    program: Program, context: Any, calls: RecorderCalls, arguments: tuple[int, ...] = (), results: tuple[int, ...] = ()
 ) -> Recorded:
     return _make_copy(program, context, calls, arguments, results) or Recorded(program, ())
 
@@ -87,10 +81,9 @@ class _Copy:
         after: int = 0,
         devices: bool = False,
     ) -> Recorded:
-        """Copies a jaxpr, and measures some of its arguments and outputs.
+        """Copies a jaxpr, and measures some of its arguments and outputs. `devices` adds a leading axis.
 
-        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond. With
-        `devices`, it has a leading axis for the devices that run the jaxpr.
+        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond.
         """
         old = body_of(program)
         self._measure([old.invars[i] for i in arguments])
@@ -207,11 +200,7 @@ class _Copy:
         devices: Devices | None = None,
         order: Order | None = None,
     ) -> None:
-        """Writes an equation whose sub-jaxpr `inner` returns a record with the rows `lines`.
-
-        The equation adds a leading axis to the record: of length `axis`, or for the `devices`. The record is folded
-        over that axis if `order` is given, else split into rows.
-        """
+        """Writes an equation whose record has a leading axis, of length `axis` or for `devices`; folds or splits it."""
         if not lines:
             self._equations.append(eqn)
             return

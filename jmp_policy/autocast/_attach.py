@@ -32,7 +32,7 @@ from ..modules import (
     parse_target,
     resolve_policy,
 )
-from ..policy import Policy, PolicyMap, PolicySpec
+from ..policy import Policy, PolicyMap, PolicySpec, list_policies
 from ._rewrite import (
     AutocastRules,
     CastingRule,
@@ -74,16 +74,12 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
 
 def _warn_of_float32(default: Policy | PolicyMap) -> None:
     """Warns if no policy was given and the default policy computes in float32 only."""
-    if all(policy.compute_dtype == np.float32 for policy in _list_policies(default)):
+    if all(policy.compute_dtype == np.float32 for policy in list_policies(default)):
         warn_user(
             "autocast was given no policy, and computes in float32 as the default policy says: nothing runs in half "
             "precision. For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
             "autocast(loss_fn, 'float32') to keep float32."
         )
-
-
-def _list_policies(policy: Policy | PolicyMap) -> list[Policy]:
-    return [root_policy(policy), *(rule.policy for rule in getattr(policy, "rules", ()))]
 
 
 def _wrap_function(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
@@ -108,7 +104,7 @@ class _Autocast:
     def wrap(self) -> Callable[..., Any]:
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
-            for each in _list_policies(self._policy):
+            for each in list_policies(self._policy):
                 meet_reduce_dtype(each.reduce_dtype)
             # A partial or bound method may hold an nnx object, which the function can update only as an argument.
             fun, args, kwargs = open_partials(self._fun, args, kwargs)

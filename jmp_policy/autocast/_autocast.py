@@ -37,11 +37,7 @@ def autocast(
     fun: F, policy: PolicySpec = None, *, rules: AutocastRules | None = None, custom_rules: CustomRules = "opaque"
 ) -> F: ...
 def autocast(
-    fun: Any = NO_TARGET,
-    policy: PolicySpec = None,
-    *,
-    rules: AutocastRules | None = None,
-    custom_rules: str = "opaque",
+    fun: Any = NO_TARGET, policy: PolicySpec = None, *, rules: AutocastRules | None = None, custom_rules: str = "opaque"
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 

@@ -43,8 +43,7 @@ def multiply_by_policy(
 ) -> Callable[..., Any]:
     """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
 
-    A layer of Flax multiplies by a function in one of its fields, which is replaced during the call. Methods without
-    such a field are replaced themselves. Methods that a user wrote get floating weights.
+    Replaces the function in the layer's field during the call, or a method of Flax without one. A user's methods stay.
     """
     format = policy.quantization
     if isinstance(module, PARAMETER_WRAPPERS):
@@ -111,6 +110,8 @@ def _make_product(
     if format is None and accumulate is None:
         return None
     promote = module.promote_dtype
+    # `make_rng` alone would fall back on the key of the parameters.
+    draw_key = lambda: module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
     return LayerProduct(
         operation=layer.operation,
         format=format,
@@ -118,15 +119,10 @@ def _make_product(
         promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
         as_tuple=False,
         layout=layout,
-        key=functools.partial(_draw_key, module) if layer.needs_rng(format) else None,
+        key=draw_key if layer.needs_rng(format) else None,
         state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
-
-
-def _draw_key(module: nn.Module) -> jax.Array | None:
-    """Returns a key for stochastic rounding. `make_rng` alone would fall back on the key of the parameters."""
-    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
 
 
 def _call_einsum(

@@ -11,17 +11,12 @@ ODD_ROWS = f"the number of its rows is not a multiple of {MULTIPLE}"
 
 
 class CheckedFormat:
-    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default.
+    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default."""
 
-    Attributes:
-      kind: the name in policy strings.
-      slash: the field that a number after a slash sets.
-      least: the least values of the fields that cannot be 0.
-    """
-
-    kind: ClassVar[str]
-    slash: ClassVar[str] = ""
-    least: ClassVar[dict[str, int]] = {}
+    kind: ClassVar[str]  # the name in policy strings
+    slash: ClassVar[str] = ""  # the field that a number after a slash sets
+    least: ClassVar[dict[str, int]] = {}  # the least values of the fields that cannot be 0
+    also: ClassVar[dict[str, int]] = {}  # lower values of fields with a meaning of their own
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(cast(Any, self)):
@@ -35,13 +30,8 @@ class CheckedFormat:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
-            if value < (least := self.least.get(name, 0)) and not self.allows(name, value):
+            if value < (least := self.least.get(name, 0)) and value != self.also.get(name):
                 raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
-
-    def allows(self, name: str, value: int) -> bool:
-        """True if a field may have this value, although it is less than the least one."""
-        del name, value
-        return False
 
     def __str__(self) -> str:
         fields = dataclasses.fields(cast(Any, self))
@@ -110,19 +100,9 @@ class DelayedScaling:
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling`.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jmp_policy as jmp
     >>> str(jmp.quant.DelayedScaling()), str(jmp.quant.DelayedScaling("most_recent", delay=2))
     ('delayed', 'delayed/most_recent/2')
-
-    >>> from flax import linen as nn
-    >>> model = jmp.with_policy(nn.Dense(128), "float8/2_from_mixed_bfloat16")
-    >>> x, tx = jnp.full((16, 128), 3.0), jmp.optim.skip_nonfinite(optax.sgd(0.1))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> loss_fn = lambda variables: jnp.mean(model.apply(variables, x).astype(jnp.float32))
-    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
-    >>> variables, opt_state, loss = train_step(variables, tx.init(variables))
-    >>> variables["_overwrite_with_gradient"]["input_amax_history"].tolist()
-    [3.0, 0.0]
     """
 
     amax: str = "max"

@@ -74,7 +74,7 @@ class Int4(CheckedFormat):
 
     kind = "int4"
     slash = "block_size"
-    least = {"block_size": 1}  # noqa: RUF012
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
     bits: ClassVar[int] = 4
     """Bits per stored weight."""
 
@@ -86,9 +86,6 @@ class Int4(CheckedFormat):
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
         super().__post_init__()
-
-    def allows(self, name: str, value: int) -> bool:
-        return name == "block_size" and value == PER_CHANNEL
 
     @property
     def for_tables(self) -> "Int8 | Int4":
