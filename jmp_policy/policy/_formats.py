@@ -135,7 +135,7 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
+    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096, act_scale='dynamic'))
     """
     if spec is None or isinstance(spec, Quantization):
         return spec

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -162,6 +163,20 @@ def _repeat_by_shifts(bits: jax.Array, times: int) -> jax.Array:
 def _shift(bits: jax.Array, by: int) -> jax.Array:
     """Moves each column by `by` places and fills with zeros."""
     return lax.pad(bits, bits.dtype.type(0), [*[(0, 0, 0)] * (bits.ndim - 1), (by, -by, 0)])
+
+
+def number_positions(shape: Shape) -> jax.Array:
+    return lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+
+
+def scramble(words: jax.Array) -> jax.Array:
+    """Hashes uint32 to 16 bits that look random.
+
+    Source: the finalizer of MurmurHash3, by Appleby.
+    """
+    words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
+    return (words >> 16).astype(jnp.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
