@@ -108,27 +108,26 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     # Compares integers with the sign in the last bit, because a maximum of floats may lose a nan on CPUs.
     words = lax.bitcast_convert_type(x, jnp.uint32)
     bits = (words << 1) | (words >> 31)
+    # Columns last: XLA:CPU reduces leading axes as vectors, and columns one number after the other.
+    for axis, side in enumerate(sides[:-1]):
+        bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
     # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
     # and then copy all arrays in each iteration of a loop.
-    by_shifts, by_reshape = (functools.partial(form, sides=sides) for form in (_find_by_shifts, _find_by_reshape))
+    by_shifts, by_reshape = (functools.partial(form, side=sides[-1]) for form in (_join_by_shifts, _join_by_reshape))
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
 
 
-def _find_by_reshape(bits: jax.Array, sides: Shape) -> jax.Array:
-    split = [n for length, side in zip(bits.shape, sides, strict=True) for n in (length // side, side)]
-    return bits.reshape(split).max(tuple(range(1, len(split), 2)))
+def _join_by_reshape(bits: jax.Array, side: int) -> jax.Array:
+    return bits.reshape(*bits.shape[:-1], -1, side).max(-1)
 
 
-def _find_by_shifts(bits: jax.Array, sides: Shape) -> jax.Array:
-    for axis, side in enumerate(sides[:-1]):
-        if side > 1:
-            bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
+def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
     step = 1
-    while step < sides[-1]:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
+    while step < side:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
         bits = lax.max(bits, _shift(bits, -step))
         step *= 2
-    return bits[..., :: sides[-1]]
+    return bits[..., ::side]
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
