@@ -42,7 +42,8 @@ class QuantizedArray(Uncast):
 
     Attributes:
       values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two 4-bit
-        values to a byte, or the e4m3 of `MXFP8`.
+        values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the first half of its block in its low
+        half, and one of the second half in its high half; bytes of floats have two neighbors.
       scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
         float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`.
       zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
