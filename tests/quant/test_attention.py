@@ -40,9 +40,10 @@ BIAS, MASK = draw_masks()
     ],
 )
 def test_masks_equal_those_of_jax(options):
-    exact = jax.nn.dot_product_attention(*draw(), **options)
+    exact = jax.jit(lambda *operands: jax.nn.dot_product_attention(*operands, **options))(*draw())
     # The output dtype selects our own program without quantization.
-    ours = quant.dot_product_attention(*draw(), **options, preferred_element_type=np.float32)
+    wide = options | {"preferred_element_type": np.float32}
+    ours = jax.jit(lambda *operands: quant.dot_product_attention(*operands, **wide))(*draw())
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2**-16)
     unbatched = {name: x[0] if name in ("bias", "mask") else x for name, x in options.items() if "lengths" not in name}
@@ -93,10 +94,11 @@ def test_error_against_float64_is_within_the_format(format):
 def test_positions_after_a_sequence_do_not_count_in_scales():
     query, key, value = draw()
     options = {"key_value_seq_lengths": COLUMNS, "query_seq_lengths": ROWS, "quantization": "int8"}
-    out = quant.dot_product_attention(query, key, value, **options)
+    attend = jax.jit(lambda *operands: quant.dot_product_attention(*operands, **options))
+    out = attend(query, key, value)
     after = jnp.arange(48)[:, None, None] >= COLUMNS[:, None, None, None]
     poisoned = (jnp.where(after, 1e20, x) for x in (key, value))
-    np.testing.assert_array_equal(quant.dot_product_attention(query, *poisoned, **options), out)
+    np.testing.assert_array_equal(attend(query, *poisoned), out)
     assert not out[0, 20:].any()
 
 
