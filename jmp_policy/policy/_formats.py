@@ -20,6 +20,8 @@ class Int8(CheckedFormat):
       activations: if True, inputs are quantized as well.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+        In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -38,6 +40,7 @@ class Int8(CheckedFormat):
 
     activations: bool = True
     min_size: int = 4096
+    attention: bool = False
 
     @property
     def for_tables(self) -> "Int8":
@@ -119,8 +122,8 @@ def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
-    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
+    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)")
+    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=True, min_size=0, attention=False))
     """
     if spec is None or isinstance(spec, Quantization):
         return spec

@@ -12,6 +12,7 @@ from .._base import DTypeLike, at_least_float32, quote
 from ..policy import MXFP8, Quantization
 from ._numbers import pad_axis
 from ._operations import check_floating, einsum, parse_product_format
+from ._products import Einsum, label_einsum
 
 
 def dot_product_attention(
@@ -98,11 +99,9 @@ def dot_product_attention(
     query_lengths, lengths = (None if x is None else jnp.asarray(x) for x in lengths.values())
     query, key, value = _zero_after(query, query_lengths), _zero_after(key, lengths), _zero_after(value, lengths)
 
-    multiply: Any = functools.partial(einsum, quantization=format)
-    block = format.block_size if isinstance(format, MXFP8) else 1
+    multiply = functools.partial(multiply_padded, format)
     grouped = query.reshape(batch, rows, groups, heads // groups, features)
-    padded = (pad_axis(grouped, -1, block), pad_axis(key, -1, block))
-    logits = multiply("btkgh,bskh->bkgts", *padded, preferred_element_type=at_least_float32(dtype))
+    logits = multiply("btkgh,bskh->bkgts", grouped, key, preferred_element_type=at_least_float32(dtype))
     logits = logits.reshape(batch, heads, rows, columns) * jnp.asarray(
         features**-0.5 if scale is None else scale, logits.dtype
     )
@@ -113,13 +112,30 @@ def dot_product_attention(
         logits = jnp.where(kept, logits, np.asarray(-0.7 * jnp.finfo(logits.dtype).max, logits.dtype))
     logits = logits.astype(np.float32)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype).reshape(batch, groups, heads // groups, rows, columns)
-    padded = (pad_axis(weights, -1, block), pad_axis(value, 1, block))
-    out = multiply("bkgts,bskh->btkgh", *padded, preferred_element_type=preferred_element_type)
+    out = multiply("bkgts,bskh->btkgh", weights, value, preferred_element_type=preferred_element_type)
     out = _zero_after(out.reshape(batch, rows, heads, features), query_lengths).reshape(shape)
     if not return_residual:
         return out
     residual = jnp.swapaxes(jax.nn.logsumexp(logits, axis=-1), 1, 2).astype(dtype)
     return out, jax.lax.stop_gradient(residual.reshape(shape[:-1]))
+
+
+def multiply_padded(
+    format: Quantization | None, equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any
+) -> jax.Array:
+    """Computes `einsum`; operands of block formats are padded with zeros to whole blocks."""
+    if isinstance(format, MXFP8):
+        labels = label_einsum(lhs.ndim, rhs.ndim, Einsum(equation))
+        for axis in labels.summed_axes(labels.left):
+            lhs = pad_axis(lhs, axis, format.block_size)
+        for axis in labels.summed_axes(labels.right):
+            rhs = pad_axis(rhs, axis, format.block_size)
+    return einsum(equation, lhs, rhs, quantization=format, **options)
+
+
+def attention_format_of(quantization: Quantization | None) -> Quantization | None:
+    """Returns the format in which a policy multiplies in Flax's attention layers, or None for the compute dtype."""
+    return quantization if getattr(quantization, "attention", False) else None
 
 
 def _zero_after(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
