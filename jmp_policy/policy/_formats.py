@@ -24,6 +24,8 @@ class Int8(CheckedFormat):
         dynamic scales.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+        In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -45,6 +47,7 @@ class Int8(CheckedFormat):
     activations: bool = True
     min_size: int = 4096
     act_scale: Literal["dynamic", "static"] = "dynamic"
+    attention: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,8 +134,8 @@ def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
-    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096, act_scale='dynamic'))
+    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
+    (Int4(block_size=64, min_size=4096, table_bits=8), 0)
     """
     if spec is None or isinstance(spec, Quantization):
         return spec

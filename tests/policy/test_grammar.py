@@ -221,7 +221,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
          r"^'int4_from_f32' is quantized already in policy 'int8_from_int4_from_f32'\. For example: 'int8_from_"),
         ("int8/3_from_f32", r"^int8 takes no '/3' in 'int8/3' in policy 'int8/3_from_f32'\. For example: 'int8\(min_s"),
         ("int8(min=0)_from_f32",
-         r"^'min' is not an option of int8 in 'int8\(min=0\)' in policy .*\. Known are 'activations', 'min_size'"),
+         r"^'min' is not an option of int8 in 'int8\(min=0\)'.*Known are 'activations', 'min_size', 'act_scale'"),
         ("int8(min_size=0,)_from_f32", r"^'' is not an option of int8 in 'int8\(min_size=0,\)' in policy "),
         ("int4/3(block_size=4)_from_f32",
          r"^'block_size' is given twice in 'int4/3\(block_size=4\)' in policy .*For example: 'int4/128\(min_size=0\)"),
