@@ -14,7 +14,7 @@ from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
 from ..._jaxpr import ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
-from ...policy import ODD_ROWS, Float8
+from ...policy import ODD_ROWS, Float8, Policy
 from ._explanation import Explanation, Row
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
@@ -124,6 +124,17 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
     return sorted(source for source in marks if source not in list_paths_to(path))
 
 
+def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) -> Explanation:
+    """Returns the explanation of a function of `autocast`: a row per array of its weights."""
+    rows = []
+    for path, array, quantization in weights:
+        size = math.prod(array.shape)
+        kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
+        bytes_of = size * array.dtype.itemsize, size * 4
+        rows.append(Row(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
+    return Explanation(tuple(rows))
+
+
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
     """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
@@ -190,8 +201,11 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     Sums of many numbers in half precision are there, too: a policy reaches layers, and not functions such as
     `nn.avg_pool`. A model without a policy is explained as well.
 
+    Of a function of `autocast`, the rows are the arrays that its argument `weights` names, by their paths.
+    `row.quantization` is the format of such an array, or why it is left.
+
     Args:
-      model: a linen or nnx module, with a policy or without.
+      model: a linen or nnx module, with a policy or without; or a function of `autocast`.
       *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
         such as a Python bool, is passed on unchanged.
       method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
@@ -215,6 +229,8 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     >>> explanation.total_bytes, explanation.unused
     (96, ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",))
     """
+    if hasattr(model, "list_weights"):
+        return _explain_weights(*model.list_weights(inputs, kwargs))
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
