@@ -65,6 +65,7 @@ from ._rewriter import WRITERS as WRITERS, Rewriter as Rewriter, Rewritten as Re
 from ._rule import Context as Context, Rule as Rule
 from ._source import (
     AUTOCAST as AUTOCAST,
+    LIST_WEIGHTS as LIST_WEIGHTS,
     RECORD as RECORD,
     ROUNDING_SCOPE as ROUNDING_SCOPE,
     ModulePaths as ModulePaths,

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
 from .._jaxpr import (
     AUTOCAST,
+    LIST_WEIGHTS,
     Register,
     Rewriter,
     explain_tracing,
@@ -121,10 +122,10 @@ class _Autocast:
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
             return self._call(args, kwargs, [])
 
-        call_autocast.list_weights = self.list_weights  # type: ignore[attr-defined]
+        setattr(call_autocast, LIST_WEIGHTS, None if self._weights is None else self._list_weights)
         return call_autocast
 
-    def list_weights(self, args: Args, kwargs: Kwargs) -> tuple[Policy, list[WeightArray]]:
+    def _list_weights(self, args: Args, kwargs: Kwargs) -> tuple[Policy, list[WeightArray]]:
         """Describes the weights of a call, whose arguments may be abstract."""
         found: list[WeightArray] = []
         eval_shapes(lambda args, kwargs: self._call(args, kwargs, found), args, kwargs)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
+from ..._jaxpr import LIST_WEIGHTS, ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8, Policy
@@ -229,8 +229,9 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     >>> explanation.total_bytes, explanation.unused
     (96, ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",))
     """
-    if hasattr(model, "list_weights"):
-        return _explain_weights(*model.list_weights(inputs, kwargs))
+    list_weights = getattr(model, LIST_WEIGHTS, None)
+    if list_weights is not None:
+        return _explain_weights(*list_weights(inputs, kwargs))
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
