@@ -221,10 +221,11 @@ def test_an_explanation_says_why_a_weight_is_left(reason):
 
 
 def test_a_carried_weight_that_changes_is_left():
-    fun = lambda w, x: scan(lambda c, _: ((c[0] @ c[1], c[1] * 2), None), (x, w), length=2)[0] + x @ w
-    assert list_quantization(autocast(fun, POLICY, weights=0), W, X)["0"].endswith("int8")
-    text = str(jax.make_jaxpr(autocast(fun, POLICY, weights=0))(W, X))
-    assert text.count("preferred_element_type=int32") == 1
+    body = lambda c, _: ((c[0] @ c[1], c[1] * 2), None)
+    fun = autocast(lambda w, x: scan(body, (x, w[0]), length=2)[0] + x @ w[1], POLICY, weights=(0,))
+    found = list_quantization(fun, (W, W), X)
+    assert found == {"0/0": "left: a loop carries it and changes it", "0/1": "int8"}
+    assert str(jax.make_jaxpr(fun)((W, W), X)).count("preferred_element_type=int32") == 1
 
 
 def test_a_predicate_and_several_numbers_choose_weights():

@@ -201,6 +201,7 @@ class WeightFinder:
     ) -> tuple[list[WeightUse], dict[Atom, Names]]:
         """Does the same for a sub-jaxpr; returns the weights in the outputs of its equation."""
         entering = _look_up(known, [outer for outer, _ in body.inputs])
+        changed: list[WeightUse] = []
         while True:
             uses, inside = self.find(body.program, entering, place)
             leaving = _look_up(inside, [inner for inner, _ in body.outputs])
@@ -208,7 +209,9 @@ class WeightFinder:
             for i in body.carry if body.outputs else ():
                 again[i] = _join([entering[i], leaving[i - body.carry.start]])
             if again == entering:
-                return uses, {outer: own for (_, outer), own in zip(body.outputs, leaving, strict=True)}
+                return changed + uses, {outer: own for (_, outer), own in zip(body.outputs, leaving, strict=True)}
+            lost = [own for own, kept in zip(entering, again, strict=True) if own and not kept]
+            changed += [WeightUse(own, "a loop carries it and changes it", False) for own in lost]
             entering = again
 
     def _find_use(
