@@ -38,7 +38,9 @@ The tables list the differences.
 | small layers             | quantized                                    | stay, below `min_size` weights            |
 | `amax_history_length`    | any int, or a bool                           | a positive int                            |
 | `"mxfp8"`, `"nvfp4"`     | errors: there is nothing like them           | modes, and `"mxfp4"`                      |
-| `gptq`, `awq`, `ternary` | policies, `GPTQConfig`, `AWQConfig`          | errors: there is nothing like them        |
+| `gptq`, `awq`            | `model.quantize` with a config calibrates    | `quant.gptq` does                         |
+| `"gptq/2/64"`            | 2, 3, 4 or 8 bits, in groups                 | 4 bits; 8 bits with `"gptq/8/-1"` alone   |
+| `ternary`                | a mode                                       | an error: there is nothing like it        |
 
 | of loss scaling          | in Keras                                     | here                                      |
 |--------------------------|----------------------------------------------|-------------------------------------------|
@@ -65,6 +67,8 @@ from ._global_policy import (
 )
 from ._loss_scale import LossScaleOptimizer as LossScaleOptimizer, Policy as Policy
 from ._quantized_dtype_policy import (
+    AWQDTypePolicy as AWQDTypePolicy,
+    GPTQDTypePolicy as GPTQDTypePolicy,
     Int4DTypePolicy as Int4DTypePolicy,
     QuantizedDTypePolicy as QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
