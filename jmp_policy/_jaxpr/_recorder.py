@@ -111,8 +111,7 @@ class Devices(NamedTuple):
 class RecorderCalls:
     """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
 
-    Each equation is a jitted function, and equations with equal types share it. Inlined, a call would be a hundred
-    equations, and shard_map would check how each of their constants varies.
+    They are jitted functions, which equations with equal types share. Inlined, a call would be a hundred equations.
     """
 
     recorder: Recorder
@@ -164,10 +163,7 @@ class RecorderCalls:
 
 
 class _Type(NamedTuple):
-    """Type of an array, with the manual mesh axes over which it is varying, reduced or unreduced.
-
-    `spec` is its sharding over explicit axes, in a `shard_map` that keeps some.
-    """
+    """Type of an array, with the manual mesh axes over which it is varying, reduced or unreduced."""
 
     shape: tuple[int, ...]
     dtype: Any

@@ -49,11 +49,9 @@ class _Part(NamedTuple):
 def record_program(
     program: Program, recorder: Recorder, context: Any, *, arguments: Sequence[int] = (), results: Sequence[int] = ()
 ) -> Recorded:
-    """Makes a jaxpr return the measurements of a recorder, in a new output.
+    """Makes a jaxpr return the measurements of a recorder, first of `arguments` and last of `results`, in a new output.
 
-    `context` belongs to the equation that runs the jaxpr. The rows of the given `arguments` come first, and the rows
-    of the `results` come last. Returns the same jaxpr for the same arguments, so that JAX traces and compiles a shared
-    sub-jaxpr once.
+    `context` belongs to the equation that runs the jaxpr. Equal arguments give the same jaxpr, which JAX traces once.
     """
     return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))
 
@@ -105,10 +103,9 @@ class _Copy:
         devices: bool = False,
         gathers: bool = True,
     ) -> Recorded:
-        """Copies a jaxpr, and measures some of its arguments and outputs.
+        """Copies a jaxpr, and measures some of its arguments and outputs. `devices` adds a leading axis.
 
-        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond. With
-        `devices`, it has a leading axis for the devices that run the jaxpr.
+        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond.
         """
         old = body_of(program)
         self._measure([old.invars[i] for i in arguments])
@@ -234,8 +231,7 @@ class _Copy:
     ) -> None:
         """Writes an equation whose sub-jaxpr `inner` returns a record with the rows `lines`, or its parts.
 
-        The equation adds a leading axis to the record: of length `axis`, or for the `devices`. The record is folded
-        over that axis if `order` is given, else split into rows.
+        Its leading axis, of length `axis` or for `devices`, is folded if `order` is given, else split into rows.
         """
         if not lines:
             self._equations.append(eqn)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from .._base import did_you_mean, quote
 from ._block_formats import MXFP4, MXFP8, NVFP4, BlockFormat
@@ -18,8 +18,14 @@ class Int8(CheckedFormat):
 
     Args:
       activations: if True, inputs are quantized as well.
+      act_scale: `"dynamic"`, or `"static"` for one constant scale of each layer's inputs, from
+        `quantize(..., input_clips=calibrate(...))`. Inputs are not measured: larger ones are clipped, infinities too,
+        and a nan becomes an arbitrary integer. Weights that are not stored as int8, and embedding tables, use
+        dynamic scales.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+        In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -30,6 +36,8 @@ class Int8(CheckedFormat):
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.Int8()), str(jmp.quant.Int8(activations=False))
     ('int8', 'int8(activations=false)')
+    >>> str(jmp.quant.Int8(act_scale="static"))
+    'int8(act_scale=static)'
     """
 
     kind = "int8"
@@ -38,11 +46,21 @@ class Int8(CheckedFormat):
 
     activations: bool = True
     min_size: int = 4096
+    act_scale: Literal["dynamic", "static"] = "dynamic"
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.act_scale == "static" and not self.activations:
+            raise ValueError(
+                "act_scale='static' is for quantized inputs, and activations=False leaves them unquantized. "
+                "For example: Int8(act_scale='static')."
+            )
 
     @property
     def for_tables(self) -> "Int8":
         """The format of embedding tables."""
-        return self
+        return dataclasses.replace(self, act_scale="dynamic")
 
 
 PER_CHANNEL = -1
@@ -74,7 +92,7 @@ class Int4(CheckedFormat):
 
     kind = "int4"
     slash = "block_size"
-    least = {"block_size": 1}  # noqa: RUF012
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
     bits: ClassVar[int] = 4
     """Bits per stored weight."""
 
@@ -86,9 +104,6 @@ class Int4(CheckedFormat):
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
         super().__post_init__()
-
-    def allows(self, name: str, value: int) -> bool:
-        return name == "block_size" and value == PER_CHANNEL
 
     @property
     def for_tables(self) -> "Int8 | Int4":
@@ -108,6 +123,8 @@ Quantization = StoredFormat | Float8
 _KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, Float8, MXFP8, MXFP4, NVFP4)}
 KINDS = tuple(_KINDS)
 
+_CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
+_CALIBRATED_INT8 = re.compile(r"^\s*gptq\s*/\s*8\s*/\s*-1\s*$", re.IGNORECASE)
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
@@ -119,11 +136,14 @@ def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
-    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
+    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
+    (Int4(block_size=64, min_size=4096, table_bits=8), 0)
+    >>> parse_quantization("gptq/4/64") == parse_quantization("int4/64")
+    True
     """
     if spec is None or isinstance(spec, Quantization):
         return spec
+    spec = _translate_calibrated(spec) if isinstance(spec, str) else spec
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
     if found is None or found["kind"] not in _KINDS:
         suggestion = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
@@ -146,6 +166,16 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"In {quote(spec)}{where}: {error}") from None
+
+
+def _translate_calibrated(spec: str) -> str:
+    """Translates Keras's `gptq/4/128` and `awq/4/128` to the format that such weights are stored in.
+
+    >>> _translate_calibrated("gptq/4/64"), _translate_calibrated("gptq/8/-1"), _translate_calibrated("gptq/8/64")
+    ('int4/64', 'int8(activations=false)', 'gptq/8/64')
+    """
+    stored = _CALIBRATED_INT4.sub(r"int4/\1", spec)
+    return _CALIBRATED_INT8.sub("int8(activations=false)", stored)
 
 
 def _parse_option(kind: str, piece: str, place: str) -> tuple[str, str]:

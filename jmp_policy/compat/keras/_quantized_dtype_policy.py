@@ -12,26 +12,23 @@ INT4 = "int4"
 _PER_CHANNEL = ("none", "-1")
 KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))  # in Keras, a step applies the scale that the previous step stored
 
-MODES = ("int8", "int4", "int4/<block size>", FLOAT8)
+MODES = ("int8", "int4", "int4/<block size>", FLOAT8, "gptq/<bits>/<block size>", "awq/4/<block size>")
 
 
 class QuantizedDTypePolicy(DTypePolicy):
     """A dtype policy that also quantizes the weights of layers, under Keras's name and with Keras's attributes.
 
-    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` take it as is.
+    Immutable and hashable. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` accept it.
 
     Args:
-      mode: `"int8"`, `"int4"`, `"float8"`, or another string that names a quantization. A bare `"float8"` is Keras's,
-        as `QuantizedFloat8DTypePolicy` has it; a bare `"int4"` is ours, in blocks of 128; `"int4/64"` has a class of
-        its own in Keras, `Int4DTypePolicy`.
+      mode: `"int8"`, `"int4"` (in blocks of 128), `"float8"` (as in `QuantizedFloat8DTypePolicy`), or another string
+        that names a quantization.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
       TypeError: `source_name` is not a string.
       ValueError: `mode` is not a quantization mode; `source_name` names no policy, or a quantized one; or the
         mode is int8 and the compute dtype float16, which Keras refuses (`jmp_policy.get_policy` does not).
-
-    Source: `keras.dtype_policies.QuantizedDTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -81,23 +78,20 @@ def explain_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
 
 
 class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
-    """A dtype policy that computes the products of layers in float8, under Keras's name and with Keras's attributes.
+    """A dtype policy that computes the matmuls of layers in float8, under Keras's name and with Keras's attributes.
 
     It stands for `quant.Float8(DelayedScaling(delay=2), amax_history_length)`: as in Keras, a step applies the scale
-    that the step before stored. `jmp_policy.get_policy("float8_from_mixed_bfloat16")` acts a step sooner. Unlike
-    in Keras, layers that gain nothing stay in the compute dtype, such as layers with fewer than 16384 weights.
+    that the previous step stored. Unlike in Keras, layers with fewer than 16384 weights stay in the compute dtype.
 
     Args:
       mode: `"float8"`.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
-      amax_history_length: over how many steps a scale looks back.
+      amax_history_length: the number of steps that a scale looks back.
 
     Raises:
       TypeError: `source_name` is not a string, or `amax_history_length` is not an int (or is a bool).
       ValueError: `mode` is another one; `source_name` names no policy, or a quantized one; or
         `amax_history_length` is not positive.
-
-    Source: `keras.dtype_policies.QuantizedFloat8DTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -133,19 +127,16 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 class Int4DTypePolicy(QuantizedDTypePolicy):
     """A dtype policy that stores the weights of layers in 4 bits, under Keras's name and with Keras's attributes.
 
-    Blocks are as in `quant.Int4`: each has a scale and a zero point, also where there is one per output channel,
-    which is symmetric in Keras. Its docstring says which layers and tables are left in more bits, unlike in Keras.
+    Blocks are as in `quant.Int4`, whose docstring says which layers and tables keep more bits, unlike in Keras.
 
     Args:
-      mode: `"int4/64"`, with how many weights share a scale, or `"int4/-1"` for one block per output channel;
-        `"int4/None"`, as older files of Keras have it, is the same.
+      mode: `"int4/64"`, with the number of weights that share a scale, or `"int4/-1"` for one block per output channel
+        (`"int4/None"` in older files of Keras).
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
       TypeError: `source_name` is not a string.
       ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
-
-    Source: `keras.dtype_policies.Int4DTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -179,12 +170,95 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
         return INT4
 
 
-def read_block_size(mode: object) -> int | None:
-    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode.
+class _CalibratedDTypePolicy(QuantizedDTypePolicy):
+    """A dtype policy that stores weights as a calibrating method of Keras does."""
 
-    >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
-    [64, -1, None, None, None]
+    _method: str
+    _bits: tuple[int, ...]
+
+    def __init__(self, mode: str, source_name: str | None = None):
+        method, *numbers = mode.strip().lower().split("/") if isinstance(mode, str) else [""]
+        try:
+            bits, size = map(int, numbers)
+        except ValueError:
+            bits, size = 0, 0
+        if method.strip() != self._method or bits not in self._bits or size < -1 or size == 0:
+            raise ValueError(
+                f"Invalid mode for {type(self).__name__}: {quote(mode)}. Bits are among {self._bits}. For example: "
+                f"'{self._method}/4/128', or '{self._method}/4/-1'."
+            )
+        super().__init__(f"{self._method}/{bits}/{size}", source_name)
+        self._weight_bits, self._group_size = bits, size
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a weight."""
+        return self._weight_bits
+
+    @property
+    def group_size(self) -> int:
+        """Number of weights that share a scale; -1 for all of an output channel."""
+        return self._group_size
+
+    @property
+    def mode(self) -> str:
+        """The method, without its numbers."""
+        return self._method
+
+    @property
+    def quantization_mode(self) -> str:
+        """Same as `mode`."""
+        return self._method
+
+
+class GPTQDTypePolicy(_CalibratedDTypePolicy):
+    """A dtype policy for weights that `quant.gptq` makes, under Keras's name and with Keras's attributes.
+
+    It stores what `Int4DTypePolicy` stores; with 8 bits, what `"int8(activations=false)"` stores.
+
+    Args:
+      mode: `"gptq/4/128"`, with how many weights share a scale, or `"gptq/4/-1"` or `"gptq/8/-1"` for one scale per
+        output channel.
+      source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
+
+    Raises:
+      TypeError: `source_name` is not a string.
+      ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
+
+    Source: `keras.dtype_policies.GPTQDTypePolicy` of Keras 3.
+
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.GPTQDTypePolicy("gptq/4/128", "mixed_bfloat16")
+    >>> policy, policy.quantization_mode, policy.weight_bits, policy.group_size
+    (<GPTQDTypePolicy "gptq/4/128_from_mixed_bfloat16">, 'gptq', 4, 128)
+    >>> jmp.get_policy(policy) is jmp.get_policy("int4/128_from_mixed_bfloat16")
+    True
     """
+
+    _method = "gptq"
+    _bits = (4, 8)
+
+
+class AWQDTypePolicy(_CalibratedDTypePolicy):
+    """A dtype policy for weights in 4 bits that a calibrating method scales, under Keras's name.
+
+    Arguments, attributes and errors are as for `GPTQDTypePolicy`, with 4 bits alone.
+
+    Source: `keras.dtype_policies.AWQDTypePolicy` of Keras 3.
+
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> jmp.get_policy(keras.AWQDTypePolicy("awq/4/64", "mixed_bfloat16")).name
+    'int4/64_from_mixed_bfloat16'
+    """
+
+    _method = "awq"
+    _bits = (4,)
+
+
+def read_block_size(mode: object) -> int | None:
+    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode."""
     kind, _, size = mode.partition("/") if isinstance(mode, str) else ("", "", "")
     size = size.strip().lower()
     if kind.strip().lower() != INT4:

@@ -15,6 +15,8 @@ from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
 from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize_policy
 from ._global_policy import dtype_policy
 from ._quantized_dtype_policy import (
+    AWQDTypePolicy as AWQDTypePolicy,
+    GPTQDTypePolicy as GPTQDTypePolicy,
     Int4DTypePolicy as Int4DTypePolicy,
     QuantizedDTypePolicy as QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
@@ -30,8 +32,6 @@ def get(identifier: Any) -> DTypePolicy:
 
     Raises:
       ValueError: `identifier` is none of these.
-
-    Source: `keras.dtype_policies.get` of Keras 3.
 
     >>> from jmp_policy.compat import keras
     >>> keras.dtype_policies.get({"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}})
@@ -55,8 +55,6 @@ def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
     Raises:
       TypeError: `dtype_policy` is not a dtype policy.
 
-    Source: `keras.dtype_policies.serialize` of Keras 3.
-
     >>> from jmp_policy.compat import keras
     >>> keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16"))["config"]
     {'mode': 'int4/64', 'source_name': 'bfloat16'}
@@ -76,10 +74,7 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
       custom_objects: further classes, by name.
 
     Raises:
-      ValueError: `config` is not such a dictionary, or its class does not exist here, such as those for `gptq`, `awq`
-        and `ternary`.
-
-    Source: `keras.dtype_policies.deserialize` of Keras 3.
+      ValueError: `config` is not such a dictionary, or its class does not exist here.
 
     >>> from jmp_policy.compat import keras
     >>> saved = keras.dtype_policies.serialize(keras.DTypePolicyMap("float32", {"head": "bfloat16"}))
