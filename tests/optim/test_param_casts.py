@@ -1,11 +1,13 @@
 """Casts are taken out of a function exactly where that changes no bit of a gradient."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.optim._steps._minimize import extract_half_casts
+from jmp_policy.optim._steps._minimize import _find_half_casts, extract_half_casts
 
 HALF = jnp.float16
 W = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -66,3 +68,19 @@ def test_custom_derivatives_are_kept():
     doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
     copy, of_copy = extract_half_casts(lambda w: jnp.sum(doubled(w.astype(HALF)).astype(jnp.float32)), W)
     np.testing.assert_array_equal(jax.grad(of_copy)(copy), jnp.full((2, 3), 2, HALF))
+
+
+def test_all_parameters_are_looked_up_in_one_walk_through_the_jaxpr():
+    """Tracing `minimize` took time quadratic in the number of parameters."""
+
+    class CountedList(list):
+        walks = 0
+
+        def __iter__(self):
+            self.walks += 1
+            return super().__iter__()
+
+    body = jax.make_jaxpr(lambda leaves: [leaf.astype(HALF) * 2 for leaf in leaves])([W] * 5).jaxpr
+    counted = SimpleNamespace(invars=body.invars, outvars=body.outvars, eqns=CountedList(body.eqns))
+    assert all(_find_half_casts(counted))
+    assert counted.eqns.walks == 1

@@ -43,7 +43,7 @@ from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_MANY_ROWS, _SECONDS_PER_ROW = 500, 0.03  # of a CPU: see `benchmarks/numerics.py`
+_MANY_ROWS, _SECONDS_PER_ROW = 500, 0.02  # of a CPU: see `benchmarks/numerics.py`
 MOST_TURNS = 64
 """With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 

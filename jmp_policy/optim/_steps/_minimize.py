@@ -182,23 +182,31 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[Py
 
     traced = jax.make_jaxpr(call_on_leaves)(leaves)
     # The gradients of several uses must be summed in the dtype of the parameter.
-    casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
+    casts = _find_half_casts(traced.jaxpr)
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
     cast_like = lambda leaf, cast: lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
     copies = [leaf if cast is None else cast_like(leaf, cast) for leaf, cast in zip(leaves, casts, strict=True)]
     return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
 
 
-def _only_use(jaxpr: core.Jaxpr, var: core.Var) -> core.JaxprEqn | None:
-    """Returns the cast to half precision that is the only equation to read a variable, or None."""
-    readers = [eqn for eqn in jaxpr.eqns for read in eqn.invars if read is var]
-    if len(readers) != 1 or any(out is var for out in jaxpr.outvars):
-        return None
-    (eqn,) = readers
-    aval: Any = var.aval
-    is_float32 = np.dtype(aval.dtype) == np.float32 and not aval.weak_type
-    is_cast = eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
-    return eqn if is_cast and is_float32 else None
+def _find_half_casts(jaxpr: core.Jaxpr) -> list[core.JaxprEqn | None]:
+    """Returns, for each argument, the cast to half precision that is its only use, or None."""
+    readers: dict[int, list[core.JaxprEqn]] = {id(var): [] for var in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for read in eqn.invars:
+            readers.get(id(read), []).append(eqn)
+    results = set(map(id, jaxpr.outvars))
+    uses = [(var, readers[id(var)]) for var in jaxpr.invars]
+    return [
+        eqns[0] if len(eqns) == 1 and id(var) not in results and _is_half_cast(eqns[0]) else None for var, eqns in uses
+    ]
+
+
+def _is_half_cast(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name != "convert_element_type" or not is_half(eqn.outvars[0].aval):
+        return False
+    aval: Any = eqn.invars[0].aval
+    return np.dtype(aval.dtype) == np.float32 and not aval.weak_type
 
 
 def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> core.ClosedJaxpr:
