@@ -21,7 +21,7 @@ FIRST_COUNTS = 4
 """Times, zeros, nans and infinities come before the counts of formats."""
 
 _LARGEST_COUNT = 2**32
-_LARGEST_SUM, _BLOCK = 2**16, 4096  # squares that are added up in a row, and those of a block of a larger tensor
+_LARGEST_SUM, _BLOCK = 2**16, 4096  # the most squares in one sum; larger tensors are summed in blocks of 4,096 first
 
 
 class Extremes(NamedTuple):

@@ -268,7 +268,7 @@ def _choose_extremes(sample: Sample, extremes: Extremes) -> Extremes:
 
 
 def _scale_up(sums: jax.Array, extremes: Extremes, weight: jax.Array) -> jax.Array:
-    """Replaces the sum of the squares of a sample by that of all elements, and scales errors by the same factor."""
+    """Replaces the sum of squares of a sample by the sum over all elements, and scales errors by the same factor."""
     of_sample = lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
     square = convert_square(extremes, of_sample * lax.convert_element_type(weight, sums.dtype))
     ratio = lax.select(lax.gt(of_sample, lax.full_like(of_sample, 0)), square / of_sample, lax.full_like(square, 0))
