@@ -86,6 +86,12 @@ def test_an_mlp_has_the_bits_of_with_policy(format):
 
 
 @pytest.mark.slow
+def test_a_weight_is_rounded_before_the_cast_of_its_author():
+    model = nn.Dense(64, dtype=jnp.bfloat16)
+    assert_equals_with_policy(model, jax.random.normal(jax.random.key(1), (32, 64)), POLICY)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "mxfp8", "float8(min_size=0,recipe=current)"])
 def test_a_convnet_has_the_bits_of_with_policy(format):
     assert_equals_with_policy(ConvNet(), IMAGES, f"{format}_from_mixed_bfloat16")
