@@ -77,9 +77,9 @@ from ._source import (
     find_origin as find_origin,
     find_raising_line as find_raising_line,
     find_running_line as find_running_line,
-    is_called_by as is_called_by,
     is_called_by_library as is_called_by_library,
-    is_traced_in as is_traced_in,
+    is_called_by_loss as is_called_by_loss,
+    is_traced_in_loss as is_traced_in_loss,
     list_functions as list_functions,
     split_line as split_line,
 )

@@ -49,10 +49,7 @@ class Rewriter:
         context: Context,
         out_dtypes: Sequence[np.dtype | None] | None = None,
     ) -> Rewritten:
-        """Rewrites a jaxpr for arguments of the given kinds; `out_dtypes` requests dtypes of outputs.
-
-        Returns the same object for the same arguments, so that JAX traces and compiles a shared sub-jaxpr once.
-        """
+        """Rewrites a jaxpr for arguments of some kinds; equal arguments give the same jaxpr, which JAX traces once."""
         wanted = None if out_dtypes is None else tuple(out_dtypes)
         key = (self.rule, tuple(kinds), context, wanted)
         found = self.rule.rewritten.setdefault(program, {})
@@ -195,12 +192,7 @@ class Rewriter:
         return self._write_primal(eqn, values, body, context, changed)
 
     def _write_primal(
-        self,
-        eqn: JaxprEqn,
-        values: list[Value],
-        body: JaxprBuilder,
-        context: Context,
-        changed: dict[str, Any],
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context, changed: dict[str, Any]
     ) -> list[Value] | None:
         """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes of its derivative."""
         if not self.rule.rewrites_primal_only(eqn, context):

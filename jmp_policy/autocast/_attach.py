@@ -35,7 +35,7 @@ from ..modules import (
     resolve_policy,
 )
 from ..modules.common import eval_shapes
-from ..policy import Policy, PolicyMap, PolicySpec
+from ..policy import Policy, PolicyMap, PolicySpec, list_policies
 from ._rewrite import (
     AutocastRules,
     CastingRule,
@@ -77,16 +77,12 @@ def attach(
 
 def _warn_of_float32(default: Policy | PolicyMap) -> None:
     """Warns if no policy was given and the default policy computes in float32 only."""
-    if all(policy.compute_dtype == np.float32 for policy in _list_policies(default)):
+    if all(policy.compute_dtype == np.float32 for policy in list_policies(default)):
         warn_user(
             "autocast was given no policy, and computes in float32 as the default policy says: nothing runs in half "
             "precision. For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
             "autocast(loss_fn, 'float32') to keep float32."
         )
-
-
-def _list_policies(policy: Policy | PolicyMap) -> list[Policy]:
-    return [root_policy(policy), *(rule.policy for rule in getattr(policy, "rules", ()))]
 
 
 def _wrap_function(fun: Any, **options: Any) -> Any:
@@ -113,7 +109,7 @@ class _Autocast:
     ):
         self._fun, self._policy, self._rules, self._custom_rules = fun, policy, rules, custom_rules
         # Policies without quantization have no use for weights.
-        self._weights = weights if any(each.quantization is not None for each in _list_policies(policy)) else None
+        self._weights = weights if any(each.quantization is not None for each in list_policies(policy)) else None
         self._register = Register() if has_scopes(policy, rules) else None
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
@@ -132,7 +128,7 @@ class _Autocast:
         return root_policy(self._policy), found
 
     def _call(self, args: Args, kwargs: Kwargs, found: list[WeightArray]) -> Any:
-        for each in _list_policies(self._policy):
+        for each in list_policies(self._policy):
             meet_reduce_dtype(each.reduce_dtype)
         given = len(args)
         # A partial or bound method may hold an nnx object, which the function can update only as an argument.

@@ -55,10 +55,7 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
-    """All rules by scope, and the modules of the program. Equal objects share rewritten jaxprs.
-
-    The user's `rows` and `backward_rows` win over the rules of a map.
-    """
+    """All rules by scope, with the user's rows before those of a map, and the modules of the jaxpr."""
 
     policy: Policy | PolicyMap
     rows: tuple[ScopeRow, ...]
@@ -301,10 +298,7 @@ class Functions:
         return found
 
     def _look_up(self) -> None:
-        """Finds the code objects of the functions, again if modules were loaded since.
-
-        The search compares ids, because hashing a code object is slower. `_codes` keeps the ids valid.
-        """
+        """Finds the code objects of the functions by id, as hashing is slower, again if modules were loaded since."""
         if len(sys.modules) == self._loaded:
             return
         self._loaded = len(sys.modules)
