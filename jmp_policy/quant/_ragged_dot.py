@@ -54,8 +54,8 @@ def ragged_dot(
 ) -> jax.Array:
     """Computes `jax.lax.ragged_dot`, the matmul of a mixture of experts, with both operands in 8 bits.
 
-    The output and the gradients of each group are those of `dot_general` on its rows and its matrix, up to the order of
-    sums. JAX has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact,
+    Each group has the output and the gradients of `dot_general` on its rows and its matrix, up to the order of sums. JAX
+    has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact,
     with float32 sums.
 
     Args:
