@@ -54,9 +54,9 @@ def ragged_dot(
 ) -> jax.Array:
     """Computes `jax.lax.ragged_dot`, the matmul of a mixture of experts, with both operands in 8 bits.
 
-    The output and the gradients of each group are those of `dot_general` on its rows and its matrix, up to the order of
-    sums. JAX has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact,
-    with float32 sums.
+    Each group has the output and the gradients of `dot_general` on its rows and its matrix, up to the order of sums.
+    JAX has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact, with
+    float32 sums.
 
     Args:
       lhs: floating, of shape `(m, k)`: the rows of the first group, then of the second, and so on.
