@@ -114,11 +114,7 @@ def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
 
 
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
-    """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
-
-    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
-    """
+    """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given."""
     if spec is None or isinstance(spec, Quantization):
         return spec
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
