@@ -61,10 +61,11 @@ from ._program import (
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import record_program as record_program
-from ._rewriter import Rewriter as Rewriter, Rewritten as Rewritten
+from ._rewriter import WRITERS as WRITERS, Rewriter as Rewriter, Rewritten as Rewritten
 from ._rule import Context as Context, Rule as Rule
 from ._source import (
     AUTOCAST as AUTOCAST,
+    LIST_WEIGHTS as LIST_WEIGHTS,
     RECORD as RECORD,
     ROUNDING_SCOPE as ROUNDING_SCOPE,
     ModulePaths as ModulePaths,

@@ -52,6 +52,10 @@ class Recorder(abc.ABC):
     def choose(self, eqn: JaxprEqn, context: Any) -> Sequence[int]:
         """Returns the positions of the outputs to measure. It is not called for equations that are entered."""
 
+    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
+        """Returns the position of an operand that has the same measurements as an output, which then shares them."""
+        return None
+
     @abc.abstractmethod
     def splits(self, turns: int) -> bool:
         """True if each iteration of a loop of length `turns` has rows of its own."""

@@ -145,6 +145,9 @@ ELSEWHERE = "^"
 AUTOCAST = "jmp_autocast"
 """The scope of equations that autocast wrote; not part of a module path."""
 
+LIST_WEIGHTS = "_jmp_list_weights"
+"""The attribute of a function of autocast that describes the weights of a call, for `explain`."""
+
 RECORD = "jmp_record"
 """The scope of a recorder's measurements; not part of a module path."""
 

@@ -11,9 +11,18 @@ import numpy as np
 from flax import linen as nn
 
 from ..modules.common import round_result
-from ..policy import Float8, Policy, stored_format_of
+from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, embedding_lookup
-from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, attend, find_accumulate_dtype
+from ..quant._layers import (
+    LayerProduct,
+    Multiply,
+    Promote,
+    WeightedLayer,
+    attend,
+    attention_format_of,
+    find_accumulate_dtype,
+    multiply_padded,
+)
 from ..quant._products import ROUNDING, Einsum, label_einsum
 from ..quant._weights import (
     FakeQuantized,
@@ -54,6 +63,8 @@ def multiply_by_policy(
         return next_fun
     if isinstance(module, nn.RNN) and isinstance(format, Float8):
         return share_state(module, format, next_fun)
+    if isinstance(module, nn.MultiHeadDotProductAttention):
+        return _attend_by_policy(module, attention_format_of(format), next_fun)
     if layer_of(type(module)) is None or (format is None and policy.accumulate_dtype is None):
         return next_fun
 
@@ -66,6 +77,23 @@ def multiply_by_policy(
         return out if policy.accumulate_dtype is None else round_result(out, module.dtype)  # type: ignore[attr-defined]
 
     return call_layer
+
+
+def _attend_by_policy(
+    module: nn.MultiHeadDotProductAttention, format: Quantization | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the method of an attention layer with both of its matmuls in a format."""
+    fields = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+    is_open = module.attention_fn is nn.dot_product_attention and module.precision is None
+    if format is None or not is_open or any(getattr(module, name) is not None for name in fields):
+        return next_fun
+
+    def call_attention(*args: Any, **kwargs: Any) -> Any:
+        multiply = lambda: functools.partial(multiply_padded, format)
+        with temporarily_set(module, dict.fromkeys(fields, multiply)):
+            return next_fun(*args, **kwargs)
+
+    return call_attention
 
 
 def find_sums_dtype(module: nn.Module, policy: Policy) -> np.dtype | None:

@@ -15,13 +15,14 @@ from jax.typing import DTypeLike
 from .._base import OVERWRITE, Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
-from ..quant import QuantizedArray, embedding_lookup
+from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
 from ..quant._layers import (
     WHY_AS_NUMBERS,
     LayerProduct,
     Multiply,
     Promote,
     attend,
+    attention_format_of,
     find_accumulate_dtype,
     is_narrower,
     is_own,
@@ -49,6 +50,10 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
     """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
+    if issubclass(base, nnx.MultiHeadAttention):
+        attention = attention_format_of(policy.quantization)
+        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
+        return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
     weight = find_weight(base, attributes)
     if weight is None:
         return {}
@@ -70,6 +75,27 @@ def make_product_attributes(base: type, attributes: Attributes, policy: Policy) 
     if product.stored_format is not None or accumulate is not None:
         new["promote_dtype"] = (PromoteTable if issubclass(base, nnx.Embed) else Promote)(product)
     return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """The `attention_fn` of a layer whose policy quantizes attention."""
+
+    format: Quantization
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, mask: Any, is_causal: bool, **options: Any
+    ) -> Any:
+        # Flax calls JAX's function unless it needs the weights.
+        if options["dropout_rate"] != 0 or options["module"] is not None:
+            return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, **options)
+        shape = query.shape
+        query, key, value = default_promote()((query, key, value), dtype=options["dtype"])
+        if query.ndim > 4:
+            query, key, value, mask = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), (query, key, value, mask))
+        mask = None if mask is None else mask.astype(bool)
+        attend = functools.partial(dot_product_attention, is_causal=is_causal, quantization=self.format)
+        return attend(query, key, value, mask=mask).reshape(shape)
 
 
 def choose_weight_format(

@@ -154,9 +154,10 @@ class Float8(CheckedFormat):
       weight_grad: if True, the weight gradient is computed in float8 too; otherwise in the compute dtype.
       min_size: weights with fewer elements stay in the compute dtype. For small layers the casts cost more time than
         the 8-bit matmul saves. The break-even size depends on the device.
+      attention: as for `Int8`; only with `CurrentScaling`.
 
     Raises:
-      TypeError, ValueError: an argument has the wrong type or an unknown value.
+      TypeError, ValueError: an argument has the wrong type or an unknown value, or `attention` has delayed scaling.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.
@@ -177,7 +178,13 @@ class Float8(CheckedFormat):
     margin: int = 0
     weight_grad: bool = True
     min_size: int = 2**14
+    attention: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", parse_recipe(self.recipe))
         super().__post_init__()
+        if self.attention and isinstance(self.recipe, DelayedScaling):
+            raise ValueError(
+                f"attention keeps no state, which the recipe {str(self.recipe)!r} needs. "
+                "For example: Float8(recipe='current', attention=True)."
+            )

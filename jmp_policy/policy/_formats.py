@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from .._base import did_you_mean, quote
 from ._block_formats import MXFP4, MXFP8, NVFP4, BlockFormat
@@ -18,8 +18,14 @@ class Int8(CheckedFormat):
 
     Args:
       activations: if True, inputs are quantized as well.
+      act_scale: `"dynamic"`, or `"static"` for one constant scale of each layer's inputs, from
+        `quantize(..., input_clips=calibrate(...))`. Inputs are not measured: larger ones are clipped, infinities too,
+        and a nan becomes an arbitrary integer. Weights that are not stored as int8, and embedding tables, use
+        dynamic scales.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+        In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -30,6 +36,8 @@ class Int8(CheckedFormat):
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.Int8()), str(jmp.quant.Int8(activations=False))
     ('int8', 'int8(activations=false)')
+    >>> str(jmp.quant.Int8(act_scale="static"))
+    'int8(act_scale=static)'
     """
 
     kind = "int8"
@@ -38,11 +46,21 @@ class Int8(CheckedFormat):
 
     activations: bool = True
     min_size: int = 4096
+    act_scale: Literal["dynamic", "static"] = "dynamic"
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.act_scale == "static" and not self.activations:
+            raise ValueError(
+                "act_scale='static' is for quantized inputs, and activations=False leaves them unquantized. "
+                "For example: Int8(act_scale='static')."
+            )
 
     @property
     def for_tables(self) -> "Int8":
         """The format of embedding tables."""
-        return self
+        return dataclasses.replace(self, act_scale="dynamic")
 
 
 PER_CHANNEL = -1

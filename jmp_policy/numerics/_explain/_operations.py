@@ -11,10 +11,10 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
+from ..._jaxpr import LIST_WEIGHTS, ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
-from ...policy import ODD_ROWS, Float8
+from ...policy import ODD_ROWS, Float8, Policy
 from ._explanation import Explanation, Row
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
@@ -120,6 +120,17 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
     return sorted(source for source in marks if source not in list_paths_to(path))
 
 
+def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) -> Explanation:
+    """Returns the explanation of a function of `autocast`: a row per array of its weights."""
+    rows = []
+    for path, array, quantization in weights:
+        size = math.prod(array.shape)
+        kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
+        bytes_of = size * array.dtype.itemsize, size * 4
+        rows.append(Row(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
+    return Explanation(tuple(rows))
+
+
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
     """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
@@ -185,8 +196,11 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     `PolicyMap` that decide for no module are listed, and so are sums of many elements in half precision: a policy
     reaches layers, but not functions such as `nn.avg_pool`. A model without a policy is explained as well.
 
+    Of a function of `autocast`, the rows are the arrays that its argument `weights` names, by their paths.
+    `row.quantization` is the format of such an array, or why it is left.
+
     Args:
-      model: a linen or nnx module, with a policy or without.
+      model: a linen or nnx module, with a policy or without; or a function of `autocast`.
       *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s. Others are passed on unchanged.
       method: the name of a method, a method, or a function of the module, instead of the module itself.
       rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
@@ -209,6 +223,9 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     >>> explanation.unused
     ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",)
     """
+    list_weights = getattr(model, LIST_WEIGHTS, None)
+    if list_weights is not None:
+        return _explain_weights(*list_weights(inputs, kwargs))
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
