@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..._jaxpr import choose_line
 from ._collective import KINDS, REDUCING, Collective, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, judge
+from ._traced import PRIMITIVES, FindPlace, Flow, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
@@ -89,8 +89,8 @@ _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
 def read_module(
     module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace
-) -> FoundCollectives:
-    """Lists the collectives of a partitioned module. The meshes name the axes."""
+) -> tuple[list[Collective], list[str]]:
+    """Lists the collectives of a partitioned module, as `read_program` does. The meshes name the axes."""
     _complete_names(module)
     reader = _Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
@@ -99,7 +99,7 @@ def read_module(
         rows += reader.describe(site)
         for loop in site.loops:
             loops.setdefault(reader.find_line(loop))
-    return FoundCollectives([row for row in rows if row.devices > 1], list(loops))
+    return [row for row in rows if row.devices > 1], list(loops)
 
 
 def _complete_names(module: Module) -> None:
