@@ -65,9 +65,6 @@ class Attachment:
     """One walk over a module tree that gives each module its spec.
 
     Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
-
-    Attributes:
-      types: the types of the modules met, by path.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Attachment:
     ):
         self.given = given
         self.no_cast = no_cast
-        self.types = dict(lineage)
+        self.types = dict(lineage)  # the types of the modules met, by path
         self._on_mismatch = on_mismatch
         self._owned = owned
         self._layers: dict[str, np.dtype | None] = {}  # path -> wider dtype of the author
