@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_reduce_dtype, spread_specs
+from .._base import PyTree, Spec, describe, is_wider, meet_reduce_dtype, spread_specs
 from ..policy import PolicySpec, get_policy, list_policies
 
 
@@ -33,13 +32,6 @@ def apply_reduce_dtype(spec: PolicySpec) -> None:
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
             meet_reduce_dtype(policy.reduce_dtype)
-
-
-def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    """Casts an array to a dtype, if both are real floating."""
-    if dtype is None or leaf.dtype == dtype or not is_floating_dtype(leaf.dtype):
-        return leaf
-    return lax.convert_element_type(leaf, dtype)
 
 
 Path = tuple[Any, ...]
