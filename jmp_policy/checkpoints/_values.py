@@ -153,8 +153,9 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-    made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout)
-    return dataclasses.replace(made, input_clip=_choose_clip(None, like))
+    clip = _choose_clip(None, like)
+    made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout, input_clip=clip)
+    return dataclasses.replace(made, input_clip=clip)
 
 
 def _choose_clip(saved: Any, like: QuantizedArray) -> Any:

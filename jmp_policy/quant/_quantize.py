@@ -49,7 +49,7 @@ def quantize(
         have no module types.
       clip: how the range of each weight is chosen, as for `quantize_array`.
       input_clips: magnitudes by module path to clip a layer's inputs to, from `calibrate`. They are ignored where
-        inputs are not quantized.
+        inputs are not quantized, and required for `Int8(act_scale="static")` unless `target` is abstract.
       stacked: for variables: patterns of paths of modules whose weights have a leading axis of layers, as from
         `nn.scan` and `nn.vmap`. Each covers submodules too, and stands for one leading axis. Modules with a bias need
         no pattern.
@@ -61,8 +61,8 @@ def quantize(
 
     Raises:
       ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already or blocks
-        do not divide it; a rule for variables has a type as its key; or `clip`, `input_clips` or `stacked` is not
-        valid, or matches nothing.
+        do not divide it; a rule for variables has a type as its key; a layer with `act_scale="static"` is missing in
+        `input_clips`; or `clip`, `input_clips` or `stacked` is not valid, or matches nothing.
       TypeError: `target` is neither.
 
     Warns:

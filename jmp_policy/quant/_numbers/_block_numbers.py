@@ -136,18 +136,27 @@ def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def pack(values: jax.Array, axis: int) -> jax.Array:
-    """Packs 4-bit values two to a byte (uint8), the first in the low half. An axis of odd length is padded."""
+    """Packs 4-bit values two to a byte (uint8). An axis of odd length is padded.
+
+    Of floats, the first of two neighbors is in the low half of a byte. Of integers, the first half of the axis is in
+    the low halves: XLA for TPUs fuses a concatenation into a matmul, but writes interleaved values to memory.
+    """
     axis %= values.ndim
     if values.shape[axis] % 2:
         values = jnp.pad(values, [(0, int(i == axis)) for i in range(values.ndim)])
-    pairs = values.reshape(*values.shape[:axis], values.shape[axis] // 2, 2, *values.shape[axis + 1 :])
+    half = values.shape[axis] // 2
+    if values.dtype == jnp.uint4:
+        low, high = jnp.split(values.astype(jnp.uint8), 2, axis)
+        return low | (high << 4)
+    pairs = values.reshape(*values.shape[:axis], half, 2, *values.shape[axis + 1 :])
     return lax.bitcast_convert_type(jnp.moveaxis(pairs, axis + 1, -1), jnp.uint8)
 
 
 def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """Inverse of `pack`. Padding of an axis of odd length remains."""
+    """Inverse of `pack`; integers as uint8. Padding of an axis of odd length remains."""
     axis %= packed.ndim
-    # A bitcast, because XLA for TPUs fuses it into a matmul, but writes the result of masks and shifts to memory.
+    if dtype == jnp.uint4:
+        return jnp.concatenate([packed & 15, packed >> 4], axis)
     # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
     pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])

@@ -22,8 +22,8 @@ def multiply_quantized(
 ) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight, and straight-through derivatives.
 
-    - `Int8` with activations: each row of `left` is quantized, int8 values are multiplied into int32, and the sums are
-      scaled in float32. This needs one weight scale per sum.
+    - `Int8` with activations: each row of `left` is quantized, or all of it by one static scale; int8 values are
+      multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
     - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
@@ -66,9 +66,11 @@ def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
 
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
-    """Quantizes each row of an input to int8 by its largest magnitude, or by the calibrated clip."""
+    """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
+    if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
+        return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
     amax = measure_row_amax(left, summed)
     if clip is not None:
         # Clipping would hide an infinity. All clips of a stack are equal; they are repeated to be sliced with it.

@@ -42,7 +42,8 @@ class QuantizedArray(Uncast):
 
     Attributes:
       values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two 4-bit
-        values to a byte, or the e4m3 of `MXFP8`.
+        values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the first half of its block in its low
+        half, and one of the second half in its high half; bytes of floats have two neighbors.
       scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
         float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`.
       zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
@@ -204,7 +205,8 @@ def quantize_array(
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, it is quantized already, or `quantization` or `clip` is not valid.
+      ValueError: blocks do not divide it, it is quantized already, `quantization` or `clip` is not valid, or
+        `act_scale="static"` has no `input_clip`. For a `jax.ShapeDtypeStruct` it needs none.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
@@ -217,6 +219,10 @@ def quantize_array(
             f"quantize_array needs a format that stores weights, got {given!r}. For example: quantize_array(w, 'int8')."
         )
     _check_quantizable(array, where)
+    if isinstance(format, Int8) and format.act_scale == "static" and input_clip is None:
+        if not isinstance(array, jax.ShapeDtypeStruct):
+            raise UncalibratedError(format, where)
+        input_clip = 0.0  # its value does not matter
     if isinstance(array, jax.ShapeDtypeStruct):
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
@@ -238,6 +244,18 @@ def quantize_array(
     if input_clip is not None and isinstance(format, Int8) and format.activations:
         clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
+
+
+class UncalibratedError(ValueError):
+    """Raised for a static scale of inputs that were not calibrated."""
+
+    def __init__(self, format: Int8, where: str):
+        super().__init__(
+            f"{str(format)!r} scales the inputs of a layer by a calibrated magnitude, and the weight{where} has none. "
+            "For example: quantize(variables, policy, input_clips=calibrate(model, batches, variables=variables)). "
+            "calibrate leaves out layers that no batch reaches: give those another policy by a rule of a PolicyMap, or "
+            "a magnitude of your own: input_clips={..., 'path': 6.0}."
+        )
 
 
 def _check_quantizable(array: Any, where: str) -> None:
