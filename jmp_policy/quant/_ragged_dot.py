@@ -34,9 +34,7 @@ from ._numbers import (
     narrow_sums,
     pad_axis,
     quantize_symmetric,
-    round_gradient,
-    round_input,
-    round_weight,
+    round_operand,
     saturate,
 )
 from ._operations import check_floating, parse_product_format
@@ -299,7 +297,7 @@ def _block_forward(spec: _Spec, left: jax.Array, right: jax.Array, sizes: jax.Ar
     format = spec.format
     assert isinstance(format, MXFP8)
     multiply = functools.partial(_multiply_groups, axis=1, preferred_element_type=np.float32)
-    rows, weight = round_input(left, format, 1), round_weight(right, format, -2)
+    rows, weight = round_operand(left, None, format, 1, "input"), round_operand(right, None, format, -2, "weight")
     return _multiply_blocks(multiply, rows, 1, weight, 1, sizes).astype(spec.dtype), (left, right, sizes)
 
 
@@ -307,12 +305,15 @@ def _block_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     (left, right, sizes), format = residuals, spec.format
     assert isinstance(format, MXFP8)
     block, options = format.block_size, {"preferred_element_type": np.float32}
-    grads = round_gradient(pad_axis(grad, 1, block), None, format, 1)
-    weight = round_weight(pad_axis(right, 2, block), format, -1)
+    grads = round_operand(pad_axis(grad, 1, block), None, format, 1, "gradient")
+    weight = round_operand(pad_axis(right, 2, block), None, format, -1, "weight")
     left_grad = _multiply_blocks(functools.partial(_multiply_groups, axis=2, **options), grads, 1, weight, 2, sizes)
     places, padded = _pad_groups(sizes, len(left), block)
     move = lambda x: jnp.take(x, places, axis=0, mode="fill", fill_value=0)
-    rows, grads = round_input(move(left), format, 0), round_gradient(move(grad), None, format, 0)
+    rows, grads = (
+        round_operand(move(left), None, format, 0, "input"),
+        round_operand(move(grad), None, format, 0, "gradient"),
+    )
     right_grad = _multiply_blocks(functools.partial(_sum_groups, **options), rows, 0, grads, 0, padded)
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
 
