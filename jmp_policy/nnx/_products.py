@@ -90,7 +90,7 @@ class Attend:
         if options["dropout_rate"] != 0 or options["module"] is not None:
             return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, **options)
         shape = query.shape
-        query, key, value = default_promote()((query, key, value), dtype=options["dtype"])
+        query, key, value = DEFAULT_PROMOTE((query, key, value), dtype=options["dtype"])
         if query.ndim > 4:
             query, key, value, mask = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), (query, key, value, mask))
         mask = None if mask is None else mask.astype(bool)

@@ -123,6 +123,8 @@ Quantization = StoredFormat | Float8
 _KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, Float8, MXFP8, MXFP4, NVFP4)}
 KINDS = tuple(_KINDS)
 
+_CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
+_CALIBRATED_INT8 = re.compile(r"^\s*gptq\s*/\s*8\s*/\s*-1\s*$", re.IGNORECASE)
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
@@ -136,9 +138,12 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
     (Int4(block_size=64, min_size=4096, table_bits=8), 0)
+    >>> parse_quantization("gptq/4/64") == parse_quantization("int4/64")
+    True
     """
     if spec is None or isinstance(spec, Quantization):
         return spec
+    spec = _translate_calibrated(spec) if isinstance(spec, str) else spec
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
     if found is None or found["kind"] not in _KINDS:
         suggestion = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
@@ -161,6 +166,16 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"In {quote(spec)}{where}: {error}") from None
+
+
+def _translate_calibrated(spec: str) -> str:
+    """Translates Keras's `gptq/4/128` and `awq/4/128` to the format that such weights are stored in.
+
+    >>> _translate_calibrated("gptq/4/64"), _translate_calibrated("gptq/8/-1"), _translate_calibrated("gptq/8/64")
+    ('int4/64', 'int8(activations=false)', 'gptq/8/64')
+    """
+    stored = _CALIBRATED_INT4.sub(r"int4/\1", spec)
+    return _CALIBRATED_INT8.sub("int8(activations=false)", stored)
 
 
 def _parse_option(kind: str, piece: str, place: str) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """Calibration: chooses where to clip the inputs of layers that quantize them to integers."""
 
+import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -71,6 +72,25 @@ def observe_input(x: jax.Array, axes: tuple[int, ...]) -> None:
     calibration = _CALIBRATION.get()
     if calibration is not None:
         calibration.add(x, axes)
+
+
+_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
+
+
+@contextlib.contextmanager
+def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
+    """Calls `observe(operation, left, weight)` before each matmul by a quantized weight: it returns the weight."""
+    token = _OBSERVER.set(observe)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
+    """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
+    observe = _OBSERVER.get()
+    return weight if observe is None else observe(operation, left, weight)
 
 
 # Magnitudes are counted by the exponent and 7 mantissa bits of float32. These bins are less than 1 % wide at any

@@ -75,7 +75,11 @@ def quantize(
     """
     if is_policy_spec(target) and not is_policy_spec(policy):
         refuse_order("quantize", target, policy)
-    quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
+    return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}), stacked)
+
+
+def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str]) -> Any:
+    """Quantizes variables or an nnx model by a quantizer."""
     adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and adapter.quantize is not None:
         if stacked:

@@ -183,15 +183,30 @@ def formats_of_blocks_are_modes():
         assert jmp.get_policy(keras.QuantizedDTypePolicy(mode, "float32")) is jmp.get_policy(f"{mode}_from_float32")
 
 
-@checks.holds("`gptq`, `awq`, `ternary`")
-def other_quantizations_are_errors_by_name_and_in_files():
-    for mode in ("gptq/4/128", "awq/4/128", "ternary"):
-        with pytest.raises(ValueError, match=rf"^Invalid quantization mode\. .* Received: mode={mode} Unknown quant"):
+@checks.holds("`gptq`, `awq`")
+def policies_of_calibrated_weights_name_their_storage():
+    for mode in ("gptq/4/128", "awq/4/128"):
+        assert jmp.get_policy(dtype_policies.get(f"{mode}_from_float32")) is jmp.get_policy("int4/128_from_float32")
+    assert not {"GPTQConfig", "AWQConfig"} & set(dir(dtype_policies))
+    assert callable(jmp.quant.gptq)
+
+
+@checks.holds('`"gptq/2/64"`')
+def calibrated_weights_have_4_bits_or_8_per_channel():
+    assert jmp.get_policy("gptq/8/-1_from_float32").name == "int8(activations=false)_from_float32"
+    for mode in ("gptq/2/64", "gptq/8/64", "awq/8/-1"):
+        with pytest.raises(ValueError, match=r"^Unknown quantization '(gptq|awq)/"):
+            jmp.get_policy(f"{mode}_from_float32")
+        with pytest.raises(ValueError, match=r"^Invalid (quantization mode|mode for)"):
             dtype_policies.get(f"{mode}_from_float32")
-        saved = {"class_name": f"{mode.partition('/')[0].upper()}DTypePolicy", "config": {"mode": mode}}
-        with pytest.raises(ValueError, match=r"^Unknown class of dtype policies in "):
-            dtype_policies.deserialize(saved)
-    assert not {"GPTQConfig", "AWQConfig", "GPTQDTypePolicy", "AWQDTypePolicy"} & set(dir(dtype_policies))
+
+
+@checks.holds("`ternary`")
+def ternary_weights_are_errors_by_name_and_in_files():
+    with pytest.raises(ValueError, match=r"^Invalid quantization mode\. .* Received: mode=ternary Unknown quant"):
+        dtype_policies.get("ternary_from_float32")
+    with pytest.raises(ValueError, match=r"^Unknown class of dtype policies in "):
+        dtype_policies.deserialize({"class_name": "TernaryDTypePolicy", "config": {"mode": "ternary"}})
 
 
 @checks.holds("`LossScaleOptimizer`")

@@ -113,15 +113,18 @@ def test_a_class_of_the_user_is_read_under_its_name():
     (lambda: dtype_policies.get("int8"), ValueError,
      r"^Cannot convert 'int8' to a mixed .* .int8. does not say which dtypes .* For example: .int8_from_mixed"),
     (lambda: keras.set_dtype_policy("float8_form_bfloat16"), ValueError, r"^Cannot convert .*mean .float8_from_"),
-    (lambda: dtype_policies.get("gptq/4/128_from_float32"), ValueError,
-     r"^Invalid quantization mode\. Expected one of \('int8', .* Received: mode=gptq/4/128 Unknown quantization "),
+    (lambda: dtype_policies.get("ternary_from_float32"), ValueError,
+     r"^Invalid quantization mode\. Expected one of \('int8', .* Received: mode=ternary Unknown quantization "),
+    (lambda: keras.GPTQDTypePolicy("gptq/3/128", "float32"), ValueError,
+     r"^Invalid mode for GPTQDTypePolicy: 'gptq/3/128'\. Bits are among \(4, 8\)\. For example: 'gptq/4/128', or "),
+    (lambda: keras.AWQDTypePolicy("awq/4", "float32"), ValueError, r"^Invalid mode for AWQDTypePolicy: 'awq/4'\."),
     (lambda: dtype_policies.serialize("float32"), TypeError,
      r"^Expected a dtype policy, got 'float32'\. For example: DTypePolicy\('mixed_bfloat16'\)\.$"),
     (lambda: dtype_policies.deserialize({"class_name": "DTypePolicy"}), ValueError,
      r"^Expected a serialized dtype policy, got \{'class_name': 'DTypePolicy'\}\. For example: \{'class_name': "),
     (lambda: dtype_policies.deserialize("float32"), ValueError, r"^Expected a serialized dtype policy, got 'float32'"),
-    (lambda: dtype_policies.get({"class_name": "AWQDTypePolicy", "config": {}}), ValueError,
-     r"^Unknown class of dtype policies in \{'class_name': 'AWQDTypePolicy', .*For example: \{'class_name': 'DTypePol"),
+    (lambda: dtype_policies.get({"class_name": "OtherDTypePolicy", "config": {}}), ValueError,
+     r"^Unknown class of dtype policies in \{'class_name': 'OtherDTypePolicy', .*For example: \{'class_name': 'DTypeP"),
 ])  # fmt: skip
 def test_what_is_no_policy_is_an_error(make, error, text):
     with pytest.raises(error, match=text):
@@ -143,6 +146,24 @@ def test_attributes_of_int4_are_those_of_keras(mode, block_size):
         assert again == policy
         assert type(again) is keras.Int4DTypePolicy
         assert hash(again) == hash(policy)
+
+
+@pytest.mark.parametrize(("kind", "mode", "stored"), [
+    (keras.GPTQDTypePolicy, "gptq/4/64", "int4/64"), (keras.GPTQDTypePolicy, "GPTQ/8/-1", "int8(activations=false)"),
+    (keras.AWQDTypePolicy, "awq/4/-1", "int4/-1"),
+])  # fmt: skip
+def test_attributes_of_calibrated_policies_are_those_of_keras(kind, mode, stored):
+    policy = kind(mode, "mixed_bfloat16")
+    method, bits, size = mode.lower().split("/")
+    assert policy.name == f"{mode.lower()}_from_mixed_bfloat16"
+    assert (policy.mode, policy.quantization_mode) == (method, method)
+    assert (policy.weight_bits, policy.group_size) == (int(bits), int(size))
+    assert policy.get_config() == {"mode": mode.lower(), "source_name": "mixed_bfloat16"}
+    assert jmp.get_policy(policy) is jmp.get_policy(f"{stored}_from_mixed_bfloat16")
+    saved = dtype_policies.deserialize(dtype_policies.serialize(policy))
+    for again in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dtype_policies.get(policy.name), saved):
+        assert again == policy
+        assert type(again) is kind
 
 
 def test_the_default_policy_in_blocks_is_that_class_and_with_further_options_the_general_one():

@@ -24,6 +24,8 @@ from ._global_policy import (
 )
 from ._loss_scale import LossScaleOptimizer as LossScaleOptimizer, Policy as Policy
 from ._quantized_dtype_policy import (
+    AWQDTypePolicy as AWQDTypePolicy,
+    GPTQDTypePolicy as GPTQDTypePolicy,
     Int4DTypePolicy as Int4DTypePolicy,
     QuantizedDTypePolicy as QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,

@@ -9,13 +9,16 @@ from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
 from ._loss_scale import Policy
 from ._quantized_dtype_policy import (
     FLOAT8,
+    AWQDTypePolicy,
+    GPTQDTypePolicy,
     Int4DTypePolicy,
     QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy,
     read_block_size,
 )
 
-_QUANTIZED = (QuantizedDTypePolicy, QuantizedFloat8DTypePolicy, Int4DTypePolicy)
+_CALIBRATED = {"gptq": GPTQDTypePolicy, "awq": AWQDTypePolicy}
+_QUANTIZED = (QuantizedDTypePolicy, QuantizedFloat8DTypePolicy, Int4DTypePolicy, *_CALIBRATED.values())
 _CLASSES: dict[str, type] = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, *_QUANTIZED, Policy)}
 _CLASSES["PolicyV1"] = Policy  # in files of TensorFlow 2.4
 _MODULES = {"DTypePolicy": "keras", "FloatDTypePolicy": "keras", "DTypePolicyMap": "keras.dtype_policies"}
@@ -71,7 +74,7 @@ def convert_policy(policy: JmpPolicy) -> DTypePolicy:
 
 def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
     kind = QuantizedDTypePolicy if read_block_size(mode) is None else Int4DTypePolicy
-    return kind(mode, source_name)
+    return _CALIBRATED.get(mode.partition("/")[0].strip().lower(), kind)(mode, source_name)
 
 
 def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:

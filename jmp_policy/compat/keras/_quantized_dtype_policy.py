@@ -12,7 +12,7 @@ INT4 = "int4"
 _PER_CHANNEL = ("none", "-1")
 KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))  # in Keras, a step applies the scale that the previous step stored
 
-MODES = ("int8", "int4", "int4/<block size>", FLOAT8)
+MODES = ("int8", "int4", "int4/<block size>", FLOAT8, "gptq/<bits>/<block size>", "awq/4/<block size>")
 
 
 class QuantizedDTypePolicy(DTypePolicy):
@@ -168,6 +168,93 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
     def quantization_mode(self) -> str:
         """Same as `mode`."""
         return INT4
+
+
+class _CalibratedDTypePolicy(QuantizedDTypePolicy):
+    """A dtype policy that stores weights as a calibrating method of Keras does."""
+
+    _method: str
+    _bits: tuple[int, ...]
+
+    def __init__(self, mode: str, source_name: str | None = None):
+        method, *numbers = mode.strip().lower().split("/") if isinstance(mode, str) else [""]
+        try:
+            bits, size = map(int, numbers)
+        except ValueError:
+            bits, size = 0, 0
+        if method.strip() != self._method or bits not in self._bits or size < -1 or size == 0:
+            raise ValueError(
+                f"Invalid mode for {type(self).__name__}: {quote(mode)}. Bits are among {self._bits}. For example: "
+                f"'{self._method}/4/128', or '{self._method}/4/-1'."
+            )
+        super().__init__(f"{self._method}/{bits}/{size}", source_name)
+        self._weight_bits, self._group_size = bits, size
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a weight."""
+        return self._weight_bits
+
+    @property
+    def group_size(self) -> int:
+        """Number of weights that share a scale; -1 for all of an output channel."""
+        return self._group_size
+
+    @property
+    def mode(self) -> str:
+        """The method, without its numbers."""
+        return self._method
+
+    @property
+    def quantization_mode(self) -> str:
+        """Same as `mode`."""
+        return self._method
+
+
+class GPTQDTypePolicy(_CalibratedDTypePolicy):
+    """A dtype policy for weights that `quant.gptq` makes, under Keras's name and with Keras's attributes.
+
+    It stores what `Int4DTypePolicy` stores; with 8 bits, what `"int8(activations=false)"` stores.
+
+    Args:
+      mode: `"gptq/4/128"`, with how many weights share a scale, or `"gptq/4/-1"` or `"gptq/8/-1"` for one scale per
+        output channel.
+      source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
+
+    Raises:
+      TypeError: `source_name` is not a string.
+      ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
+
+    Source: `keras.dtype_policies.GPTQDTypePolicy` of Keras 3.
+
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.GPTQDTypePolicy("gptq/4/128", "mixed_bfloat16")
+    >>> policy, policy.quantization_mode, policy.weight_bits, policy.group_size
+    (<GPTQDTypePolicy "gptq/4/128_from_mixed_bfloat16">, 'gptq', 4, 128)
+    >>> jmp.get_policy(policy) is jmp.get_policy("int4/128_from_mixed_bfloat16")
+    True
+    """
+
+    _method = "gptq"
+    _bits = (4, 8)
+
+
+class AWQDTypePolicy(_CalibratedDTypePolicy):
+    """A dtype policy for weights in 4 bits that a calibrating method scales, under Keras's name.
+
+    Arguments, attributes and errors are as for `GPTQDTypePolicy`, with 4 bits alone.
+
+    Source: `keras.dtype_policies.AWQDTypePolicy` of Keras 3.
+
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> jmp.get_policy(keras.AWQDTypePolicy("awq/4/64", "mixed_bfloat16")).name
+    'int4/64_from_mixed_bfloat16'
+    """
+
+    _method = "awq"
+    _bits = (4,)
 
 
 def read_block_size(mode: object) -> int | None:

@@ -14,6 +14,8 @@ from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
 from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize as serialize
 from ._global_policy import dtype_policy
 from ._quantized_dtype_policy import (
+    AWQDTypePolicy as AWQDTypePolicy,
+    GPTQDTypePolicy as GPTQDTypePolicy,
     Int4DTypePolicy as Int4DTypePolicy,
     QuantizedDTypePolicy as QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
@@ -51,8 +53,7 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
       custom_objects: further classes, by name.
 
     Raises:
-      ValueError: `config` is not such a dictionary, or its class does not exist here, such as those for `gptq`, `awq`
-        and `ternary`.
+      ValueError: `config` is not such a dictionary, or its class does not exist here.
 
     >>> from jmp_policy.compat import keras
     >>> saved = keras.dtype_policies.serialize(keras.DTypePolicyMap("float32", {"head": "bfloat16"}))

@@ -13,6 +13,7 @@ from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
 from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
+from .._calibrate import observe_product
 from .._operations import OPERATIONS, dot_general
 from .._products import (
     Call,
@@ -156,7 +157,8 @@ class Multiply:
             state = product.state() if product.state is not None and needs_state(float8) else None
             out = float8_product(operation, call.lhs, call.rhs, float8, state)
         elif dtype is not None:
-            out = wide_product(call.operation, call.lhs, _dequantize(call.rhs), dtype, call.lhs.dtype)
+            weight = observe_product(*call)
+            out = wide_product(call.operation, call.lhs, _dequantize(weight), dtype, call.lhs.dtype)
         else:  # the layer's own function, so that its program is the same as without a policy
             out = kind.default(*operands, **options)
         return out if dtype is None or product.returns_sums else out.astype(call.lhs.dtype)

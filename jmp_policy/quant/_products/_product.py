@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...policy import BlockFormat, Int8
-from .._calibrate import observe_input
+from .._calibrate import observe_input, observe_product
 from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric
 from .._weights import QuantizedArray, StoredWeight, fake_quantize
 from ._bilinear import Bilinear, is_matmul, without_preferred_dtype
@@ -29,6 +29,7 @@ def multiply_quantized(
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
+    weight = observe_product(operation, left, weight)
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
