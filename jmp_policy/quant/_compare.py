@@ -85,13 +85,6 @@ class Comparison(Report):
     >>> comparison = jmp.quant.Comparison((head,), output_error=0.02)
     >>> comparison["head"].bytes_after, comparison.bytes_before
     (4352, 16384)
-    >>> print(comparison)
-    layer  type   format   before    after  weight error     SQNR  output error
-    ───────────────────────────────────────────────────────────────────────────
-    head   Dense  int8    16.4 kB  4.35 kB           1 %  40.0 dB           2 %
-    <BLANKLINE>
-    weights: 16.4 kB, now 4.35 kB: 26.6%
-    output of the model: 2 % off
     """
 
     rows: tuple[LayerComparison, ...]

@@ -93,7 +93,7 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def vary_together(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Marks two arrays as varying over the axes of either: in `shard_map`, custom derivatives need that."""
-    axes = tuple(varying_axes(left, right))
-    return vary(left, axes), vary(right, axes)  # JAX then sums the gradient of a replicated weight over devices
+def vary_together(*arrays: jax.Array) -> list[jax.Array]:
+    """Marks arrays as varying over the axes of any of them: in `shard_map`, custom derivatives need that."""
+    axes = tuple(varying_axes(*arrays))
+    return [vary(x, axes) for x in arrays]  # JAX then sums the gradient of a replicated weight over devices
