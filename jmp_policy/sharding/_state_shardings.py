@@ -88,19 +88,15 @@ def _find_spec(
     if end is None:
         return replicated
     shape, spec = places[end]
-    is_like = leaf.shape == shape or (end in in_bytes and _is_scale(path, end) and _divides(spec, leaf.shape))
+    before = path[: len(path) - len(end)]  # ends with `.scales[0]` for a scale
+    is_scale = len(before) > 1 and getattr(before[-2], "name", None) == "scales"
+    is_like = leaf.shape == shape or (end in in_bytes and is_scale and _divides(spec, leaf.shape))
     return spec if is_like else replicated
 
 
 def _find_end(path: Path, places: Container[Path]) -> Path | None:
     """Returns the longest suffix of a path that is the path of a parameter."""
     return next((path[n:] for n in range(len(path) + 1) if path[n:] in places), None)
-
-
-def _is_scale(path: Path, end: Path) -> bool:
-    """True if a path is `.scales[0]` followed by the path of a parameter."""
-    before = path[: len(path) - len(end)]
-    return len(before) > 1 and getattr(before[-2], "name", None) == "scales"
 
 
 def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:
