@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from ..._base import DTypeLike, PyTree, cast_floating, did_you_mean, is_half, parse_dtype, quote, round_stochastically
+from .._half import widen_half
 from .._steps import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
 from ._moment_blocks import number_positions, scramble
 from ._moment_codes import MU, NU, has_moments, map_moments, roles_of
@@ -79,8 +80,8 @@ def cast_state(
         return map_moments(lambda role, x: cast_floating(x, dtypes[role]) if role in dtypes else x, state)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        wide = map_moments(lambda _, moments: _widen_half(moments), state)
-        updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
+        wide = map_moments(lambda _, moments: widen_half(moments), state)
+        updates, new_state = update_inner(widen_half(updates), wide, widen_half(params), **extra)
         if rounding == "dither":
             new_state = _dither(state, new_state)
         return updates, keep_dtypes(state, new_state)
@@ -96,10 +97,6 @@ def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
             f"which quantize_state stores. For example: {role}_dtype='bfloat16'."
         )
     return parsed
-
-
-def _widen_half(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
 
 
 def _dither(old: PyTree, new: PyTree) -> Any:
