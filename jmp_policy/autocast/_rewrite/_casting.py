@@ -245,6 +245,8 @@ class CastingRule(Rule):
         else:
             results = _WRITERS[precision](self, eqn, values, body)
         made = follow_weights(eqn, weights)
+        if eqn.primitive.name == "convert_element_type" and any(made):
+            body.uncast[results[0].atom] = values[0].atom
         return [self._mark_place(result, context, bool(own)) for result, own in zip(results, made, strict=True)]
 
     def find_weight_product(
@@ -277,11 +279,11 @@ class CastingRule(Rule):
     def _write_weight_product(
         self, product: WeightProduct, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
     ) -> list[Value]:
-        """Writes a quantized matmul, which rounds the weight from its own dtype."""
+        """Writes a quantized matmul, which rounds the weight from its own dtype, before a cast of the author."""
         is_cast, made = self._is_cast_in(eqn), float_dtype(eqn.outvars[0])
         dtype = self.compute_dtype if is_cast else float_dtype(eqn.invars[1 - product.position])
         atoms = [
-            value.atom if i == product.position else self._cast(value, dtype, body, eqn)
+            body.uncast.get(value.atom, value.atom) if i == product.position else self._cast(value, dtype, body, eqn)
             for i, value in enumerate(values)
         ]
         if not is_cast:
