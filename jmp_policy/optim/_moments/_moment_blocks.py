@@ -54,8 +54,7 @@ def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | No
     The scale of a block with a nan is nan, and with an infinity infinite, so that dequantized blocks are all nan.
     """
     scale = _find_scales(x, sides)
-    around = _spread(scale, sides)
-    relative = x / jnp.where(around == 0, 1, around)
+    relative = x / _spread(jnp.where(scale == 0, 1, scale), sides)
     return Blocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
 
 
