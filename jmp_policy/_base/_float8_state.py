@@ -34,10 +34,6 @@ def split_state(
 
     Both results have the structure of the tree. In the first, `placeholder` (a pytree without leaves) replaces state;
     in the second, None replaces the other leaves.
-
-    >>> split_state({"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}})
-    ({'_overwrite_with_gradient': {'input_scale': None}, 'w': 1.0},
-     {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': None})
     """
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     names = _name_leaves([path for path, _ in keyed])
@@ -67,10 +63,6 @@ def map_parts(map_rest: Callable[[T], T], map_state: Callable[[list[Any]], list[
 
     Unlike `split_state`, this rebuilds the tree from leaves only: user classes may reject `None`. A tree without state
     is passed to `map_rest` whole.
-
-    >>> tree = {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}
-    >>> map_parts(lambda leaves: [-x for x in leaves], lambda leaves: leaves, tree)
-    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': -1.0}
     """
     leaves, structure = jax.tree.flatten(tree)
     names = name_state(tree)
@@ -88,11 +80,7 @@ def name_state(tree: object) -> list[str]:
 
 
 def prepare_state(tree: T, loss_scale: ArrayLike) -> T:
-    """Prepares a tree for differentiation: scales float8 state like gradients, and combines its cotangents by max.
-
-    Where state is used twice, by a layer that is called again or in a scan, autodiff would sum its cotangents. It takes
-    their maximum for Flax's extended dtype.
-    """
+    """Prepares a tree for differentiation: scales float8 state like gradients, and combines its cotangents by max."""
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = _name_leaves([path for path, _ in keyed])
     _check_complete([path for name, (path, _) in zip(names, keyed, strict=True) if not name])
@@ -107,6 +95,7 @@ def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array
         return leaf
     is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # no operation for a `NoOpLossScale`
     scaled = _scale(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
+    # Autodiff sums the cotangents of several uses. In Flax's extended dtype it takes their maximum.
     # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
     return lax.convert_element_type(scaled, importlib.import_module("flax.linen.fp8_ops").fp32_max_grad)
 
@@ -137,14 +126,13 @@ def read_state(tree: T) -> T:
 def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
     """Returns the next state, given the state of a step (`old`) and its gradient (`new`).
 
-    The gradient is the next state. But layers that did not run have a gradient of zeros and keep their state, and so do
-    layers with a non-finite gradient: Flax's own ops clip an infinity and would record it. With `is_first` False, in
-    later microbatches of a step, the largest magnitudes are combined with the first ones.
+    With `is_first` False, in later microbatches of a step, the largest magnitudes are combined with the first ones.
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
         later = old if _last_word(path).endswith("scale") else old.at[..., 0].set(jnp.maximum(old, new)[..., 0])
         is_finite, is_used = jnp.isfinite(new), new > 0
+        # A layer that did not run has a gradient of zeros. Flax's own ops clip an infinity and would record it.
         ran = is_finite.all(-1, keepdims=True) & is_used.any(-1, keepdims=True)
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
 
@@ -224,8 +212,6 @@ def _scale(state: jax.Array, loss_scale: jax.Array) -> jax.Array:
     return state * loss_scale
 
 
-def _scale_backward(loss_scale: jax.Array, new: jax.Array) -> tuple[jax.Array, None]:
-    return new / loss_scale, None
-
-
-_scale.defvjp(lambda state, loss_scale: (_scale(state, loss_scale), loss_scale), _scale_backward)
+_scale.defvjp(
+    lambda state, loss_scale: (_scale(state, loss_scale), loss_scale), lambda loss_scale, new: (new / loss_scale, None)
+)

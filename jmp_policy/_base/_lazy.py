@@ -18,9 +18,8 @@ def load_lazily(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
 
-    `sources` maps each module of the package to its names, separated by spaces; an empty string stands for the module.
-    `dir` leaves out the names in `unlisted`. `elsewhere` maps names that users look for here to their places, for an
-    error.
+    `sources` maps each module to its names, separated by spaces; an empty string stands for the module. `dir` leaves
+    out the names in `unlisted`. `elsewhere` maps names that users look for here to their places, for an error.
     """
     places = {name: module for module, names in sources.items() for name in names.split() or [module]}
 

@@ -11,31 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ACTIVE_POLICY = jax.make_user_context(None)
-"""A reference to the policy whose linen modules are running."""
-
-IN_FULL_PRECISION = jax.make_user_context(False)
-"""True inside `force_full_precision`, where policies compute in float32."""
-
-INFERRED = jax.make_user_context(None)
-"""Policy and dtype of the innermost nnx call that inferred a dtype.
-
-A context, because other threads may call the same modules, and jitted functions must be traced once per dtype."""
-
-OBSERVING = jax.make_user_context(None)
-"""Token of the running observation. It does not refer to the observation, because JAX keeps keys forever.
-
-A context, because a jitted function that was traced before would not call its modules again."""
-
-REDUCING = jax.make_user_context(None)
-"""Name of the reduce dtype that the innermost gradient function found; `""` while it has found none.
-
-A context, because a jitted function that was traced before would not apply its policies again."""
-
-TRACING = jax.make_user_context(None)
-"""Token of the scope register of the function that is being traced.
-
-A context, because a jitted function that was traced before would not call its modules again."""
+# JAX contexts, because a jitted function that was traced under another value must be traced again. JAX keeps values
+# forever, so they are references and tokens.
+ACTIVE_POLICY = jax.make_user_context(None)  # the policy whose linen modules are running
+IN_FULL_PRECISION = jax.make_user_context(False)  # true inside `force_full_precision`
+INFERRED = jax.make_user_context(None)  # policy and dtype of the innermost nnx call that inferred a dtype
+OBSERVING = jax.make_user_context(None)  # the running observation
+REDUCING = jax.make_user_context(None)  # the reduce dtype that the innermost gradient function found; see `_UNMET`
+TRACING = jax.make_user_context(None)  # the scope register of the function that is being traced
 
 
 T = TypeVar("T")
@@ -67,11 +50,6 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
     """Memoizes `fun(kind, *args)` on the class `kind`, for results that refer to it, such as subclasses.
 
     Results are kept in an attribute of the class: a weak dictionary would keep both alive.
-
-    >>> class Base: pass
-    >>> subclass_of = remember_on_class(lambda base, name: type(name, (base,), {}))
-    >>> subclass_of(Base, "A") is subclass_of(Base, "A"), subclass_of(Base, "B").__name__
-    (True, 'B')
     """
 
     @functools.wraps(fun)
@@ -85,13 +63,11 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Memory(dict[tuple, Any]):
-    """Results of functions by their arguments.
-
-    It is not pickled, and knows its class: `dataclass(slots=True)` copies it into another class.
-    """
+    """Results of functions by their arguments; not pickled."""
 
     def __init__(self, owner: type | None = None):
         super().__init__()
+        # `dataclass(slots=True)` copies a memory into another class.
         self._owner = None if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> tuple:
@@ -112,9 +88,9 @@ def _get_memory(kind: type) -> _Memory:
     return found
 
 
+# `REDUCING` is the name of the dtype that was found, "" while there is none, or "given" if the caller gave one. It is
+# `None` outside of our gradient functions.
 _UNMET, _GIVEN = "", "given"
-"""Values of `REDUCING`: no reduce dtype found yet, and reduce dtype given by the caller. Otherwise it is the name of
-the dtype that was found, or `None` outside of our gradient functions."""
 
 
 class _Met(BaseException):
@@ -128,11 +104,12 @@ class _Met(BaseException):
 def meet_reduce_dtype(dtype: np.dtype | None) -> None:
     """Passes the reduce dtype of a policy that takes effect to the function that computes gradients, if there is one.
 
-    Policies are found only by tracing, when it is too late for this trace. So the first boundary with a reduce dtype
-    ends the trace, and the gradients are computed again with that dtype.
+    Policies are found only by tracing. So the first boundary with a reduce dtype ends the trace, and the gradients are
+    computed again with that dtype.
     """
-    if dtype is not None:
-        _hand_over(dtype)
+    known = REDUCING.value
+    if dtype is not None and known not in (None, _GIVEN) and (known == _UNMET or is_wider(dtype, np.dtype(known))):
+        raise _Met(dtype)
 
 
 def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
@@ -145,8 +122,7 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
             break
         except _Met as met:
             dtype = met.dtype
-    if dtype is not None:  # for nested gradients
-        _hand_over(dtype)
+    meet_reduce_dtype(dtype)  # for nested gradients
     return made
 
 
@@ -158,12 +134,6 @@ def is_searching() -> bool:
 def hold_given() -> AbstractContextManager:
     """Returns the context for gradients in a reduce dtype that the caller gave."""
     return REDUCING(_GIVEN) if REDUCING.value is None else nullcontext()  # an outer search goes on
-
-
-def _hand_over(dtype: np.dtype) -> None:
-    known = REDUCING.value
-    if known not in (None, _GIVEN) and (known == _UNMET or is_wider(dtype, np.dtype(known))):
-        raise _Met(dtype)
 
 
 def is_wider(dtype: np.dtype, other: np.dtype) -> bool:

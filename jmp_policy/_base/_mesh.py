@@ -37,7 +37,7 @@ def check_explicit(axes: tuple[Any, ...], where: str) -> None:
             )
 
 
-def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int, tiled: bool, where: str = "") -> None:
+def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int, tiled: bool) -> None:
     """Raises unless a dimension is divisible by the number of devices (or equals it, if not tiled)."""
     count = math.prod(lax.axis_size(axis) for axis in axes)
     size = shape[dimension] if -len(shape) <= dimension < len(shape) else -1
@@ -45,7 +45,7 @@ def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int,
         return
     needs = f"is not divisible by the {count} devices" if tiled else f"must equal the number of devices, {count},"
     raise ValueError(
-        f"Dimension {dimension} of an array of shape {shape}{where} {needs} along {', '.join(map(str, axes))}. Split "
+        f"Dimension {dimension} of an array of shape {shape} {needs} along {', '.join(map(str, axes))}. Split "
         "another dimension, pad this one, or do not split the array: P()."
     )
 
@@ -80,11 +80,9 @@ def list_axes(axis_name: AxisName) -> tuple[Any, ...]:
 
 
 def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Marks `x` as device-varying over `axis_name` (`lax.pcast`); a no-op outside of `shard_map`.
-
-    JAX sums gradients over axes that an array does not vary along, and from 0.11 on its collectives reject several axes
-    if an array varies along only some of them.
-    """
+    """Marks `x` as device-varying over `axis_name` (`lax.pcast`); a no-op outside of `shard_map`."""
+    # JAX sums gradients over axes that an array does not vary along, and from 0.11 on its collectives reject several
+    # axes if an array varies along only some of them.
     manual, varying = jax.sharding.get_abstract_mesh().manual_axes, jax.typeof(x).manual_axis_type.varying
     missing = tuple(axis for axis in list_axes(axis_name) if axis in manual and axis not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -103,11 +101,7 @@ Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
 
 
 def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
-    """Returns one spec per leaf of `tree`; a spec may stand for a subtree, as in the `in_specs` of `jax.shard_map`.
-
-    >>> spread_specs({"a": PartitionSpec("d"), "b": PartitionSpec()}, {"a": 1, "b": [2, 3]})
-    [P('d',), P(), P()]
-    """
+    """Returns one spec per leaf of `tree`; a spec may stand for a subtree, as in the `in_specs` of `jax.shard_map`."""
     given = dict(jax.tree_util.tree_leaves_with_path(specs))
     for path, spec in given.items():
         if not isinstance(spec, Spec):

@@ -13,10 +13,8 @@ _SAID: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line outside of this package and of the libraries that call it.
-
-    JAX calls traced functions, so no fixed `stacklevel` points to the user's line.
-    """
+    """Warns at the innermost line outside of this package and of the libraries that call it."""
+    # JAX calls traced functions, so no fixed `stacklevel` points to the user's line.
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
@@ -37,11 +35,7 @@ def forget_warnings(about: object) -> None:
 
 
 def escape_controls(text: str, keep: str = "\n") -> str:
-    r"""Escapes terminal control characters, as in names of modules or files, except those in `keep`.
-
-    >>> escape_controls("head\x1b[31m")
-    'head\\x1b[31m'
-    """
+    """Escapes terminal control characters, as in names of modules or files, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

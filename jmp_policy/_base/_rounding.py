@@ -39,12 +39,9 @@ def round_to_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """Rounds float32 stochastically to bfloat16 or float16, without bias.
+    """Rounds float32 stochastically to bfloat16 or float16, without bias; `bits` are random uint16.
 
-    `bits` are uniformly random uint16 of the shape of `x`. Representable values, infinities and nans stay unchanged.
-
-    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
-    BFloat16 Training, 2020.
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015.
     """
     if np.dtype(dtype) == jnp.bfloat16:
         # A carry out of the low 16 bits is a step to the next bfloat16 away from zero.
@@ -59,11 +56,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax
 
 
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits float32 into bfloat16 and the remaining 16 bits; `join_float32` restores the exact value.
-
-    The bfloat16 is rounded to nearest, ties away from zero: the 16 bits then tell on which side of it the value lies.
-    All nans become JAX's nan.
-    """
+    """Splits float32 into bfloat16 and the remaining 16 bits; `join_float32` restores the exact value."""
+    # Rounded to nearest, ties away from zero: the 16 bits then tell on which side of the bfloat16 the value lies.
     words = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
     # Both halves must read one array in memory. If XLA fused each with the producer of `x`, different fused
     # multiply-adds could give the halves of two different values.

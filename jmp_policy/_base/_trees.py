@@ -40,10 +40,7 @@ _ALIASES = {
 
 
 def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'") -> np.dtype:
-    """Reads a floating dtype: a name in any case, an `np.dtype`, or a scalar type such as `jnp.bfloat16`.
-
-    `where` and `example` complete the error message. Equal dtypes are returned as one object.
-    """
+    """Reads a floating dtype; `where` and `example` complete the error. Equal dtypes are returned as one object."""
     if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the fast path: every cast comes here
         return _CANONICAL[spec]
     if isinstance(spec, str):

@@ -61,10 +61,11 @@ from ._program import (
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import record_program as record_program
-from ._rewriter import Rewriter as Rewriter, Rewritten as Rewritten
+from ._rewriter import WRITERS as WRITERS, Rewriter as Rewriter, Rewritten as Rewritten
 from ._rule import Context as Context, Rule as Rule
 from ._source import (
     AUTOCAST as AUTOCAST,
+    LIST_WEIGHTS as LIST_WEIGHTS,
     RECORD as RECORD,
     ROUNDING_SCOPE as ROUNDING_SCOPE,
     ModulePaths as ModulePaths,
@@ -76,9 +77,9 @@ from ._source import (
     find_origin as find_origin,
     find_raising_line as find_raising_line,
     find_running_line as find_running_line,
-    is_called_by as is_called_by,
     is_called_by_library as is_called_by_library,
-    is_traced_in as is_traced_in,
+    is_called_by_loss as is_called_by_loss,
+    is_traced_in_loss as is_traced_in_loss,
     list_functions as list_functions,
     split_line as split_line,
 )

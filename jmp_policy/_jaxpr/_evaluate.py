@@ -22,10 +22,7 @@ from ._program import Atom, Program, body_of, is_float, list_variables, remember
 
 
 def open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Moves the arguments of a partial, and the object of a bound Flax method, to the arguments.
-
-    The function may write to a Flax object, so it must be an argument.
-    """
+    """Moves the arguments of a partial, and the object of a bound Flax method (to be written to), to the arguments."""
     if isinstance(fun, functools.partial):
         return open_partials(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
     if isinstance(fun, types.MethodType) and is_flax_object(fun.__self__):
@@ -34,10 +31,7 @@ def open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwar
 
 
 def run_lifted(run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls `run(fun, args, kwargs)`. For nnx objects among the arguments, `fun` becomes a function of their state.
-
-    Writes to these objects reach the caller's objects when the trace is over.
-    """
+    """Calls `run(fun, args, kwargs)`, and hands writes to nnx objects among the arguments to the caller's objects."""
     adapter = find_lifting_adapter((args, kwargs))
     if adapter is None:
         return run(fun, args, kwargs)
@@ -133,8 +127,8 @@ def run(traced: Traced, program: ClosedJaxpr) -> Any:
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a jaxpr; its equations keep their names and source lines.
 
-    Each equation becomes an inlined jitted function, and equal equations share one, as in `jax.numpy`. JAX then finds
-    its derivatives in its caches. Differentiating equations that are bound one by one takes two to three times as long.
+    Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
+    Differentiating equations that are bound one by one takes two to three times as long.
     """
     body = program.jaxpr
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
@@ -221,10 +215,7 @@ def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | No
 
 
 def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
-    """Makes the parameters of `jit` for one equation.
-
-    A traced function would lose no-op casts, and calling it takes longer than binding these parameters.
-    """
+    """Makes the parameters of `jit` for one equation: quicker than tracing a function, which would lose no-op casts."""
     own = eqn.replace(source_info=source_info_util.new_source_info())
     nameless = DebugInfo("jit", eqn.primitive.name, None, None)
     program = ClosedJaxpr(Jaxpr((), invars, eqn.outvars, [own], debug_info=nameless), ())
@@ -336,10 +327,7 @@ def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _split_select(result: Any, *operands: Any) -> Jaxpr:
-    """Makes a jaxpr that selects in two steps, given the types of the result and operands.
-
-    The first step replaces elements that are not selected by zeros. So an infinity that is not selected is gone.
-    """
+    """Makes a jaxpr that replaces elements that are not selected by zeros, and then selects."""
 
     def select_twice(which: jax.Array, *cases: jax.Array) -> jax.Array:
         zeros = lax.convert_element_type(lax.lt(cases[0], cases[0]), cases[0].dtype)

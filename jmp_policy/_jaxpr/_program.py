@@ -237,11 +237,10 @@ class Step(NamedTuple):
 def walk(
     program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1, *, live_only: bool = False
 ) -> Iterator[Step]:
-    """Yields the steps of a jaxpr in order, also in sub-jaxprs.
+    """Yields the steps of a jaxpr in order, also in sub-jaxprs, once for each equation that runs one.
 
-    A sub-jaxpr is visited once per equation that runs it. Links, each with one result, join its values to those
-    around it. A carried value is not followed to the next iteration. Variables are compared by identity, so keep
-    `program` alive. With `live_only`, equations without a used output are skipped.
+    Links, each with one result, join values of a sub-jaxpr to those around it; a carry is not followed to the next
+    iteration. Variables are compared by identity, so keep `program` alive.
     """
     for eqn in list_live(program) if live_only else program.eqns:
         stack = name_stack(eqn)

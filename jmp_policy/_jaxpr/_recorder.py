@@ -52,6 +52,10 @@ class Recorder(abc.ABC):
     def choose(self, eqn: JaxprEqn, context: Any) -> Sequence[int]:
         """Returns the positions of the outputs to measure. It is not called for equations that are entered."""
 
+    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
+        """Returns the position of an operand that has the same measurements as an output, which then shares them."""
+        return None
+
     @abc.abstractmethod
     def splits(self, turns: int) -> bool:
         """True if each iteration of a loop of length `turns` has rows of its own."""
@@ -107,8 +111,7 @@ class Devices(NamedTuple):
 class RecorderCalls:
     """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
 
-    Each equation is a jitted function, and equations with equal types share it. Inlined, a call would be a hundred
-    equations, and shard_map would check how each of their constants varies.
+    They are jitted functions, which equations with equal types share. Inlined, a call would be a hundred equations.
     """
 
     recorder: Recorder
@@ -160,10 +163,7 @@ class RecorderCalls:
 
 
 class _Type(NamedTuple):
-    """Type of an array, with the manual mesh axes over which it is varying, reduced or unreduced.
-
-    `spec` is its sharding over explicit axes, in a `shard_map` that keeps some.
-    """
+    """Type of an array, with the manual mesh axes over which it is varying, reduced or unreduced."""
 
     shape: tuple[int, ...]
     dtype: Any

@@ -4,7 +4,7 @@ The copy has the same equations. The record leaves each construct as its primiti
 
 | construct | how the record leaves |
 |---|---|
-| jit, closed_call, remat | as extra outputs |
+| jit, closed_call, remat | as extra outputs, measurements ungathered: the jaxpr around gathers them with its own |
 | scan | as extra ys, with a row per iteration or folded |
 | while | in the carry, merged in each iteration; the condition is not measured |
 | cond | each branch returns the rows of all branches, empty ones for the others |
@@ -15,6 +15,7 @@ Mutable references do not work here: they fail under vmap, shard_map and the gra
 training step wait for the host.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,16 +36,22 @@ class Recorded(NamedTuple):
 
     program: Any  # the new jaxpr, of the class of the old one; the old one itself if nothing is measured
     lines: tuple[RecordedOp, ...]  # the recorded operation of each row, without the rows of arguments and outputs
+    parts: tuple["_Part", ...] = ()  # of a jaxpr that does not gather its measurements
+
+
+class _Part(NamedTuple):
+    """Arrays of one row that was measured, or of a record."""
+
+    is_measured: bool
+    atoms: list[Atom]
 
 
 def record_program(
     program: Program, recorder: Recorder, context: Any, *, arguments: Sequence[int] = (), results: Sequence[int] = ()
 ) -> Recorded:
-    """Makes a jaxpr return the measurements of a recorder, in a new output.
+    """Makes a jaxpr return the measurements of a recorder, first of `arguments` and last of `results`, in a new output.
 
-    `context` belongs to the equation that runs the jaxpr. The rows of the given `arguments` come first, and the rows
-    of the `results` come last. Returns the same jaxpr for the same arguments, so that JAX traces and compiles a shared
-    sub-jaxpr once.
+    `context` belongs to the equation that runs the jaxpr. Equal arguments give the same jaxpr, which JAX traces once.
     """
     return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))
 
@@ -55,15 +62,22 @@ def _record(
     calls: RecorderCalls,
     arguments: tuple[int, ...] = (),
     results: tuple[int, ...] = (),
+    *,
+    gathers: bool = True,
 ) -> Recorded:
-    return _make_copy(program, context, calls, arguments, results) or Recorded(program, ())
+    return _make_copy(program, context, calls, arguments, results, gathers) or Recorded(program, ())
 
 
 @remember_by_jaxpr
 def _make_copy(
-    program: Program, context: Any, calls: RecorderCalls, arguments: tuple[int, ...], results: tuple[int, ...]
+    program: Program,
+    context: Any,
+    calls: RecorderCalls,
+    arguments: tuple[int, ...],
+    results: tuple[int, ...],
+    gathers: bool,
 ) -> Recorded | None:
-    copy = _Copy(context, calls).copy(program, arguments, results)
+    copy = _Copy(context, calls).copy(program, arguments, results, gathers=gathers)
     return None if copy.program is program else copy  # the result would keep the jaxpr alive
 
 
@@ -73,8 +87,9 @@ class _Copy:
     def __init__(self, context: Any, calls: RecorderCalls):
         self._context, self._calls, self._recorder = context, calls, calls.recorder
         self._equations: list[JaxprEqn] = []
-        self._records: list[list[Atom]] = []
-        self._measured: list[list[Atom]] = []
+        self._parts: list[_Part] = []
+        self._measured: dict[int, list[Atom]] = {}
+        self._twins: dict[int, Atom] = {}  # by the id of a value, an earlier one that has the same measurements
         self._lines: list[RecordedOp] = []
 
     def copy(
@@ -86,11 +101,11 @@ class _Copy:
         before: int = 0,
         after: int = 0,
         devices: bool = False,
+        gathers: bool = True,
     ) -> Recorded:
-        """Copies a jaxpr, and measures some of its arguments and outputs.
+        """Copies a jaxpr, and measures some of its arguments and outputs. `devices` adds a leading axis.
 
-        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond. With
-        `devices`, it has a leading axis for the devices that run the jaxpr.
+        The record starts with `before` and ends with `after` empty rows, for the other branches of a cond.
         """
         old = body_of(program)
         self._measure([old.invars[i] for i in arguments])
@@ -101,12 +116,15 @@ class _Copy:
             else:  # the compiler drops an unused equation; a measurement would keep it
                 self._equations.append(eqn)
         self._measure([old.outvars[i] for i in results])
-        self._gather()
-        if not (self._records or before or after):
+        if not (self._parts or before or after):
             return Recorded(program, ())
+        if not gathers:
+            made = [atom for part in self._parts for atom in part.atoms]
+            new = replace_variables(program, old.invars, self._equations, [*old.outvars, *made])
+            return Recorded(new, tuple(self._lines), tuple(self._parts))
         first = [self._call("empty", [], before)] if before else []
         last = [self._call("empty", [], after)] if after else []
-        records = [*first, *self._records, *last]
+        records = [*first, *self._gather(), *last]
         record = records[0] if len(records) == 1 else self._call("join", records)
         if devices:
             record = self._call("add_axis", [record])
@@ -133,13 +151,17 @@ class _Copy:
             _WRITERS[name](self, eqn, context)
         else:
             self._equations.append(eqn)
+            for i, var in enumerate(eqn.outvars):
+                twin = self._recorder.find_twin(eqn, i)
+                if twin is not None:
+                    self._twins[id(var)] = self._twins.get(id(eqn.invars[twin]), eqn.invars[twin])
             for i in self._recorder.choose(eqn, context):
                 self._measure([eqn.outvars[i]])
                 self._lines.append(RecordedOp(Step(name, eqn.invars, eqn.outvars, eqn, name_stack(eqn)), i))
 
     def _write_call(self, eqn: JaxprEqn, context: Any) -> None:
         parameter = CALLED[eqn.primitive.name]
-        inner = _record(eqn.params[parameter], context, self._calls)
+        inner = _record(eqn.params[parameter], context, self._calls, gathers=False)
         changed = {parameter: inner.program}
         extra = _count_extra(inner, eqn)
         if eqn.primitive.name == "jit":
@@ -207,10 +229,9 @@ class _Copy:
         devices: Devices | None = None,
         order: Order | None = None,
     ) -> None:
-        """Writes an equation whose sub-jaxpr `inner` returns a record with the rows `lines`.
+        """Writes an equation whose sub-jaxpr `inner` returns a record with the rows `lines`, or its parts.
 
-        The equation adds a leading axis to the record: of length `axis`, or for the `devices`. The record is folded
-        over that axis if `order` is given, else split into rows.
+        Its leading axis, of length `axis` or for `devices`, is folded if `order` is given, else split into rows.
         """
         if not lines:
             self._equations.append(eqn)
@@ -221,25 +242,32 @@ class _Copy:
             record = self._calls.join_devices(made, devices)
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
-        self._gather()
         if order is not None:
             record = self._call("fold", [record], order)
         elif axis is not None:
             record = self._call("split", [record])
-        self._records.append(record)
+        atoms, whole = iter(record), _Part(False, record)
+        for part in inner.parts or (whole,):
+            self._parts.append(_Part(part.is_measured, list(itertools.islice(atoms, len(part.atoms)))))
         self._lines += lines
 
     def _list_moved(self, inner: Recorded, eqn: JaxprEqn, body: Program, i: int | None = None) -> list[RecordedOp]:
         return [line.move_out(eqn, body_of(body), i) for line in inner.lines]
 
     def _measure(self, atoms: Sequence[Atom]) -> None:
-        self._measured += [self._call("measure", [[atom]]) for atom in atoms]
+        for atom in atoms:
+            first = id(self._twins.get(id(atom), atom))
+            if first not in self._measured:
+                self._measured[first] = self._call("measure", [[atom]])
+            self._parts.append(_Part(True, self._measured[first]))
 
-    def _gather(self) -> None:
-        """Gathers the latest measurements into one record."""
-        if self._measured:
-            self._records.append(self._call("gather", self._measured))
-            self._measured = []
+    def _gather(self) -> list[list[Atom]]:
+        """Returns records. Measurements that follow each other become one record."""
+        records = []
+        for is_measured, parts in itertools.groupby(self._parts, lambda part: part.is_measured):
+            atoms = [part.atoms for part in parts]
+            records += [self._call("gather", atoms)] if is_measured else atoms
+        return records
 
     def _call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: Any) -> list[Atom]:
         eqn = self._calls.call(name, operands, *statics)

@@ -49,10 +49,7 @@ class Rewriter:
         context: Context,
         out_dtypes: Sequence[np.dtype | None] | None = None,
     ) -> Rewritten:
-        """Rewrites a jaxpr for arguments of the given kinds; `out_dtypes` requests dtypes of outputs.
-
-        Returns the same object for the same arguments, so that JAX traces and compiles a shared sub-jaxpr once.
-        """
+        """Rewrites a jaxpr for arguments of some kinds; equal arguments give the same jaxpr, which JAX traces once."""
         wanted = None if out_dtypes is None else tuple(out_dtypes)
         key = (self.rule, tuple(kinds), context, wanted)
         found = self.rule.rewritten.setdefault(program, {})
@@ -178,7 +175,8 @@ class Rewriter:
             call = functools.partial(self._rewrite_jvp, context, traced, primals, inner.kinds)
             changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": _Derivative(traced, call)}
             return body.append(eqn, [value.atom for value in values], inner.kinds, changed)
-        call = functools.partial(self._rewrite_primal_of_jvp, context, traced)
+        kinds = tuple(value.kind for value in values[params["num_consts"] :])
+        call = functools.partial(self._rewrite_primal_of_jvp, context, traced, kinds)
         return self._write_primal(eqn, values, body, context, {"jvp_jaxpr_fun": _Derivative(traced, call)})
 
     def _write_custom_vjp(
@@ -188,18 +186,13 @@ class Rewriter:
 
         def call_forward(*nonzeros: bool) -> tuple[Any, Any]:
             program, consts = traced.call_wrapped(*nonzeros)
-            return self._rewrite_as_traced(program, context), consts
+            return self._rewrite_as_traced(program, context, [value.kind for value in values]), consts
 
         changed = {"fwd_jaxpr_thunk": _Derivative(traced, call_forward)}
         return self._write_primal(eqn, values, body, context, changed)
 
     def _write_primal(
-        self,
-        eqn: JaxprEqn,
-        values: list[Value],
-        body: JaxprBuilder,
-        context: Context,
-        changed: dict[str, Any],
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context, changed: dict[str, Any]
     ) -> list[Value] | None:
         """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes of its derivative."""
         if not self.rule.rewrites_primal_only(eqn, context):
@@ -227,17 +220,24 @@ class Rewriter:
         detached_kinds = [self.rule.argument(float_dtype(var)) for var in detached]
         return self.rewrite(program, [*detached_kinds, *kinds, *tangents], context, wanted).program, consts, out_zeros
 
-    def _rewrite_primal_of_jvp(self, context: Context, traced: Any, *zeros: bool) -> tuple[Any, Any, Any]:
+    def _rewrite_primal_of_jvp(
+        self, context: Context, traced: Any, kinds: Sequence[AbstractValue], *zeros: bool
+    ) -> tuple[Any, Any, Any]:
         """Rewrites the equations of a JVP rule that do not depend on a tangent."""
         program, consts, out_zeros = traced.call_wrapped(*zeros)
         tangents = program.invars[len(program.invars) - zeros.count(False) :]
         primals, linear = _split_dependent(program, tangents)
-        new = self._rewrite_as_traced(primals, context)
+        new = self._rewrite_as_traced(primals, context, kinds, len(tangents))
         return _append_equations(new, primals.outvars, linear, program), consts, out_zeros
 
-    def _rewrite_as_traced(self, program: Jaxpr, context: Context) -> Any:
-        """Rewrites a jaxpr whose inputs and outputs keep their dtypes."""
+    def _rewrite_as_traced(
+        self, program: Jaxpr, context: Context, primals: Sequence[AbstractValue], tangents: int = 0
+    ) -> Any:
+        """Rewrites a jaxpr whose inputs and outputs keep their dtypes; `primals` are the kinds before the tangents."""
         kinds = [self.rule.argument(float_dtype(var)) for var in program.invars]
+        start = len(kinds) - tangents - len(primals)
+        for i, primal in enumerate(primals, start):
+            kinds[i] = self.rule.of_derivative(primal, kinds[i].dtype)
         return self.rewrite(program, kinds, context, [float_dtype(atom) for atom in program.outvars]).program
 
 

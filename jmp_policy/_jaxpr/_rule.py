@@ -50,6 +50,13 @@ class Rule(abc.ABC):
         """Returns the kind of an argument or constant in the dtype that it was traced in."""
         return AbstractValue(dtype)
 
+    def of_derivative(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
+        """Returns the kind of an argument of a custom derivative, in the dtype that it was traced in.
+
+        `kind` is the kind of the same argument of the function.
+        """
+        return self.argument(dtype)
+
     def literal(self, literal: Literal) -> AbstractValue:
         """Returns the kind of a literal."""
         return AbstractValue(float_dtype(literal))

@@ -19,14 +19,14 @@ from ._program import PRODUCT_SCOPE, Step, name_stack, strip_transformations
 
 _JAX = ("jax", "jaxlib")
 _LIBRARIES = ("flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
+_LOSSES = os.path.join("optax", "losses", "")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def find_origin(step: Step) -> JaxprEqn:
     """Finds the equation whose traceback shows the user's line of a step.
 
-    JAX traces its own jitted functions once, so the traceback of an equation inside shows the first caller. A step
-    inside such a function gets the traceback of the equation that calls it.
+    JAX traces its own jitted functions once, so an equation inside one has the traceback of the first caller.
     """
     eqn = step.eqn
     for call, body in reversed(step.around):
@@ -37,10 +37,7 @@ def find_origin(step: Step) -> JaxprEqn:
 
 
 def find_line(eqn: JaxprEqn) -> str:
-    """Finds the innermost frame of the user's code, as `"file.py:12 (function)"`.
-
-    Without one, returns the innermost frame of a library other than JAX, or the empty string.
-    """
+    """Finds the innermost frame of the user's code, else of a library other than JAX, as `"file.py:12 (function)"`."""
     return choose_line(_list_frames(eqn))
 
 
@@ -68,9 +65,9 @@ def is_called_by_library(eqn: JaxprEqn) -> bool:
     return _is_library(_find_caller(eqn))
 
 
-def is_called_by(eqn: JaxprEqn, package: str) -> bool:
-    """True if a file of a package, such as `"optax.losses"`, called JAX."""
-    return _make_folder(package) in _find_caller(eqn)
+def is_called_by_loss(eqn: JaxprEqn) -> bool:
+    """True if a loss of optax called JAX."""
+    return _LOSSES in _find_caller(eqn)
 
 
 def list_functions(step: Step) -> set[str]:
@@ -80,10 +77,9 @@ def list_functions(step: Step) -> set[str]:
     return names | {str(eqn.params.get("name")) for eqn in eqns}
 
 
-def is_traced_in(eqn: JaxprEqn, package: str) -> bool:
-    """True if a function of a package, such as `"optax.losses"`, is in the traceback of an equation."""
-    folder = _make_folder(package)
-    return any(folder in frame.file_name for frame in _list_frames(eqn))
+def is_traced_in_loss(eqn: JaxprEqn) -> bool:
+    """True if a loss of optax is in the traceback of an equation."""
+    return any(_LOSSES in frame.file_name for frame in _list_frames(eqn))
 
 
 def find_running_line() -> str:
@@ -118,10 +114,6 @@ def _find_caller(eqn: JaxprEqn) -> str:
     return next((frame.file_name for frame in _list_frames(eqn) if not _is_from(_JAX, frame.file_name)), "")
 
 
-def _make_folder(package: str) -> str:
-    return os.path.join(*package.split("."), "")
-
-
 def _write_line(frame: Any) -> str:
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
@@ -152,6 +144,9 @@ ELSEWHERE = "^"
 
 AUTOCAST = "jmp_autocast"
 """The scope of equations that autocast wrote; not part of a module path."""
+
+LIST_WEIGHTS = "_jmp_list_weights"
+"""The attribute of a function of autocast that describes the weights of a call, for `explain`."""
 
 RECORD = "jmp_record"
 """The scope of a recorder's measurements; not part of a module path."""
@@ -231,10 +226,7 @@ class Register:
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
 
     def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function to collect its modules, and to run each in a scope from which its path is read.
-
-        Nobody else may hold the arguments of `fun`, as for `Adapter.hook_calls`.
-        """
+        """Wraps a function, whose arguments nobody else may hold, to collect its modules and give each a scope."""
         for adapter in find_loaded_adapters():
             fun = self._watch_modules_of(adapter, fun)
         return fun

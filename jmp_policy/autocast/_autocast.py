@@ -11,6 +11,7 @@ from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
     from ._rewrite import AutocastRules
+    from ._weight_arguments import Weights
 
 
 CustomRules = Literal["opaque", "inside"]
@@ -18,11 +19,19 @@ CustomRules = Literal["opaque", "inside"]
 
 @overload
 def autocast(
-    fun: FirstSpec, *, rules: AutocastRules | None = None, custom_rules: CustomRules = "opaque"
+    fun: FirstSpec,
+    *,
+    rules: AutocastRules | None = None,
+    custom_rules: CustomRules = "opaque",
+    weights: Weights | None = None,
 ) -> Decorator: ...
 @overload
 def autocast(
-    *, policy: PolicySpec = None, rules: AutocastRules | None = None, custom_rules: CustomRules = "opaque"
+    *,
+    policy: PolicySpec = None,
+    rules: AutocastRules | None = None,
+    custom_rules: CustomRules = "opaque",
+    weights: Weights | None = None,
 ) -> Decorator: ...
 @overload
 def autocast(
@@ -31,10 +40,16 @@ def autocast(
     *,
     rules: AutocastRules | None = None,
     custom_rules: CustomRules = "opaque",
+    weights: Weights | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
-    fun: F, policy: PolicySpec = None, *, rules: AutocastRules | None = None, custom_rules: CustomRules = "opaque"
+    fun: F,
+    policy: PolicySpec = None,
+    *,
+    rules: AutocastRules | None = None,
+    custom_rules: CustomRules = "opaque",
+    weights: Weights | None = None,
 ) -> F: ...
 def autocast(
     fun: Any = NO_TARGET,
@@ -42,6 +57,7 @@ def autocast(
     *,
     rules: AutocastRules | None = None,
     custom_rules: str = "opaque",
+    weights: Weights | None = None,
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 
@@ -68,16 +84,24 @@ def autocast(
         bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output dtype, if
         there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
         outputs; other operations cast it down. These matmuls have no forward-mode derivative.
+        A quantized policy needs `weights`; a rule of a `PolicyMap` may leave scopes out. Float8 needs current scaling.
       rules: changes to the tables of operations and functions, and rules by scope, which win over the map.
       custom_rules: treatment of `jax.custom_jvp` and `jax.custom_vjp` functions of users: `"opaque"` runs them as
         traced, `"inside"` casts inside the function and its forward pass. Their derivative stays the user's.
+      weights: for a quantized policy, the arguments that hold weights: a number, several, or a function of the paths of
+        all arrays, such as `lambda path: path.endswith("kernel")`. A path begins with the number or name of its
+        argument: `"0/layers/0/kernel"`. Values that come from these arrays by casts, transposes, reshapes and slices,
+        also in loops, are quantized in matmuls and convolutions as `quant.dot_general` does. Tables that are indexed
+        are not quantized. `explain(autocast(f, ...), *args)` lists all. Other policies ignore `weights`.
 
     Returns:
       A function of the arguments of `fun`.
 
     Raises:
-      TypeError: `fun` is not a function, or it returned something else than a tree of arrays.
-      ValueError: `policy` is unreadable, quantized, or has another compute or accumulate dtype.
+      TypeError: `fun` is not a function, or it returned something else than a tree of arrays; or `weights` is of
+        another type.
+      ValueError: `policy` is unreadable, or has another compute or accumulate dtype; it is quantized, and there are no
+        `weights`, one of them reaches no matmul, or the format needs a state or a key for each layer.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 
@@ -86,7 +110,10 @@ def autocast(
     >>> report = jmp.numerics.audit(predict)(jnp.ones((2, 2)), jnp.ones((1, 2)))
     >>> {row.operation: row.dtype for row in report.rows if row.operation in ("dot_general", "exp")}
     {'dot_general': 'bfloat16', 'exp': 'float32'}
+    >>> predict = jmp.autocast(lambda weight, x: x @ weight, "int8_from_mixed_bfloat16", weights=0)
+    >>> jmp.explain(predict, jnp.ones((64, 64)), jnp.ones((1, 64)))["0"].quantization
+    'int8'
     """
     from ._attach import attach  # loads the rewriter, which `import jmp_policy` must not
 
-    return attach(fun, policy, rules, custom_rules)
+    return attach(fun, policy, rules, custom_rules, weights)

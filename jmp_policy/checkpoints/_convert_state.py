@@ -13,9 +13,9 @@ import numpy as np
 from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ..loss_scale import DynamicLossScale
 from ..numerics._nonfinite import NonfiniteOrigin
-from ..quant._weights import ARRAYS
-from ._entries import MEMORIES, Entry, Pair, Parameter, Path, is_whole, list_entries, pair_memories, round_if_half
-from ._values import Misfit, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
+from ..quant._weights import ARRAYS, is_quantized
+from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories, round_if_half
+from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
 
 _MISSING = "is not in the checkpoint"
 
@@ -31,7 +31,7 @@ class Conversion:
         self._saved = {entry.path: entry for entry in saved}
         self._left = dict(self._saved)
         roles = find_roles(target, entries)
-        self._saved_pairs: dict[Path, Pair] = {**pair_memories(saved), **pair_scales(saved, roles)}
+        self._saved_pairs: dict[Path, Parameter | Moment] = {**pair_memories(saved), **pair_scales(saved, roles)}
         self._saved_memories = {pair.other.path for pair in self._saved_pairs.values() if isinstance(pair, Parameter)}
         pairs = [*pair_memories(entries).values(), *pair_scales(entries, roles).values()]
         self._pair_of = {entry.path: pair for pair in pairs for entry in (pair.entry, pair.other)}
@@ -41,9 +41,7 @@ class Conversion:
         self._problems: dict[str, str] = {}
 
     def convert(self, entry: Entry) -> Any:
-        """Returns the value of one entry of the target. Notes a problem and returns the entry's own value if there is
-        none.
-        """
+        """Returns the value of one entry of the target, or notes a problem."""
         # The memory of a parameter is part of its value, so it is converted with the parameter, not with the rest of
         # the optimizer's state. The scales of a moment are converted with the moment.
         pair = self._pair_of.get(entry.path)
@@ -79,7 +77,7 @@ class Conversion:
             self._left.pop((*path, name), None)
         return {name: entry.value for name, entry in arrays.items()}
 
-    def _convert(self, entry: Entry, pair: Pair | None, found: Any) -> Any:
+    def _convert(self, entry: Entry, pair: Parameter | Moment | None, found: Any) -> Any:
         if not isinstance(found, Entry):  # the arrays of a quantized weight
             return convert_value(found, entry.value)
         saved = self._saved_pairs.get(found.path)
@@ -145,8 +143,6 @@ def _clip(value: Any, scale: DynamicLossScale) -> Any:
 
 T = TypeVar("T")
 
-_READ = "checkpointer.restore(path)"
-
 
 def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) -> T:
     """Converts a state that was saved under any policy to the state of a run under another policy.
@@ -194,7 +190,11 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     >>> state["params"]["w"].dtype, state["opt_state"].inner_state.master["w"].tolist() == saved["params"]["w"].tolist()
     (dtype(bfloat16), True)
     """
-    _check_saved(saved)
+    if saved is None or isinstance(saved, str | bytes | os.PathLike):
+        read = "flax.serialization.msgpack_restore(data)" if isinstance(saved, bytes) else "checkpointer.restore(path)"
+        raise TypeError(
+            f"convert_state takes a restored state, got {describe(saved)}. For example: convert_state({read}, target)."
+        )
     saved_entries, entries = list_entries(saved, target)
     names = {entry.name for entry in (*saved_entries, *entries)}
     is_ignored = _list_ignored(ignore, names).__contains__
@@ -202,16 +202,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     new = {entry.index: conversion.convert(entry) for entry in entries}
     if problems := conversion.list_problems():
         raise ValueError(_write_problems(problems, names))
-    structure = jax.tree.structure(target, is_leaf=is_whole)
+    structure = jax.tree.structure(target, is_leaf=is_quantized)
     return structure.unflatten([new[index] for index in range(len(new))])
-
-
-def _check_saved(saved: Any) -> None:
-    if saved is None or isinstance(saved, str | bytes | os.PathLike):
-        read = "flax.serialization.msgpack_restore(data)" if isinstance(saved, bytes) else _READ
-        raise TypeError(
-            f"convert_state takes a restored state, got {describe(saved)}. For example: convert_state({read}, target)."
-        )
 
 
 def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[str]:
@@ -219,7 +211,8 @@ def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[
     ignored = set()
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
         try:
-            covered = {name for name in names if _covers(pattern, name)}
+            covers = re.compile(pattern).fullmatch
+            covered = {name for name in names if any(map(covers, list_paths_to(name)[1:]))}
         except re.error as error:
             raise ValueError(
                 f"{pattern!r} of ignore is not a valid pattern: {error}. For example: ignore='opt_state'."
@@ -229,10 +222,6 @@ def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[
             raise ValueError(f"{pattern!r} of ignore matches no path. {did_you_mean(pattern, known)}")
         ignored |= covered
     return ignored
-
-
-def _covers(pattern: str, name: str) -> bool:
-    return any(re.fullmatch(pattern, path) for path in list_paths_to(name)[1:])
 
 
 def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
@@ -245,12 +234,7 @@ def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
 
 
 def _find_common_paths(problems: Collection[str], names: Collection[str]) -> list[str]:
-    """Returns the paths that hold the problems and nothing that fits, or their first names if there are many.
-
-    >>> names = {"params/body/w", "params/head/w", "params/head/b", "step"}
-    >>> _find_common_paths({"params/head/w", "params/head/b", "step"}, names)
-    ['params/head', 'step']
-    """
+    """Returns the paths that hold the problems and nothing that fits, or their first names if there are many."""
     fitting = [f"{name}/" for name in names if name not in problems]
     found = []
     for name in sorted(problems):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._base import OVERWRITE, is_floating, is_half, name_state, round_to_half
 from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
-from ..quant import QuantizedArray
+from ..quant._weights import is_quantized
 
 Path = tuple[str, ...]
 Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`
@@ -23,24 +23,16 @@ MEMORIES = ("master", "remainder", "compensation")  # fields of `master_weights`
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A leaf of a state, or a quantized weight.
+    """A leaf of a state, or a quantized weight."""
 
-    Attributes:
-      name: its path as users read it, `opt_state/inner_state/0/mu/w`.
-      path: the path that it has under every policy, `("opt_state", "0", "mu", "w")`.
-      value: the leaf.
-      part: the part of this library that it belongs to (`loss_scale`, the `key` of stochastic rounding, the `scales` of
-        8-bit moments, `float8`, or one of `MEMORIES`), or `""`.
-      inside: the length of the prefix of the path that leads to the transformation with this memory.
-      index: its number in `jax.tree.leaves`.
-    """
-
-    name: str
-    path: Path
-    value: Any
+    name: str  # its path as users read it, `opt_state/inner_state/0/mu/w`
+    path: Path  # the path that it has under every policy, `("opt_state", "0", "mu", "w")`
+    value: Any  # the leaf
+    # The part of this library that it belongs to: `loss_scale`, the `key` of stochastic rounding, the `scales` of 8-bit
+    # moments, `float8`, or one of `MEMORIES`; or `""`.
     part: str
-    inside: int
-    index: int
+    inside: int  # the length of the prefix of the path that leads to the transformation with this memory
+    index: int  # its number in `jax.tree.leaves`
 
 
 def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
@@ -49,15 +41,10 @@ def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
     return _list_entries(_align_float8(saved_nested, nested), saved_values), _list_entries(nested, values)
 
 
-def is_whole(node: Any) -> bool:
-    """True if a node is one entry: the arrays of a quantized weight belong together."""
-    return isinstance(node, QuantizedArray)
-
-
 def _nest(tree: Any) -> tuple[Nested, list[Any]]:
     """Converts all containers to dicts."""
     root: dict[str, Any] = {}
-    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole)
+    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)  # the arrays of a weight are one entry
     for index, (keys, _) in enumerate(keyed):
         *around, last = ["root", *(jax.tree_util.keystr((key,), simple=True) for key in keys)]
         node = root
@@ -68,14 +55,10 @@ def _nest(tree: Any) -> tuple[Nested, list[Any]]:
 
 
 def _align_float8(saved: Nested, target: Nested) -> Nested:
-    """Moves saved parameters to their place in the target.
-
-    A linen train state has `{"params": ..., "_overwrite_with_gradient": ...}` in place of its parameters if layers have
-    float8 state.
-    """
+    """Moves saved parameters to their place in the target."""
     if not isinstance(saved, dict) or not isinstance(target, dict):
         return saved
-    pair = {"params", OVERWRITE}
+    pair = {"params", OVERWRITE}  # in place of the parameters of a linen train state with float8 layers
     if pair <= target.keys() and not pair & saved.keys():
         saved = {"params": saved}
     elif pair == saved.keys() and not pair & target.keys():
@@ -135,30 +118,23 @@ _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED),
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """An entry whose value is in two arrays: this one and another, its memory or its scales."""
+    """An entry whose value is in two arrays: this one and another, its memory or its scales.
+
+    `decode` returns its value, and `encode` both arrays for a saved entry: bit for bit if it was saved in this form.
+    """
 
     entry: Entry
     other: Entry
-
-    def decode(self) -> Any:
-        """Returns the exact value: float32, or as stored if the other array does not count."""
-        raise NotImplementedError
-
-    def encode(self, found: Entry, saved: "Pair | None") -> tuple[Any, Any]:
-        """Returns both arrays for the entry that was found, and its pair; bit for bit if it was saved in this form."""
-        raise NotImplementedError
 
 
 class Parameter(Pair):
     """A half-precision parameter and its memory."""
 
     def decode(self) -> Any:
-        """Returns the parameter in float32."""
         param, memory = jnp.asarray(self.entry.value), jnp.asarray(self.other.value)
         return _STORAGES[self.other.part].decode(param, memory)
 
-    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
-        """Returns parameter and memory."""
+    def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:
         like = self.entry.value
         if saved is not None and saved.other.part == self.other.part and saved.entry.value.dtype == like.dtype:
             return saved.entry.value, saved.other.value

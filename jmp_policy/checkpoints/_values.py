@@ -15,8 +15,8 @@ from .._base import describe, is_array, is_floating_dtype
 from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_roles, quantize
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
-from ..quant._weights import ARRAYS, Layout, quantize_array
-from ._entries import Entry, Pair, Path, is_whole
+from ..quant._weights import ARRAYS, Layout, describe_arrays, is_quantized, list_arrays, quantize_array
+from ._entries import Entry, Pair, Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,12 @@ class Moment(Pair):
         return self.entry.value.dtype == jnp.uint8
 
     def decode(self) -> Any:
-        """Returns the value: float32 if it is quantized, else as stored."""
         if not self.is_quantized:
             return self.entry.value
         blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
         return dequantize(blocks, CODES[self.role], self._sides)
 
-    def encode(self, found: Entry, saved: Pair | None) -> tuple[Any, Any]:
-        """Returns the moment and its scales."""
+    def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:
         value, shape = found.value if saved is None else saved.decode(), self.entry.value.shape
         if not self.is_quantized:
             return value, jnp.ones(self.other.value.shape, jnp.float32)
@@ -54,19 +52,15 @@ class Moment(Pair):
 
 
 def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
-    """Returns the roles of the moments of a target by path, from classes, or from names if `nnx.state` dropped the
-    classes.
-    """
-    roles = list_roles(target, is_leaf=is_whole)
+    """Returns the roles of moments by path, from their classes, or from names if `nnx.state` dropped the classes."""
+    roles = list_roles(target, is_leaf=is_quantized)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}
     return {path: role for path, role in found.items() if role is not None}
 
 
 def pair_scales(entries: Iterable[Entry], roles: Mapping[Path, str]) -> dict[Path, Moment]:
-    """Finds the moments that have scales, by their paths.
-
-    Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer, numbered by its fields of moments.
-    """
+    """Finds the moments that have scales, by their paths."""
+    # Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer, numbered by its fields of moments.
     by_path = {entry.path: entry for entry in entries}
     of_state: dict[Path, dict[Path, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for entry in by_path.values():
@@ -92,17 +86,16 @@ class Misfit(Exception):
 
 
 def convert_value(saved: Any, like: Any) -> Any:
-    """Converts a saved value to the type, shape, dtype and sharding of `like`. A quantized weight may be a dict of
-    arrays.
-    """
+    """Converts a saved value, or dict of arrays of a weight, to the type, shape, dtype and sharding of `like`."""
     if isinstance(saved, QuantizedArray | Mapping):
         _check_stored_scales(saved)
     if isinstance(like, QuantizedArray):
         new = _requantize(saved, like)
         if like.input_clip is None:  # the range of a calibrated model is restored with its weights
             like = dataclasses.replace(like, input_clip=new.input_clip)
-        if _sizes(new) != _sizes(like):
-            raise Misfit(f"was saved as {_sizes(new)}, the target has {_sizes(like)}")
+        sizes, wanted = (describe_arrays(list_arrays(weight)) for weight in (new, like))
+        if sizes != wanted:
+            raise Misfit(f"was saved as {sizes}, the target has {wanted}")
         return jax.tree.map(_place, new, like)
     if isinstance(saved, QuantizedArray | Mapping):
         saved = _dequantize(saved, like)
@@ -112,11 +105,8 @@ def convert_value(saved: Any, like: Any) -> Any:
 
 
 def fit_history(saved: Any, like: Any) -> Any:
-    """Fits a float8 history to the length of `like`. The newest values are kept, and zeros come before the oldest.
-
-    A history is in the order newest, oldest, ..., second newest, along its last axis.
-    """
-    length = like.shape[-1]
+    """Fits a float8 history to the length of `like`: keeps the newest values, with zeros before the oldest."""
+    length = like.shape[-1]  # in the order newest, oldest, ..., second newest
     newest, others = saved[..., :1], saved[..., 1:]
     others = others[..., max(others.shape[-1] - (length - 1), 0) :]
     unknown = np.zeros((*saved.shape[:-1], length - 1 - others.shape[-1]), saved.dtype)
@@ -157,14 +147,15 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
     if isinstance(saved, QuantizedArray):
         if (type(saved.format), saved.layout) != (type(like.format), like.layout):
             raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-        saved = {name: array for name in ARRAYS if (array := getattr(saved, name)) is not None}
+        saved = list_arrays(saved)
     if isinstance(saved, Mapping):
         arrays = dict.fromkeys(ARRAYS) | {name: jnp.asarray(array) for name, array in saved.items()}
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-    made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout)
-    return dataclasses.replace(made, input_clip=_choose_clip(None, like))
+    clip = _choose_clip(None, like)
+    made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout, input_clip=clip)
+    return dataclasses.replace(made, input_clip=clip)
 
 
 def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
@@ -268,11 +259,6 @@ def _place(array: Any, like: Any) -> Any:
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jnp.asarray(array)
     return array if getattr(array, "sharding", None) == sharding else jax.device_put(array, sharding)
-
-
-def _sizes(weight: QuantizedArray) -> dict[str, str]:
-    arrays = {name: getattr(weight, name) for name in ARRAYS}
-    return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items() if array is not None}
 
 
 def _describe(value: Any) -> str:

@@ -1,25 +1,16 @@
 """Parses the command line, and reports errors in one line with an exit status."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from .._base import did_you_mean, escape_controls
-from ._audit import add_audit
-from ._command import UserError, check_device
-from ._doctor import add_doctor
-from ._numerics import add_numerics
+from ._commands import COMMANDS
 from ._outputs import spell_signs_plainly
-from ._tune import add_tune
-
-COMMANDS = {
-    "doctor": add_doctor,
-    "audit": add_audit,
-    "numerics": add_numerics,
-    "tune": add_tune,
-}
+from ._user_code import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,23 +24,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     with spell_signs_plainly():
         try:
             arguments = _parse(sys.argv[1:] if argv is None else argv)
-            return _print_versions() if arguments.version else _run_command(arguments)
+            if arguments.version:
+                return _print_versions()
+            _check_device()
+            return arguments.run(arguments)
         except SystemExit as exit:  # argparse has printed its help or an error
             return int(exit.code or 0)
         except KeyboardInterrupt:
             return _fail("interrupted", status=130)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "matplotlib":
+                raise
+            return _fail("matplotlib is not installed: pip install 'jmp-policy[demo]'")
+        except UserError as error:
+            return _fail(str(error))
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
+def _check_device() -> None:
+    """Raises `UserError` if JAX finds no device."""
+    import jax
+
     try:
-        check_device()
-        return arguments.run(arguments)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        return _fail("matplotlib is not installed: pip install 'jmp-policy[demo]'")
-    except UserError as error:
-        return _fail(str(error))
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts if a plugin is not installed
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        said = f": {error}" if str(error) else ", perhaps because jaxlib was installed without it"
+        raise UserError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{said}") from None
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -72,10 +72,9 @@ def _make_parser() -> "_Parser":
     parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add_command in COMMANDS.values():
-        add_command(commands)
-    for subparser in commands.choices.values():
-        subparser.set_defaults(parser=subparser)
+    for name, (add_parser, run) in COMMANDS.items():
+        subparser = add_parser(commands)
+        subparser.set_defaults(parser=subparser, command=name, run=run)
     return parser
 
 

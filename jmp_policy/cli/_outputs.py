@@ -8,13 +8,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._base import escape_controls
-from ._command import UserError
-
-if TYPE_CHECKING:
-    from ..report import Report
+from ._user_code import UserError
 
 # ASCII replacements, of one column each, for streams that cannot encode these characters.
 _PLAIN = str.maketrans({"─": "-", "↑": "^", "↓": "v", "→": ">", "±": "~", "…": "~"})
@@ -48,7 +45,9 @@ def add_files(parser: argparse.ArgumentParser, *, page: str, picture: str) -> No
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Checks the options `--html` and `--plot` before the function runs."""
+    """Checks the options `--html` and `--plot`, if the command has them, before the function runs."""
+    if "plot" not in arguments:
+        return
     check_folder("--html", arguments.html)
     check_folder("--plot", arguments.plot)
     if arguments.plot is None:
@@ -67,15 +66,17 @@ def check_folder(option: str, file: Path | None) -> None:
         raise UserError(f"{option} {file}: the folder {file.parent} does not exist")
 
 
-def write_files(report: "Report", arguments: argparse.Namespace, title: str) -> None:
-    """Writes the page and the plot."""
+def write_files(report: Any, arguments: argparse.Namespace) -> None:
+    """Writes the page and the plot that `--html` and `--plot` ask for."""
+    if "plot" not in arguments:
+        return
     if arguments.html:
         from ..report import draw_document
 
+        title = f"{arguments.command} of {arguments.function}"
         arguments.html.write_text(draw_document(report, title), encoding="utf-8")
     if arguments.plot:
-        plotted: Any = report
-        plotted.plot().savefig(arguments.plot, dpi=150)
+        report.plot().savefig(arguments.plot, dpi=150)
 
 
 def print_text(report: Any) -> None:

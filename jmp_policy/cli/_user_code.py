@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from .._base import did_you_mean
-from ._command import UserError
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class UserError(ValueError):
+    """Error of the user, printed in one line with exit status 2. Any other exception keeps its traceback."""
 
 
 def load_call(
     arguments: argparse.Namespace, look: Callable[[Callable[..., Any]], Any], *, example: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the function of a command, whose errors become `UserError`s, and its arguments.
-
-    `look` rejects classes and Flax modules. `example` is an argument to show in errors.
-    """
+    """Returns the function of a command, which raises `UserError`s, and its arguments. `look` rejects modules."""
     name, maker = arguments.function, arguments.args
     fun = load_function(name)
 

@@ -1,23 +1,7 @@
 """Converts loss scales from and to PyTorch's `GradScaler`, so that a run can move between torch and JAX.
 
-PyTorch is not required: `GradScaler.state_dict()` contains only numbers. Differences from torch:
-
-| of the numbers        | in torch                                   | here                                            |
-|-----------------------|--------------------------------------------|-------------------------------------------------|
-| bounds of the scale   | none: it can reach 0 and 2**127            | 1 and 2**24, or the saved scale beyond them     |
-| factors such as 1.1   | are float64                                | are float32: 1.2e-7 of the scale in each change |
-| a count past its end  | grows no more, until the next overflow     | is complete, and grows                          |
-| intervals over 2**31  | are never reached                          | are 2**31 - 1                                   |
-| zeros                 | are taken as scale, backoff or interval    | are errors                                      |
-| a new scale           | starts at 2**16                            | starts at 2**15                                 |
-
-| of the training       | in torch                                   | here                                            |
-|-----------------------|--------------------------------------------|-------------------------------------------------|
-| what is counted       | calls of `update()`, once per step         | microbatches, if `loss_scaled(MultiSteps(...))` |
-| several optimizers    | share a scale, and skip alone              | have a scale each: `loss_scaled` of one         |
-| a skipped step        | is one to `scheduler.step()`               | is none to a schedule of optax                  |
-| `unscale_` to clip    | comes before what reads gradients          | is not needed: gradients are true               |
-| float16 gradients     | of float16 parameters are an error         | are unscaled in float32                         |
+PyTorch is not required: `GradScaler.state_dict()` contains only numbers. The reference page of `compat` lists the
+differences from torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,9 +30,9 @@ _EXAMPLE = {
 def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     """Makes the loss scale that continues from a `torch.amp.GradScaler`.
 
-    It grows on the `growth_interval`-th finite step in a row (`_growth_tracker` are over), and backs off on
-    every non-finite step. The table above lists the differences; a saved scale beyond our floor or ceiling replaces it.
-    With `loss_scaled(MultiSteps(tx, k))`, multiply `growth_interval` and `_growth_tracker` by k.
+    It grows on the `growth_interval`-th finite step in a row (`_growth_tracker` are over), and backs off on every
+    non-finite step. A saved scale beyond our floor or ceiling replaces it. With `loss_scaled(MultiSteps(tx, k))`,
+    multiply `growth_interval` and `_growth_tracker` by k.
 
     Args:
       state_dict: the result of `GradScaler.state_dict()`, empty for a disabled scaler. Values are numbers, or arrays or
@@ -60,8 +44,6 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     Raises:
       TypeError: `state_dict` is not a mapping, or a value is not a number.
       ValueError: a key is missing or unknown, or a value is out of range.
-
-    Source: the documentation of `torch.amp.GradScaler`, its methods `state_dict` and `update`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
@@ -100,8 +82,6 @@ def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
 
     Raises:
       ValueError: `state` has no loss scale, or several, or one that torch does not support: static, or with hysteresis.
-
-    Source: the documentation of `torch.amp.GradScaler.state_dict`.
 
     >>> import jmp_policy as jmp
     >>> jmp.compat.torch.grad_scaler_state_dict(jmp.DynamicLossScale(1024.0, counter=7))["_growth_tracker"]

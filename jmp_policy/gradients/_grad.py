@@ -224,7 +224,7 @@ def _reduce(
     def compute_in(dtype: DTypeLike, on_opaque: Literal["error", "warn"] | None) -> tuple[Any, PyTree]:
         from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
-        return reduce_gradients_in(dtype, compute, list_parameters, on_opaque=on_opaque)(*args, **kwargs)
+        return reduce_gradients_in(dtype, compute, list_parameters(args), on_opaque, args, kwargs)
 
     def compute_in_found(dtype: np.dtype | None) -> tuple[Any, PyTree]:
         try:

@@ -27,21 +27,13 @@ CLASS_POLICY = "_jmp_class_policy"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassPolicy:
-    """The arguments of `with_policy`, in an attribute of the class. Subclasses inherit it.
+    """The arguments of `with_policy`, in an attribute of the class. Subclasses inherit it."""
 
-    Attributes:
-      base: the class without a policy.
-      policy: the policy or map.
-      no_cast: names of arguments of its public methods that are not cast.
-      place: the place of its modules in the model that was given the policy.
-      owner: the class that was made of `base`.
-    """
-
-    base: type[nn.Module]
-    policy: Policy | PolicyMap
-    no_cast: frozenset[str]
-    place: ModulePlace
-    owner: type[nn.Module]
+    base: type[nn.Module]  # the class without a policy
+    policy: Policy | PolicyMap  # the policy or map
+    no_cast: frozenset[str]  # names of arguments of its public methods that are not cast
+    place: ModulePlace  # the place of its modules in the model that was given the policy
+    owner: type[nn.Module]  # the class that was made of `base`
 
 
 def read_class_policy(target: object) -> ClassPolicy:
@@ -49,10 +41,7 @@ def read_class_policy(target: object) -> ClassPolicy:
 
 
 class _CurrentPolicy:
-    """The active policy, as a context that is part of every jit key: programs of jitted submodules depend on it.
-
-    JAX never frees such a key, so the context holds a weak reference.
-    """
+    """The active policy, as a context that is part of every jit key. The reference is weak: JAX never frees a key."""
 
     def __init__(self) -> None:
         self._reference = ACTIVE_POLICY
@@ -75,16 +64,10 @@ CURRENT = _CurrentPolicy()
 
 
 class CallNotes(NamedTuple):
-    """The modules that the running call of an attached module has met, by path.
+    """The modules that a running call has met, by path. No cache may depend on it."""
 
-    No cache may depend on it: everything that decides about a program is in `ActivePolicy.rule` too.
-
-    Attributes:
-      types: the types of the modules.
-      layers: for each layer with a weight, the author's dtype if it is wider than the policy's, else `None`.
-    """
-
-    types: dict[str, type[nn.Module]]
+    types: dict[str, type[nn.Module]]  # the types of the modules
+    # For each layer with a weight, the author's dtype if it is wider than the policy's, else `None`.
     layers: dict[str, np.dtype | None]
 
 
@@ -93,22 +76,14 @@ NOTES: contextvars.ContextVar[CallNotes] = contextvars.ContextVar("NOTES")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivePolicy:
-    """The policy in force inside an attached module.
+    """The policy in force inside an attached module. Equal ones are one object: JAX compares them at each look-up."""
 
-    Equal active policies are one object and are compared by identity, because JAX compares them at each cache lookup.
-
-    Attributes:
-      given: the `ClassPolicy` of the attached module.
-      path: the path of that module in its model.
-      inferred: the dtype in place of an open compute dtype, from the first floating input of the attached module, or
-        of the innermost module whose own rule leaves it open.
-      rule: the rule of the map that covers the running module, or `None`.
-    """
-
-    given: ClassPolicy
-    path: tuple[str, ...]
+    given: ClassPolicy  # the `ClassPolicy` of the attached module
+    path: tuple[str, ...]  # the path of that module in its model
+    # The dtype in place of an open compute dtype, from the first floating input of the attached module, or of the
+    # innermost module whose own rule leaves it open.
     inferred: np.dtype | None
-    rule: MapRule | None
+    rule: MapRule | None  # the rule of the map that covers the running module, or `None`
 
     @property
     def policy(self) -> Policy | PolicyMap:
@@ -165,10 +140,7 @@ class ActivePolicy:
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
     def replace(self, inferred: np.dtype | None, rule: MapRule | None) -> "ActivePolicy":
-        """Returns the active policy for the methods of a module that this rule covers.
-
-        The rule is part of the jit key, so equal jitted modules under different rules do not share a program.
-        """
+        """Returns the active policy for a module that this rule covers. The rule is part of the jit key."""
         if rule is self.rule and inferred is self.inferred:
             return self
         return intern_active_policy(self.given.owner, self.path, inferred, rule)

@@ -49,10 +49,7 @@ def _make_class(
 
 
 def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
-    """Returns the class, or the one among the keys of its map, that holds the made class: the first that is freed.
-
-    It is the first that its module does not have under its name: made by a function, or in a notebook.
-    """
+    """Returns the class, or key of its map, that is freed first: one that its module does not have under its name."""
     keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
     passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
     return next(passing, base)

@@ -21,19 +21,13 @@ PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
 
 @dataclasses.dataclass(frozen=True)
 class ModuleFields:
-    """The dtype fields of a class of modules.
+    """The dtype fields of a class of modules."""
 
-    Attributes:
-      has_dtype: true if a module has a dtype of its own.
-      dtype_default: the default of that field.
-      has_param_dtype: true if it has a field for the dtype of its parameters.
-      casts_own_params: true if it casts its own parameters: modules with a field `dtype`, and Flax's own without one
-        (PReLU casts, the parts of an LSTM cell leave it to the cell).
-    """
-
-    has_dtype: bool
-    dtype_default: Any
-    has_param_dtype: bool
+    has_dtype: bool  # true if a module has a dtype of its own
+    dtype_default: Any  # the default of that field
+    has_param_dtype: bool  # true if it has a field for the dtype of its parameters
+    # True if it casts its own parameters: modules with a field `dtype`, and Flax's own without one (PReLU casts, the
+    # parts of an LSTM cell leave it to the cell).
     casts_own_params: bool
 
 
@@ -50,10 +44,7 @@ def find_fields(kind: type[nn.Module]) -> ModuleFields:
 
 
 def has_open_dtype(module: nn.Module) -> bool:
-    """True if a policy fills in the dtype of a module: its author left the field at its default.
-
-    A dtype that an outer module handed down (`dtype=self.dtype`), after a policy had filled it in there, is open too.
-    """
+    """True if a policy fills in the dtype of a module: it has the default, or a filled-in dtype handed down to it."""
     fields = find_fields(type(module))
     if not fields.has_dtype or isinstance(module, PARAMETER_WRAPPERS):
         return False
@@ -108,10 +99,7 @@ def read_authors_dtype(dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def temporarily_set(module: nn.Module | Scope, values: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes of a module or scope for a `with` block.
-
-    Writes past `__setattr__`, which is frozen outside of setup. A clone would lose attributes that the method sets.
-    """
+    """Sets attributes of a module or scope for a `with` block, past `__setattr__`, which is frozen outside of setup."""
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -129,9 +117,6 @@ _SCALAR_TYPE = type(jnp.float32)
 
 @functools.cache
 def _make_marked_dtype(dtype: np.dtype, author: np.dtype | None) -> Any:
-    """Returns a dtype that compares equal to `dtype` and has the author's dtype as an attribute.
-
-    It is a subclass of JAX's scalar type. Arrays have numpy dtypes, so none gets the attribute.
-    """
+    """Returns a scalar type that equals `dtype` and has the author's dtype as an attribute. Arrays never have it."""
     scalar_type = getattr(jnp, dtype.name, None)
     return dtype if scalar_type is None else _SCALAR_TYPE(dtype.name, (scalar_type,), {_AUTHOR: author})

@@ -66,7 +66,7 @@ def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
         if active.attachment is not outermost.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
         try:
-            return _call_inside(active, module, next_fun, args, kwargs, context)
+            return _call_inside(active, next_fun, args, kwargs, context)
         except Misread as error:
             name_misread_weight(module, error)
             raise
@@ -75,21 +75,17 @@ def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
 
 
 def _call_inside(
-    active: ActivePolicy,
-    module: nn.Module,
-    next_fun: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    context: InterceptorContext,
+    active: ActivePolicy, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: InterceptorContext
 ) -> Any:
     """Calls a method of the attached module, or of a module inside it."""
+    module = context.module
     # Another method of this module is running: the fields are filled in.
     if INSIDE in vars(module):
         policy = widen_policy(vars(module)[INSIDE])
         is_filled = policy is vars(module)[INSIDE]  # false if `force_full_precision` is between the two methods
         fields = _UNCHANGED if is_filled else fill_fields(module, policy, until_it_returns=True)
         with calling(module), fields:
-            return _compute_as(policy, module, context, next_fun)(*args, **kwargs)
+            return _compute_as(policy, context, next_fun)(*args, **kwargs)
 
     # Find the policy of this module, and its rule.
     match = active.match(module)
@@ -110,7 +106,7 @@ def _call_inside(
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
         if isinstance(module, nn.MultiHeadDotProductAttention):
             _check_cache(module)
-        next_fun = _compute_as(match.policy, module, context, next_fun)
+        next_fun = _compute_as(match.policy, context, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
         else:
@@ -123,15 +119,13 @@ def _call_inside(
     return keep_carry_dtypes(args[0] if args else kwargs.get("carry"), out)
 
 
-def _compute_as(
-    policy: Policy, module: nn.Module, context: InterceptorContext, next_fun: Callable[..., Any]
-) -> Callable[..., Any]:
+def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `next_fun` with the matmul of the policy."""
     is_plain = policy.quantization is None and policy.accumulate_dtype is None
-    if is_plain and not isinstance(module, PARAMETER_WRAPPERS):
+    if is_plain and not isinstance(context.module, PARAMETER_WRAPPERS):
         return next_fun
     bound: Any = context.orig_method  # a partial of the function
-    return multiply_by_policy(module, inspect.unwrap(bound.func), policy, next_fun)
+    return multiply_by_policy(context.module, inspect.unwrap(bound.func), policy, next_fun)
 
 
 def _is_cast_due(module: nn.Module) -> bool:
@@ -196,10 +190,7 @@ _NEVER_NARROWED = ("params", "batch_stats")
 
 
 def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
-    """Fills in the dtype fields of a bound module, and how it makes and reads variables, for a `with` block.
-
-    `until_it_returns` is false for a plain function of the module: methods that it calls must still be boundaries.
-    """
+    """Fills in the dtype fields of a bound module, and how it makes and reads variables, for a `with` block."""
     assert module.scope is not None
     param_dtype = policy.param_dtype
     values: dict[str, Any] = {INSIDE: policy} if until_it_returns else {}
@@ -230,10 +221,7 @@ def is_bridge(module: nn.Module) -> bool:
 
 
 class _MakerAcross:
-    """Replaces the class of the nnx module that a linen one wraps: makes it with its policy.
-
-    Flax calls it as a constructor, and reads methods of the class by name.
-    """
+    """Stands for the class of the nnx module that a linen one wraps: makes it with its policy."""
 
     def __init__(self, module: nn.Module, policy: Policy):
         active = CURRENT.value
@@ -289,8 +277,8 @@ def _declare_param(
     **kwargs: Any,
 ) -> Any:
     """Replaces `Module.param`: draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
-    drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
-    init = functools.partial(_init_in_param_dtype, policy, drawn)
+    draw = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
+    init = lambda *args, **kwargs: policy.cast_to_param(draw(*args, **kwargs))
     if stored_format_of(policy.quantization) is not None and not kwargs:
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
@@ -310,10 +298,6 @@ def _declare_variable(
     """Replaces `Module.variable`: makes running statistics and other state in the author's dtype."""
     init = None if init_fn is None else functools.partial(_init_in_authors_dtype, module, collection, init_fn)
     return variable(collection, name, init, *init_args, **kwargs)
-
-
-def _init_in_param_dtype(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return policy.cast_to_param(init_fn(*args, **kwargs))
 
 
 def _init_in_authors_dtype(

@@ -26,10 +26,7 @@ def layer_of(kind: type[nn.Module]) -> WeightedLayer | None:
 
 
 def open_layer(module: nn.Module) -> WeightedLayer | None:
-    """Returns the row of a layer whose matmul is in a field that its author left at the default, or `None`.
-
-    `nn.ConvLocal` without shared weights has another kernel at each position.
-    """
+    """Returns the row of a layer whose matmul is in a field that its author left at the default, or `None`."""
     layer = layer_of(type(module))
     if layer is None or layer.field is None or not getattr(module, "shared_weights", True):
         return None
@@ -43,10 +40,7 @@ def is_default(module: nn.Module, name: str) -> bool:
 
 
 def rewritten_by(module: nn.Module) -> str | None:
-    """Returns the name of the author's method that computes the weight from the parameter, or `None`.
-
-    Such a method needs floating values, whether or not the parameter is quantized.
-    """
+    """Returns the name of the author's method that computes the weight from floating parameters, or `None`."""
     if type(module).param is not nn.Module.param:
         return "param"
     is_table = isinstance(module, nn.Embed)

@@ -1,5 +1,6 @@
-"""The methods of a class with a policy: public ones cast inputs and outputs, the others only run under the policy."""
+"""Methods of linen modules under a policy: public ones cast inputs and outputs. Also hooks around methods."""
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -11,15 +12,14 @@ from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
 from .._base import Args, Kwargs, cast_floating, warn_once
-from ..modules import cast_arguments, cast_result, matmul_precision, widen_policy
+from ..modules import Hook, ModuleCall, cast_arguments, cast_result, matmul_precision, widen_policy
 from ..modules.common import keep_wide_results
 from ..policy import Policy
 from ..quant._products import has_float8, warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
-from ._calls import BOUNDARY_HOOK, describe_call
 from ._interceptor import make_interceptor
-from ._place import path_of
-from ._quantized import note_quantized_weights
+from ._place import calling, is_trial, path_of, path_text
+from ._quantized import note_quantized_weights, quantization_of
 
 _OURS = "_jmp_ours"
 """The attribute by which a method that we made refers to itself."""
@@ -35,10 +35,7 @@ def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
 
 
 def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy of the module.
-
-    Such a method is not a boundary itself. This overrides a private hook of Flax.
-    """
+    """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy: a hook of Flax."""
     active: ActivePolicy | None = CURRENT.value
     if self.scope is None or (active is not None and active.belongs_to(self)):
         return nn.Module._call_wrapped_method(self, fun, args, kwargs)  # a boundary around it applied the policy
@@ -176,3 +173,50 @@ def _cast_first_carry(initialize_carry: Callable[..., Any]) -> Callable[..., Any
         return cast_floating(initialize_carry(self, *args, **kwargs), dtype)
 
     return initialize_cast_carry
+
+
+BOUNDARY_HOOK: contextvars.ContextVar[Hook | None] = contextvars.ContextVar("BOUNDARY_HOOK", default=None)
+"""The hook that runs around the casts of a module with a policy of its own."""
+
+
+def hook_calls(
+    fun: Callable[..., Any], hook: Hook, *, setup: bool = False, boundary_hook: Hook | None = None
+) -> Callable[..., Any]:
+    """Returns `fun` with a hook for each method of a module, inside of its casts; `boundary_hook` runs around them."""
+
+    def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: Any) -> Any:
+        module: nn.Module = context.module
+        skips_setup = context.method_name == "setup" and not setup
+        if skips_setup or module.scope is None or is_trial(module, context.method_name):
+            return next_fun(*args, **kwargs)
+        # Modules that run through `.apply` in the hook or the method are inside of this one.
+        with calling(module):
+            return hook(describe_call(module, context.method_name), next_fun, args, kwargs)
+
+    def call_hooked(*args: Any, **kwargs: Any) -> Any:
+        token = BOUNDARY_HOOK.set(boundary_hook or BOUNDARY_HOOK.get())
+        try:
+            # The first interceptor is the outermost, so those that apply policies run inside of it.
+            with nn.intercept_methods(intercept):
+                return fun(*args, **kwargs)
+        finally:
+            BOUNDARY_HOOK.reset(token)
+
+    return call_hooked
+
+
+def describe_call(module: nn.Module, method: str) -> ModuleCall:
+    name = module.name or type(module).__name__
+    return ModuleCall(
+        path=path_text(module),
+        type=type(module),
+        method=method,
+        scope=name if method == "__call__" else f"{name}.{method}",
+        module=module,
+        describe_quantization=functools.partial(_describe_quantization, module),
+    )
+
+
+def _describe_quantization(module: nn.Module) -> str:
+    active: ActivePolicy | None = CURRENT.value
+    return "" if active is None else quantization_of(module, active.match(module).policy)

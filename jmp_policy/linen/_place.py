@@ -31,17 +31,11 @@ _CALLING = contextvars.ContextVar("_CALLING", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class ModulePlace:
-    """The place of a module that was given a policy: the root of a model, or a path inside an nnx model.
+    """The place of a module that was given a policy: the root of a model, or a path inside an nnx model."""
 
-    Attributes:
-      lineage: the types of the nnx modules around it, by path; the last one wraps it.
-      boundary: true if it casts its inputs and outputs.
-      inferred: the dtype in place of an open compute dtype; `None` takes it from the inputs.
-    """
-
-    lineage: tuple[tuple[str, type], ...] = ()
-    boundary: bool = True
-    inferred: np.dtype | None = None
+    lineage: tuple[tuple[str, type], ...] = ()  # the types of the nnx modules around it, by path; the last one wraps it
+    boundary: bool = True  # true if it casts its inputs and outputs
+    inferred: np.dtype | None = None  # the dtype in place of an open compute dtype; `None` takes it from the inputs
 
     def path(self, names: tuple[str, ...]) -> str:
         """Returns the path, in the whole model, of a module inside this one."""
@@ -49,10 +43,7 @@ class ModulePlace:
         return "/".join((around, *names) if around else names)
 
     def match(self, rules: PolicyMap, names: tuple[str, ...], types: dict[str, Any]) -> Match:
-        """Returns the match of a map for a module inside this one.
-
-        `names`: the names of the linen modules around it, and its own. `types`: their types, by path.
-        """
+        """Returns the match of a map for a module inside this one, whose names and types, by path, are given."""
         if not self.lineage:
             return rules.match(self.path(names), types)
         found = rules.match(self.path(names), ChainMap(types, dict(self.lineage)))
@@ -68,8 +59,7 @@ ROOT = ModulePlace()
 def path_of(module: nn.Module) -> tuple[str, ...]:
     """Returns the path of a bound module.
 
-    A module that runs through `.apply` has the path of the module that it is a clone of, if its caller holds exactly
-    one such module. Otherwise its path is the caller's, and its name in angle brackets.
+    Through `.apply`, this is the path of the one module that it may be a clone of, else its name in angle brackets.
     """
     around = module.scope.flags.get(_AROUND)  # type: ignore[union-attr]
     return (*(_find_path_around(module) if around is None else around), *module.path)
@@ -123,11 +113,7 @@ class calling:  # a class, because a generator context is slower and each module
 
 @contextlib.contextmanager
 def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
-    """Adds paths to the flags of the scopes that a scope makes for the modules inside.
-
-    Flax compiles a jitted module once for all modules with equal fields, because its key has no path. Under a policy
-    map they may have different policies.
-    """
+    """Adds paths to the flags of inner scopes, since Flax compiles a jitted module once for all with equal fields."""
     if "push" in vars(scope):
         yield
         return

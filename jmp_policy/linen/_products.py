@@ -11,9 +11,18 @@ import numpy as np
 from flax import linen as nn
 
 from ..modules.common import round_result
-from ..policy import Float8, Policy, stored_format_of
+from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, embedding_lookup
-from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, attend, find_accumulate_dtype
+from ..quant._layers import (
+    LayerProduct,
+    Multiply,
+    Promote,
+    WeightedLayer,
+    attend,
+    attention_format_of,
+    find_accumulate_dtype,
+    multiply_padded,
+)
 from ..quant._products import ROUNDING, Einsum, label_einsum
 from ..quant._weights import (
     FakeQuantized,
@@ -43,8 +52,7 @@ def multiply_by_policy(
 ) -> Callable[..., Any]:
     """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
 
-    A layer of Flax multiplies by a function in one of its fields, which is replaced during the call. Methods without
-    such a field are replaced themselves. Methods that a user wrote get floating weights.
+    Replaces the function in the layer's field during the call, or a method of Flax without one. A user's methods stay.
     """
     format = policy.quantization
     if isinstance(module, PARAMETER_WRAPPERS):
@@ -55,6 +63,8 @@ def multiply_by_policy(
         return next_fun
     if isinstance(module, nn.RNN) and isinstance(format, Float8):
         return share_state(module, format, next_fun)
+    if isinstance(module, nn.MultiHeadDotProductAttention):
+        return _attend_by_policy(module, attention_format_of(format), next_fun)
     if layer_of(type(module)) is None or (format is None and policy.accumulate_dtype is None):
         return next_fun
 
@@ -67,6 +77,23 @@ def multiply_by_policy(
         return out if policy.accumulate_dtype is None else round_result(out, module.dtype)  # type: ignore[attr-defined]
 
     return call_layer
+
+
+def _attend_by_policy(
+    module: nn.MultiHeadDotProductAttention, format: Quantization | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the method of an attention layer with both of its matmuls in a format."""
+    fields = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+    is_open = module.attention_fn is nn.dot_product_attention and module.precision is None
+    if format is None or not is_open or any(getattr(module, name) is not None for name in fields):
+        return next_fun
+
+    def call_attention(*args: Any, **kwargs: Any) -> Any:
+        multiply = lambda: functools.partial(multiply_padded, format)
+        with temporarily_set(module, dict.fromkeys(fields, multiply)):
+            return next_fun(*args, **kwargs)
+
+    return call_attention
 
 
 def find_sums_dtype(module: nn.Module, policy: Policy) -> np.dtype | None:
@@ -111,6 +138,8 @@ def _make_product(
     if format is None and accumulate is None:
         return None
     promote = module.promote_dtype
+    # `make_rng` alone would fall back on the key of the parameters.
+    draw_key = lambda: module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
     return LayerProduct(
         operation=layer.operation,
         format=format,
@@ -118,15 +147,10 @@ def _make_product(
         promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
         as_tuple=False,
         layout=layout,
-        key=functools.partial(_draw_key, module) if layer.needs_rng(format) else None,
+        key=draw_key if layer.needs_rng(format) else None,
         state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
-
-
-def _draw_key(module: nn.Module) -> jax.Array | None:
-    """Returns a key for stochastic rounding. `make_rng` alone would fall back on the key of the parameters."""
-    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
 
 
 def _call_einsum(

@@ -40,11 +40,7 @@ MULTIPLIES = "_jmp_multiplies"
 def read_quantized_param(
     module: nn.Module, param: Callable[..., Any], policy: Policy, name: str, init_fn: Callable[..., Any], *args: Any
 ) -> Any:
-    """Reads a parameter of a module under a quantized policy.
-
-    The layer that multiplies by a weight gets it in the stored format. Other code gets it dequantized, or, in training,
-    rounded to quantized values.
-    """
+    """Reads a parameter: stored for the layer that multiplies by it, else dequantized, or rounded in training."""
     format = stored_format_of(policy.quantization)
     assert format is not None
     if type(module).param is nn.Module.param:

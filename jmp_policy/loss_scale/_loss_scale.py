@@ -31,8 +31,7 @@ _LARGEST_WITH_RECIPROCAL = 2.0**126  # the reciprocal of a larger scale is subno
 class LossScale(Uncast):
     """Base class of `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale`.
 
-    The scale is float32 and no cast changes it. `scale` and `unscale` compute in float32 or wider: in float16, a loss
-    of 2 times 2**15 would overflow.
+    The scale is float32 and no cast changes it. `scale` and `unscale` compute in float32 or wider.
 
     >>> import jmp_policy as jmp
     >>> isinstance(jmp.NoOpLossScale(), jmp.LossScale)
@@ -125,25 +124,22 @@ class DynamicLossScale(LossScale):
     count. The leaves of the pytree are the arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`).
     All settings are static.
 
-    Flax's `DynamicScale` grows one step later than its `growth_interval` says; its equivalent is
-    `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's `GradScaler`
-    starts at 2**16 and has no bounds.
+    Flax's `DynamicScale` is `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126,
+    max_loss_scale=math.inf)`: it grows one step later than its `growth_interval` says.
 
     Args:
       loss_scale: the initial scale. A scale outside of the bounds starts at the nearer bound, with a warning.
       counter: finite steps in a row since the scale last changed.
       period: the number of finite steps in a row after which the scale grows.
       factor: the growth factor.
-      min_loss_scale: the floor. A scale at the floor means that the model, not the scale, makes the infinities. Zero,
-        which DeepMind's `jmp` accepts, becomes 2**-126 with a warning, since gradients cannot be divided by zero.
+      min_loss_scale: the floor. Zero, which DeepMind's `jmp` accepts, becomes 2**-126 with a warning.
       backoff_factor: the factor of a non-finite step; `1 / factor` by default.
       max_loss_scale: the ceiling of growth.
       hysteresis: the number of overflows after which the scale is lowered; earlier ones only skip their step. Above
-        one, the pytree has a third leaf, `credits` (int32): the number of overflows that may still pass without
-        backoff.
+        one, the pytree has a third leaf, `credits`.
       consecutive_hysteresis: refill the credits on every finite step (DeepSpeed), not only after a complete period of
         finite steps (Megatron-LM).
-      credits: see `hysteresis`; `hysteresis - 1` by default.
+      credits: int32, the number of overflows that may still pass without backoff; `hysteresis - 1` by default.
 
     Raises:
       ValueError: a setting is out of its range.
@@ -215,24 +211,15 @@ class DynamicLossScale(LossScale):
         return hash(self._settings)
 
     def unscale(self, tree: T) -> T:
-        """Divides the floating and complex elements of a tree by the scale. Half-precision leaves become float32.
-
-        Multiplies by the reciprocal: exact for powers of two, and within 1.5 units in the last place for other scales.
-        A multiplication fuses into each use, while a quotient would be stored in memory.
-        """
+        """Divides the floating and complex elements of a tree by the scale. Half-precision leaves become float32."""
+        # The reciprocal is exact for powers of two, and within 1.5 units in the last place for other scales. A
+        # multiplication fuses into each use, while a quotient would be stored in memory.
         if self.max_loss_scale > _LARGEST_WITH_RECIPROCAL:
             return super().unscale(tree)
         return _map_numbers(operator.mul, tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: jax.Array) -> "DynamicLossScale":
-        """Returns the loss scale of the next step.
-
-        Args:
-          grads_finite: whether all gradients of this step were finite, a boolean scalar.
-
-        Raises:
-          ValueError: `grads_finite` is not a boolean scalar.
-        """
+        """Returns the loss scale of the next step, given whether all gradients were finite, as a boolean scalar."""
         finite = jnp.asarray(grads_finite)
         if finite.shape != () or finite.dtype != jnp.bool_:
             raise ValueError(

@@ -20,7 +20,7 @@ NEVER = 2**31  # an int32 counter never completes a longer period
 
 def check_scale(value: object) -> float | None:
     """Checks that a value can be a scale, and returns its number if it can be read."""
-    number = _read_scalar(value, "loss_scale")
+    number = _read_scale(value)
     if number is None:  # a tracer, or a placeholder with which JAX rebuilds a tree
         is_array = hasattr(value, "shape") or type(value) is object
         _check(is_array, "loss_scale", value, "a positive number", "2.0**15")
@@ -31,7 +31,7 @@ def check_scale(value: object) -> float | None:
 
 def check_constant(value: object) -> float | None:
     """Like `check_scale`, but warns of zero."""
-    if _read_scalar(value, "loss_scale") != 0:
+    if _read_scale(value) != 0:
         return check_scale(value)
     warn_user(
         "loss_scale=0 makes every gradient 0 / 0, which is nan. For example: StaticLossScale(2.0**15), or "
@@ -88,11 +88,7 @@ def check_scalar(value: object, name: str) -> None:
 
 
 def suggest_loss_scale(value: object) -> str:
-    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known.
-
-    >>> suggest_loss_scale("mixed_float16"), suggest_loss_scale(1024.0)
-    ("jmp_policy.get_policy('mixed_float16').loss_scale()", 'jmp_policy.StaticLossScale(1024.0)')
-    """
+    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known."""
     if value is None:
         return "jmp_policy.NoOpLossScale()"
     if isinstance(value, str):
@@ -151,11 +147,11 @@ def _read_count(value: Any, name: str, example: str) -> int:
     return int(value)
 
 
-def _read_scalar(value: Any, name: str) -> float | None:
+def _read_scale(value: Any) -> float | None:
     """Returns the number in a value, or None if it cannot be read now."""
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
-    _check(not is_bool, name, value, "a positive number", "2.0**15")
-    check_scalar(value, name)
+    _check(not is_bool, "loss_scale", value, "a positive number", "2.0**15")
+    check_scalar(value, "loss_scale")
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or not value.is_fully_addressable:

@@ -1,7 +1,7 @@
 """State of a loss-scaled optimizer, the loss scale in any state, and checks for finite elements."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -22,9 +22,8 @@ _WORDS = {8: jnp.uint8, 16: jnp.uint16}  # unsigned integers with the bits of a 
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns True if every element in a tree is finite, as a boolean scalar array.
 
-    Integers, bools, keys and other leaves that cannot be infinite count as finite. Each array is read once. GPUs and
-    TPUs write no temporary of its size; on CPUs XLA writes one byte per element before it reduces them. For sharded
-    arrays under `jit`, all devices get one answer. In `jax.shard_map` each device answers for its own shards.
+    Leaves that cannot be infinite, such as integers and keys, count as finite. For sharded arrays under `jit`, all
+    devices get one answer. In `jax.shard_map` each device answers for its own shards.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": None})), bool(jmp.all_finite([jnp.array([1.0, jnp.nan])]))
@@ -41,9 +40,6 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
       pred: a boolean scalar: a Python bool, or an array of shape `()`.
       a: a tree of arrays.
       b: a tree of the same structure, shapes and dtypes.
-
-    Returns:
-      A tree of that structure.
 
     Raises:
       AssertionError: `pred` is not a boolean scalar; an AssertionError because DeepMind's `jmp` raises one.
@@ -97,7 +93,7 @@ def _are_finite(arrays: list[Any]) -> jax.Array:
 
 # Optax transformations that advance when a `loss_scaled` inside skips a step, by the name of their state (this module
 # does not load optax), each with the form that goes inside of `loss_scaled`.
-NEVER_OUTSIDE = {
+_NEVER_OUTSIDE = {
     "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # loss_scaled replaces it
     "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
     "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
@@ -155,12 +151,10 @@ def has_scaled_state(state: PyTree) -> bool:
     return bool(find_nodes(state, LossScaledState))
 
 
-def check_outermost(state: PyTree) -> None:
-    """Raises a `ValueError` if `loss_scaled` is inside the optax transformation that made this state."""
-    check_not_inside(NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
+def check_outermost(state: PyTree, *, in_step: bool) -> None:
+    """Raises if `loss_scaled` is inside the optax transformation that made this state, as far as that can be told."""
+    right_nestings = _NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP if in_step else _NEVER_OUTSIDE
 
-
-def check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
     def is_outside(node: Any) -> bool:  # `inject_hyperparams` of numbers has only a count that nobody reads
         return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
 
@@ -203,7 +197,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
     register_with_flax()
     if isinstance(state, LossScale):
         return strip_variables(state)
-    check_not_inside(NEVER_OUTSIDE, state)
+    check_outermost(state, in_step=False)
     found = find_nodes(state, LossScale)
     suggestion = "" if found else suggest_loss_scale(state)
     if suggestion:
@@ -234,8 +228,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
     """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
     The values are arrays, so a jitted step can return them, and nothing is read from the device. On the host,
-    `jax.device_get` reads them all at once and converts them to Python numbers, for JSON and loggers. Dictionaries
-    merged with `|` are converted too; `{**metrics}` is not.
+    `jax.device_get` converts them to Python numbers, also in dictionaries merged with `|`, but not in `{**metrics}`.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
@@ -243,14 +236,12 @@ def metrics(state: PyTree) -> dict[str, Any]:
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32). For the state of an optimizer also `grads_finite` (bool),
       `skipped_steps` and `consecutive_skips` (int32), and with `debug_nonfinite` also `nonfinite_step` (int32), the
-      step that `optim.last_skip` explains. The dictionary is a pytree node with its own type.
+      step that `optim.last_skip` explains.
 
     Raises:
       ValueError: the tree holds no loss scale or several.
 
-    >>> import jax, json
-    >>> import jax.numpy as jnp
-    >>> import jmp_policy as jmp
+    >>> import jax, json, jax.numpy as jnp, jmp_policy as jmp
     >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
     >>> json.dumps(jax.device_get({"loss": loss} | jmp.metrics(scale)))
     '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
@@ -270,31 +261,21 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Metrics(dict[str, Any]):
-    """Dictionary in which 0-dimensional NumPy arrays become Python numbers when it is unflattened.
-
-    `jax.device_get` returns such arrays, which JSON and some loggers reject. JAX arrays and tracers do not change.
-    """
+    """Dictionary in which 0-dimensional NumPy arrays, as of `jax.device_get`, become numbers when unflattened."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
 
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple[str, ...]]:
-        return [self[name] for name in sorted(self)], tuple(sorted(self))
-
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Metrics":
-        return cls(zip(names, map(_read_number, values), strict=True))
+        is_number = lambda x: isinstance(x, np.ndarray | np.generic) and x.ndim == 0
+        return cls({name: x.item() if is_number(x) else x for name, x in zip(names, values, strict=True)})
 
     def __or__(self, other: Any) -> Any:
         return Metrics({**self, **other}) if isinstance(other, dict) else NotImplemented
 
     def __ror__(self, other: Any) -> Any:
         return Metrics({**other, **self}) if isinstance(other, dict) else NotImplemented
-
-
-def _read_number(value: Any) -> Any:
-    is_on_host = isinstance(value, np.ndarray | np.generic) and value.ndim == 0
-    return value.item() if is_on_host else value
 
 
 def strip_variables(tree: T) -> T:

@@ -19,22 +19,14 @@ from ..policy import Match, Policy, PolicyMap
 
 @dataclasses.dataclass(frozen=True)
 class ModuleCall:
-    """One call of a method of a Flax module, as a hook sees it.
+    """One call of a method of a Flax module, as a hook sees it."""
 
-    Attributes:
-      path: the module names joined by `/`; empty for the root.
-      type: the class of the module, with its policy if it has one.
-      method: the name of the method.
-      scope: the `jax.named_scope` that Flax opens for the call, such as `encoder.encode`, or an empty string.
-      module: the module itself.
-      describe_quantization: returns the cell of `explain` about the quantized weight. Valid while the call runs.
-    """
-
-    path: str
-    type: type
-    method: str = "__call__"
-    scope: str = ""
-    module: Any = None
+    path: str  # the module names joined by `/`; empty for the root
+    type: type  # the class of the module, with its policy if it has one
+    method: str = "__call__"  # the name of the method
+    scope: str = ""  # the `jax.named_scope` that Flax opens for the call, such as `encoder.encode`, or an empty string
+    module: Any = None  # the module itself
+    # Returns the cell of `explain` about the quantized weight. Valid while the call runs.
     describe_quantization: Callable[[], str] = lambda: ""
 
 
@@ -50,24 +42,15 @@ Hook = Callable[[ModuleCall, Callable[..., Any], Args, Kwargs], Any]
 
 @dataclasses.dataclass(frozen=True)
 class ModuleInfo:
-    """Policy and dtypes of one module.
+    """Policy and dtypes of one module."""
 
-    Attributes:
-      type: the class of the module, without a policy.
-      rule: the origin of the policy, or an empty string.
-      compute_dtype: the dtype that its author wrote, else the policy's.
-      is_named: true if a rule, a policy of its own or its author decides for this very module.
-      quantization: the treatment of its weight under a quantized policy, as in `Row`.
-      accumulate_dtype: the output dtype of its matmuls, if they may have another one than the inputs.
-    """
-
-    type: type
+    type: type  # the class of the module, without a policy
     policy: Policy | None = None
-    rule: str = ""
-    compute_dtype: np.dtype | None = None
-    is_named: bool = False
-    quantization: str = ""
-    accumulate_dtype: str = ""
+    rule: str = ""  # the origin of the policy, or an empty string
+    compute_dtype: np.dtype | None = None  # the dtype that its author wrote, else the policy's
+    is_named: bool = False  # true if a rule, a policy of its own or its author decides for this very module
+    quantization: str = ""  # the treatment of its weight under a quantized policy, as in `Row`
+    accumulate_dtype: str = ""  # the output dtype of its matmuls, if they may have another one than the inputs
 
     @property
     def is_layer(self) -> bool:
@@ -77,20 +60,13 @@ class ModuleInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Everything that an adapter found in a model that was called.
+    """Everything that an adapter found in a model that was called."""
 
-    Attributes:
-      modules: the modules, by path.
-      params: the parameters of each module itself, by path, with shape and dtype. A quantized weight is the tree of its
-        arrays.
-      unused: a sentence for each rule that covers no module.
-      unknown: a sentence for each module with an unknown path.
-    """
-
-    modules: Mapping[str, ModuleInfo]
+    modules: Mapping[str, ModuleInfo]  # the modules, by path
+    # The parameters of each module itself, by path, with shape and dtype. A quantized weight is the tree of its arrays.
     params: Mapping[str, Sequence[Any]]
-    unused: Sequence[str] = ()
-    unknown: Sequence[str] = ()
+    unused: Sequence[str] = ()  # a sentence for each rule that covers no module
+    unknown: Sequence[str] = ()  # a sentence for each module with an unknown path
 
 
 class Adapter(Protocol):
@@ -113,10 +89,9 @@ class Adapter(Protocol):
         ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns `fun` with a hook in place of each method of a module that it calls; `setup` if asked.
+        """Returns `fun` with a hook in place of each method of a module that it calls, also `setup` if asked.
 
-        In nnx the modules among the arguments are hooked, and nobody else may hold these. Hooks nest, and skip the
-        calls in which Flax only tries the setup of a module.
+        In nnx the modules among the arguments are hooked. Nobody else may hold these.
         """
         ...
 
@@ -186,11 +161,7 @@ def is_flax_object(node: object) -> bool:
 def describe_module(
     kind: type, match: Match, *, attached: bool, by_map: bool, written: Any, quantization: str, sums: np.dtype | None
 ) -> ModuleInfo:
-    """Describes a module with a policy.
-
-    `attached`: `with_policy` was applied to this very module. `by_map`: it was given a map. `written`: the author's
-    dtype. `sums`: the accumulate dtype, if it returns its sums in it.
-    """
+    """Describes a module with a policy, given to itself (`attached`) or by a map, and what overrides it."""
     policy, details = match.policy, (quantization, "" if sums is None else str(sums))
     if written is not None:
         return ModuleInfo(kind, policy, WRITTEN, np.dtype(written), True, *details)
@@ -223,3 +194,31 @@ def _find_flax_base(kind: type) -> tuple[str, str]:
             if base.__name__ in ("Module", "Variable") and base.__module__.startswith(package + "."):
                 return package, base.__name__
     return "", ""
+
+
+_FEWEST = 3
+"""With fewer written dtypes than this, the author may have meant them."""
+
+
+def find_wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
+    """Returns the dtype that an author wrote on a layer if it is wider than the compute dtype, else `None`."""
+    if written is None or policy.compute_dtype is None:
+        return None
+    try:
+        dtype = np.dtype(written)
+    except TypeError:  # the author's own field happens to be called `dtype`
+        return None
+    return dtype if dtype.itemsize > policy.compute_dtype.itemsize else None
+
+
+def describe_written_dtypes(layers: Mapping[str, np.dtype | None], example: str) -> list[str]:
+    """Returns a warning, in a list, if most layers have a wider dtype than their policy (`layers`, by path)."""
+    wide = {path: dtype for path, dtype in layers.items() if dtype is not None}
+    if len(wide) < _FEWEST or 2 * len(wide) <= len(layers):
+        return []
+    path, dtype = next(iter(wide.items()))
+    return [
+        f"{len(wide)} of {len(layers)} layers with weights compute in the dtype that their author wrote, not in the "
+        f"compute dtype of the policy: {path!r} has dtype={dtype.name}. Write dtype=None, which the policy fills in, "
+        f"or use autocast, which casts each operation. For example: {example}."
+    ]

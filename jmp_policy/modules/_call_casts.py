@@ -35,11 +35,7 @@ from ._adapter import find_adapter, is_flax_object
 
 
 class WideResults:
-    """Remembers each layer's float32 output, so that the boundary of one call can return it uncast.
-
-    Finds an output by identity: an array that was computed from it, or that left a `jit`, is another one. Entries
-    are weak, so that eager calls do not keep activations alive.
-    """
+    """Remembers each layer's float32 output by identity, and weakly, so that a boundary can return it uncast."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref, jax.Array]] = {}  # id(output) -> (output, uncast)
@@ -99,10 +95,7 @@ def read_wide(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def cast_arguments(
     policy: Policy, fun: Callable[..., Any], no_cast: Collection[str], args: Args, kwargs: Kwargs, held: PyTree = None
 ) -> tuple[Policy, Args, Kwargs]:
-    """Casts the arguments of `fun` to the compute dtype; returns the resolved policy, `args` and `kwargs`.
-
-    A missing compute dtype is taken from the arguments, else from `held`. Arguments named in `no_cast` are not cast.
-    """
+    """Casts arguments to the compute dtype, which `held` may decide; returns the resolved policy too."""
     meet_reduce_dtype(policy.reduce_dtype)  # first, because it may end the trace
     kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in no_cast] if no_cast else []
     named = {name: x for name, x in kwargs.items() if name not in no_cast} if kwargs else {}
@@ -271,21 +264,14 @@ def name_function(fun: object) -> str:
 
 
 def keep_carry_dtypes(carry: PyTree, out: PyTree) -> Any:
-    """Casts the new carry in `(new carry, output)` to the dtypes of the old one. Other outputs are returned unchanged.
-
-    `nnx.SimpleCell` returns its carry in the compute dtype, which a scan rejects if the first carry is float32. An LSTM
-    promotes to float32, so nothing is cast there.
-    """
+    """Casts the new carry in `(new carry, output)` to the dtypes of the old one, as a scan needs it."""
     if carry is None or not isinstance(out, tuple) or len(out) != 2:
         return out
     new_carry, output = out
     if jax.tree.structure(new_carry) != jax.tree.structure(carry):
         return out
-    return jax.tree.map(_cast_like, new_carry, carry), output
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-    return cast_floating(new, old.dtype) if is_floating(old) else new
+    cast_like = lambda new, old: cast_floating(new, old.dtype) if is_floating(old) else new
+    return jax.tree.map(cast_like, new_carry, carry), output
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -318,18 +304,16 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     dtype(bfloat16)
     """
 
+    widen = lambda leaf: cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
+
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
-        wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs), is_leaf=is_flax_object)
+        wide_args, wide_kwargs = jax.tree.map(widen, (args, kwargs), is_leaf=is_flax_object)
         with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION), IN_FULL_PRECISION(True):
             out = fun(*wide_args, **wide_kwargs)
         return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
 
     return in_full_precision
-
-
-def _widened(leaf: Any) -> Any:
-    return cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
 
 
 def _joint_dtype(tree: PyTree) -> np.dtype | None:

@@ -12,11 +12,10 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 from ..quant._weights import register_with_flax as _register_with_flax
 from ._decorate import cast_params as cast_params
-from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad
+from ._layer_state import Float8State as Float8State, set_rounding_rngs as set_rounding_rngs
 from ._optimizer import Optimizer as Optimizer
 from ._products import QuantizedParam as QuantizedParam
-from ._rounding import set_rounding_rngs as set_rounding_rngs
 
 _register_with_flax()
 if not _typing.TYPE_CHECKING:  # a type checker would take any name

@@ -19,7 +19,7 @@ from ._grad import value_and_grad
 from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_no_cast
-from ._module_spec import ModuleSpec, find_spec
+from ._module_spec import DtypeSource, ModuleSpec, find_spec
 from ._products import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 
@@ -59,15 +59,11 @@ class _Given(NamedTuple):
 
 
 class _Tree:
-    """The modules of a model, each under the first path that leads to it.
-
-    Attributes:
-      modules: the modules, by path.
-      params: the parameters of each module itself, by path. A shared one is listed once.
-    """
+    """The modules of a model, each under the first path that leads to it."""
 
     def __init__(self, model: nnx.Module):
-        self.modules: dict[str, ModuleInfo] = {}
+        self.modules: dict[str, ModuleInfo] = {}  # the modules, by path
+        # The parameters of each module itself, by path. A shared one is listed once.
         self.params: dict[str, list[Any]] = {}
         self._given: list[_Given] = []
         self._seen: set[int] = set()
@@ -112,13 +108,13 @@ class _Tree:
         relative = given.strip_path(path)
         given.types[relative] = spec.base
         match = match_policy(given.policy, relative, given.types)
-        attributes = vars(module)
+        attributes, is_open = vars(module), spec.dtype_source is DtypeSource.FIELD
         return describe_module(
             spec.base,
             match,
             attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
-            written=attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None,
+            written=attributes["dtype"] if has_written_dtype(spec.base, attributes, is_open) else None,
             quantization=describe_quantization(spec.base, attributes, match.policy),
             sums=spec.accumulate_dtype,
         )
@@ -203,7 +199,7 @@ class _Nnx(Adapter):
             weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
-            name, mask = weight.name, vars(module).get("mask")
+            name, mask = weight.layer.weight, vars(module).get("mask")
             variable = vars(module)[name]
             # Layers that differ in one of these quantize the same weight differently.
             key = id(variable), id(mask), weight.layout, spec.policy.quantization
@@ -231,4 +227,4 @@ def _quantize_layer(
     if mask is not None and not isinstance(value, QuantizedArray):  # of a convolution
         is_abstract = isinstance(value, jax.ShapeDtypeStruct)
         value = jax.eval_shape(jnp.multiply, value, mask) if is_abstract else value * mask
-    return quantize_weight(path, weight.name, value, weight.layout, spec.policy, unfit)
+    return quantize_weight(path, weight.layer.weight, value, weight.layout, spec.policy, unfit)

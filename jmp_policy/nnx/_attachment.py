@@ -50,17 +50,11 @@ Mismatch = Callable[[str, nnx.Param, Policy], None]
 
 
 class _Around(NamedTuple):
-    """The context of a value in the tree.
+    """The context of a value in the tree."""
 
-    Attributes:
-      policy: the policy of the module around it.
-      handed_on: an open dtype that this module may have handed on.
-      rewritten: true if a module around it rewrites the weights inside, which stay floating.
-    """
-
-    policy: Policy
-    handed_on: Any = None
-    rewritten: bool = False
+    policy: Policy  # the policy of the module around it
+    handed_on: Any = None  # an open dtype that this module may have handed on
+    rewritten: bool = False  # true if a module around it rewrites the weights inside, which stay floating
 
 
 class Attachment:
@@ -176,13 +170,7 @@ class Attachment:
         return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
 
     def _make_spec(
-        self,
-        base: type,
-        attributes: Attributes,
-        path: Path,
-        is_root: bool,
-        source: DtypeSource,
-        rewritten: bool,
+        self, base: type, attributes: Attributes, path: Path, is_root: bool, source: DtypeSource, rewritten: bool
     ) -> ModuleSpec:
         match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
         policy = match.policy
@@ -277,10 +265,7 @@ def make_policied_class(spec: ModuleSpec) -> type:
 @remember_on_class
 def _make_policied_class(_: type, spec: ModuleSpec) -> type:
     base = spec.runs
-    namespace = {
-        SPEC: spec,
-        "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy())),
-    }
+    namespace = {SPEC: spec, "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy()))}
     if not issubclass(base, nnx.List | nnx.Dict):
         base, methods = wrap_methods(base, spec.base)
         namespace |= methods
@@ -293,11 +278,7 @@ def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> nnx.Module:
 
 
 def wrap_methods(base: type, owner: type) -> tuple[type, dict[str, Callable[..., Any]]]:
-    """Wraps the public methods of `base`; returns a base with those that `owner` inherits, and the others by name.
-
-    `nnx.capture` observes methods in the class of a module itself, so inherited methods must not be there. `owner` is
-    the class without a policy.
-    """
+    """Wraps the public methods of `base`; returns a base with those that `owner` inherits, and the others by name."""
     own = {name: _wrap_method(method) for name, method in list_public_methods(base) if name in vars(owner)}
     return _wrap_inherited_methods(base, owner), own
 
@@ -326,11 +307,7 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
 
 
 def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
-    """Gives the policy to modules that were assigned to a policied one since the last call. Copies take their places.
-
-    Called before each call, because nothing announces a new element of a list. A module that a call makes and uses
-    itself gets its policy at the next call.
-    """
+    """Gives the policy to copies of the modules that were assigned to a policied one since the last call."""
     for name, value in list(vars(module).items()):
         if find_kind(type(value)) in _MAY_HOLD_MODULES and _has_new_module(value, spec):
             attachment = Attachment(spec.given, reject_param, lineage=spec.lineage)

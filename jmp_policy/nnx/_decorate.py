@@ -15,12 +15,7 @@ from ._shadow import pytree_options, walk
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs `fun`, a function of nnx objects, by `run(pure function, tree of arrays)`.
-
-    As with `nnx.jit`, writes to Variables or attributes land in the caller's objects. Objects that are only read are
-    not
-    touched: they may belong to an outer trace, where JAX allows no writes.
-    """
+    """Runs a function of nnx objects by `run(pure function, tree of arrays)`. Writes land in the caller's objects."""
     with nnx.update_context(lift):
         with nnx.split_context(lift) as outside:
             graphdef, state = outside.split((args, kwargs))
@@ -30,7 +25,8 @@ def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: 
                 copies = inside.merge(graphdef, state)
             before = _Contents(copies)
             out = fun(*copies[0], **copies[1])
-            written = None if _has_objects(out) else _Contents(copies).find_written(before)
+            has_objects = any(map(is_flax_object, jax.tree.leaves(out, is_leaf=is_flax_object)))
+            written = None if has_objects else _Contents(copies).find_written(before)
             if written is not None:
                 return {"written": written, "out": out}
             with nnx.split_context(lift) as inside:  # every object is made anew in its place
@@ -69,10 +65,6 @@ def _are_same(new: list[Any], old: list[Any]) -> bool:
     return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _has_objects(tree: Any) -> bool:
-    return any(map(is_flax_object, jax.tree.leaves(tree, is_leaf=is_flax_object)))
-
-
 _GIVEN = "__jmp_given__"
 """The attribute of a decorated class with its policy and `no_cast`."""
 
@@ -81,10 +73,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 @remember_on_class
 def decorate_class(base: type, given: Policy | PolicyMap, no_cast: tuple[str, ...]) -> type:
-    """Returns the subclass of an nnx class that gives a policy to its instances, also in subclasses.
-
-    Its methods are wrapped too, so that `Net.encode(net, x)` has the policy.
-    """
+    """Returns the subclass of an nnx class that gives a policy to its instances, also through `Net.encode(net, x)`."""
     forget_warnings(given)
     wrapped, methods = wrap_methods(base, base)
     namespace = {_GIVEN: (given, no_cast), **methods}

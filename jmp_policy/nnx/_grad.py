@@ -10,7 +10,7 @@ from flax import nnx
 from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_unused
 from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
-from ._float8 import Float8State, check_state_types, find_states, prepare_states
+from ._layer_state import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState
 
@@ -50,10 +50,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
-    See `jmp_policy.value_and_grad`. If a gradient is not finite, so that the step will be skipped, batch statistics and
-    other state that the function wrote into the differentiated modules keep their old values; RNG states and
-    intermediates keep the new ones. If `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and
-    the model has no float8 layers, this is `flax.nnx.value_and_grad`.
+    If a gradient is not finite, so that the step will be skipped, batch statistics and other state that the function
+    wrote into the differentiated modules keep their old values; RNG states and intermediates keep the new ones. If
+    `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and the model has no float8 layers, this
+    is `flax.nnx.value_and_grad`.
 
     Float8 layers with state are differentiated with respect to that state too. Its gradient is its next value, for
     `jmp_policy.nnx.Optimizer`. A `DiffState` has to name it: `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
@@ -63,10 +63,8 @@ def value_and_grad(
       argnums: the positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
-      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
-        `jmp_policy.value_and_grad`. By default it is the reduce dtype of the policies that `fun` uses.
-      on_opaque: `"error"` or `"warn"`, if an unknown op stands between a gradient and its sum, as in
-        `jmp_policy.value_and_grad`.
+      reduce_dtype: the dtype of gradient sums over devices, as in `jmp_policy.value_and_grad`.
+      on_opaque: as in `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
     Returns:
@@ -116,37 +114,19 @@ def value_and_grad(
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
         before = _list_carried(list_models(args))
         out, grads = differentiated(*args, **kwargs)
-        _keep_if_nonfinite(before, grads)
+        written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
+        if written:
+            finite = all_finite(grads)
+            for variable, value in written:
+                variable.set_value(select_tree(finite, variable.get_value(), value))
         return out, grads
 
     return with_state_kept
 
 
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
-    **options: Any,
-) -> Callable[P, Any]: ...
-@overload
-def grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
-    **options: Any,
-) -> Callable[P, tuple[Any, Aux]]: ...
 @refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
     has_aux: bool = False,
     *,
@@ -154,7 +134,7 @@ def grad(
     reduce_dtype: DTypeLike | None = None,
     on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -198,12 +178,3 @@ def _list_carried(modules: list[Any]) -> list[tuple[nnx.Variable, Any]]:
     nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
     carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
     return [(variable, variable.get_raw_value()) for variable in carried]
-
-
-def _keep_if_nonfinite(before: list[tuple[nnx.Variable, Any]], grads: PyTree) -> None:
-    written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
-    if not written:
-        return
-    finite = all_finite(grads)
-    for variable, value in written:
-        variable.set_value(select_tree(finite, variable.get_value(), value))

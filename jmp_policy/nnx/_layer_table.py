@@ -1,8 +1,6 @@
 """The nnx layers that multiply by a weight."""
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -63,9 +61,9 @@ def find_layer(base: type) -> WeightedLayer | None:
 
 
 class LayerWeight(NamedTuple):
-    """The weight of a Flax layer: its attribute, the value in its Variable, and its layout."""
+    """The weight of a Flax layer: the row of the layer, the value in its Variable, and its layout."""
 
-    name: str
+    layer: WeightedLayer
     value: Any
     layout: Layout
 
@@ -78,10 +76,8 @@ def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
     shape = getattr(value, "shape", ())
     if layer is None or layer.layout is None or len(shape) < 2:
         return None
-    return LayerWeight(layer.weight, value, layer.layout(attributes, shape))
+    return LayerWeight(layer, value, layer.layout(attributes, shape))
 
 
-@functools.cache
-def default_promote() -> Callable[..., Any]:
-    """Returns the default `promote_dtype` of layers."""
-    return inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
+DEFAULT_PROMOTE = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
+"""The default `promote_dtype` of layers."""

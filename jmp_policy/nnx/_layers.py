@@ -22,10 +22,7 @@ _WRAPPED = "to_nnx__module"
 
 
 def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
-    """True if a layer has a `dtype` that its author left at the default of the constructor.
-
-    `handed_on`: the open dtype of the layer around it, which may have passed it on, as `nnx.SimpleCell` does.
-    """
+    """True if a layer has a `dtype` that its author left at the default, or that the open layer around it handed on."""
     if "dtype" not in attributes or issubclass(base, WRAPPERS):
         return False
     dtype = attributes["dtype"]
@@ -111,10 +108,7 @@ def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec |
 
 
 def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
-    """Returns the attribute with the wrapped linen module under the policy of the model, which does the casts.
-
-    `inferred`: the dtype in place of an open compute dtype, if a call inferred one.
-    """
+    """Returns the attribute with the wrapped linen module under the policy of the model, which does the casts."""
     module = attributes[_WRAPPED]
     linen: Any = find_adapter(module)  # which alone has the method
     return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.no_cast, spec.lineage, spec.casts, inferred)}

@@ -4,7 +4,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import jax
@@ -87,7 +87,10 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
     results = keep_wide_results() if casts else nullcontext()
     odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
-    with hold_inferred(spec.policy, policy), matmul_precision(policy), odd_rows, results as wide:
+    # The inferred compute dtype is handed on to the modules inside.
+    is_inferred = spec.policy.compute_dtype is None
+    inferred = INFERRED((spec.policy, policy.compute_dtype)) if is_inferred else nullcontext()
+    with inferred, matmul_precision(policy), odd_rows, results as wide:
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
@@ -130,13 +133,6 @@ def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
     return resolve_policy(policy, (args, kwargs))
 
 
-def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
-    """Hands the inferred compute dtype on to the modules inside."""
-    if policy.compute_dtype is not None:
-        return nullcontext()
-    return INFERRED((policy, resolved_policy.compute_dtype))
-
-
 def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Returns the carry that a call hands to a recurrent cell, or `None`."""
     if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
@@ -147,10 +143,7 @@ def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
 def give_cache_dtype(
     module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype | None, args: Args, kwargs: Kwargs
 ) -> Kwargs:
-    """Adds the dtype of an attention layer to the arguments of `init_cache`, and rejects a cache of another dtype.
-
-    By default, Flax makes the cache in float32, and fails to write keys of another dtype into it.
-    """
+    """Adds the dtype of an attention layer to `init_cache` (by default float32); rejects a cache of another dtype."""
     if dtype is None:
         return kwargs
     name = getattr(method, "__name__", "")
@@ -177,10 +170,7 @@ _HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOK
 
 
 def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Returns `fun` with a hook in place of each method of the modules among its arguments, outside of their casts.
-
-    Nobody else may hold the arguments: their modules have other classes while `fun` runs.
-    """
+    """Returns `fun` with a hook around each method of the modules among its arguments, which nobody else may hold."""
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
         out = None

@@ -38,31 +38,21 @@ class DtypeSource(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleSpec:
-    """The effects of a policy on one module.
+    """The effects of a policy on one module."""
 
-    Attributes:
-      base: the class of the module without a policy.
-      policy: the policy of this module.
-      given: the policy or map that was attached to it, or to the module around it that has a policy of its own.
-      lineage: for a map, the types by path of this module and those around it, for the rules that name types.
-      effect: the effect on a call of its methods.
-      no_cast: names of arguments that are not cast.
-      dtype_source: where its code reads the compute dtype.
-      layer_class: makes the subclass that multiplies by its weight; `None` if the attributes are enough.
-      accumulate_dtype: the output dtype of its matmul before it is cast down, or `None`.
-      authored: attributes that the policy replaced, with their original values.
-    """
-
-    base: type
-    policy: Policy
+    base: type  # the class of the module without a policy
+    policy: Policy  # the policy of this module
+    # The policy or map that was attached to it, or to the module around it that has a policy of its own.
     given: Policy | PolicyMap
+    # For a map, the types by path of this module and those around it, for the rules that name types.
     lineage: tuple[tuple[str, type], ...] = ()
-    effect: CallEffect = CallEffect.COMPUTES
-    no_cast: tuple[str, ...] = ()
-    dtype_source: DtypeSource = DtypeSource.AUTHOR
+    effect: CallEffect = CallEffect.COMPUTES  # the effect on a call of its methods
+    no_cast: tuple[str, ...] = ()  # names of arguments that are not cast
+    dtype_source: DtypeSource = DtypeSource.AUTHOR  # where its code reads the compute dtype
+    # Makes the subclass that multiplies by its weight; `None` if the attributes are enough.
     layer_class: Callable[[Any], type] | None = None
-    accumulate_dtype: np.dtype | None = None
-    authored: tuple[tuple[str, Any], ...] = ()
+    accumulate_dtype: np.dtype | None = None  # the output dtype of its matmul before it is cast down, or `None`
+    authored: tuple[tuple[str, Any], ...] = ()  # attributes that the policy replaced, with their original values
 
     @property
     def runs(self) -> type:
@@ -79,11 +69,6 @@ class ModuleSpec:
     def casts(self) -> bool:
         """True if arguments and results are cast here."""
         return self.effect is CallEffect.CASTS or self.effect is CallEffect.CASTS_AT_ROOT
-
-    @property
-    def open_dtype(self) -> bool:
-        """True if the module has a `dtype` that its author left open."""
-        return self.dtype_source is DtypeSource.FIELD
 
     @property
     def path(self) -> str:

@@ -10,7 +10,7 @@ from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
 from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin
-from ._float8 import Float8State
+from ._layer_state import Float8State
 
 
 class Optimizer(nnx.Optimizer):
@@ -62,7 +62,8 @@ class Optimizer(nnx.Optimizer):
         params, opt_state = optim.step(self.tx, true_grads, opt_state, params, **nnx.as_pure(extra))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        self.step[...] += _count_steps(opt_state)
+        taken = find_scaled_state(opt_state).grads_finite if has_scaled_state(opt_state) else True
+        self.step[...] += jnp.uint32(taken)
         return None
 
     def _float8_state(self, model: nnx.Module, grads: PyTree) -> tuple[Any, Any]:
@@ -77,9 +78,3 @@ class Optimizer(nnx.Optimizer):
         old, new = state
         if jax.tree.leaves(new):
             nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state)))
-
-
-def _count_steps(opt_state: PyTree) -> jax.Array:
-    if not has_scaled_state(opt_state):
-        return jnp.uint32(1)
-    return find_scaled_state(opt_state).grads_finite.astype(jnp.uint32)

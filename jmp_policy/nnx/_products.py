@@ -15,13 +15,14 @@ from jax.typing import DTypeLike
 from .._base import OVERWRITE, Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
-from ..quant import QuantizedArray, embedding_lookup
+from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
 from ..quant._layers import (
     WHY_AS_NUMBERS,
     LayerProduct,
     Multiply,
     Promote,
     attend,
+    attention_format_of,
     find_accumulate_dtype,
     is_narrower,
     is_own,
@@ -39,9 +40,8 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._float8 import Float8State, read_state
-from ._layer_table import LAYERS, LayerWeight, default_promote, find_layer, find_weight
-from ._rounding import draw_key
+from ._layer_state import Float8State, draw_key, read_state
+from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, find_layer, find_weight
 from ._shadow import Attributes
 
 WRITTEN = "its author wrote the functions that it computes with"
@@ -50,10 +50,14 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
     """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
-    layer, weight = find_layer(base), find_weight(base, attributes)
-    if layer is None or weight is None:
+    if issubclass(base, nnx.MultiHeadAttention):
+        attention = attention_format_of(policy.quantization)
+        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
+        return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
+    weight = find_weight(base, attributes)
+    if weight is None:
         return {}
-    format, accumulate = choose_weight_format(base, attributes, policy.quantization), None
+    layer, format, accumulate = weight.layer, choose_weight_format(base, attributes, policy.quantization), None
     if layer.field is not None:
         accumulate = find_sums_dtype(base, attributes, policy)
     if format is None and accumulate is None:
@@ -73,18 +77,39 @@ def make_product_attributes(base: type, attributes: Attributes, policy: Policy) 
     return new
 
 
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """The `attention_fn` of a layer whose policy quantizes attention."""
+
+    format: Quantization
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, mask: Any, is_causal: bool, **options: Any
+    ) -> Any:
+        # Flax calls JAX's function unless it needs the weights.
+        if options["dropout_rate"] != 0 or options["module"] is not None:
+            return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, **options)
+        shape = query.shape
+        query, key, value = DEFAULT_PROMOTE((query, key, value), dtype=options["dtype"])
+        if query.ndim > 4:
+            query, key, value, mask = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), (query, key, value, mask))
+        mask = None if mask is None else mask.astype(bool)
+        attend = functools.partial(dot_product_attention, is_causal=is_causal, quantization=self.format)
+        return attend(query, key, value, mask=mask).reshape(shape)
+
+
 def choose_weight_format(
     base: type, attributes: Attributes, quantization: Quantization | None
 ) -> StoredFormat | Float8 | None:
     """Returns the format in which a layer multiplies by its weight, or `None` if that is not quantized."""
-    layer, weight, format = find_layer(base), find_weight(base, attributes), stored_format_of(quantization)
-    if layer is None or weight is None:
+    weight, format = find_weight(base, attributes), stored_format_of(quantization)
+    if weight is None:
         return None
     is_stored = isinstance(weight.value, QuantizedArray)
     if isinstance(quantization, Float8):
         left = _why_not_float8(base, attributes, weight, quantization)
         return quantization if left is None and not is_stored else None
-    is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
+    is_open = attributes.get("promote_dtype") is DEFAULT_PROMOTE and _is_matmul_open(base, attributes)
     if format is None or not is_open:
         return None
     return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
@@ -92,17 +117,16 @@ def choose_weight_format(
 
 def _why_not_float8(base: type, attributes: Attributes, weight: LayerWeight, format: Float8) -> str | None:
     """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
-    layer = find_layer(base)
-    is_open = layer is not None and layer.field in attributes and _is_matmul_open(base, attributes)
+    is_open = weight.layer.field in attributes and _is_matmul_open(base, attributes)
     groups = attributes.get("feature_group_count", 1)
-    return why_layer_wide(layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
+    return why_layer_wide(weight.layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
 
 
 def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dtype | None:
     """Returns the accumulate dtype of its policy if a layer returns its sums in it: its author left that open."""
     dtype, layer = find_accumulate_dtype(policy, policy.compute_dtype), find_layer(base)
     promote = attributes.get("promote_dtype")
-    is_open = promote is default_promote() or is_own(promote)
+    is_open = promote is DEFAULT_PROMOTE or is_own(promote)
     if dtype is None or not is_open or attributes.get("preferred_element_type") is not None:
         return None
     if layer is not None and layer.field is not None:
@@ -134,10 +158,7 @@ def choose_layer_class(
 
 @remember_on_class
 def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
-    """Makes a subclass of a layer whose matmul uses the float8 state, or draws from the keys, of the layer itself.
-
-    The matmul is a property of the class, which takes precedence over the attribute.
-    """
+    """Makes a subclass whose matmul, a property, uses the float8 state of the layer itself, or draws from its keys."""
     layer = find_layer(base)
     assert layer is not None
     assert layer.field is not None
@@ -157,10 +178,7 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
 
 
 class PromoteTable(Promote):
-    """The `promote_dtype` of a quantized embedding: dequantizes the table, which is the last of the arrays.
-
-    Methods of an author's subclass call it. Flax's own methods use `read_rows` and `prepare`.
-    """
+    """The `promote_dtype` of a quantized embedding, for an author's methods: dequantizes the table, the last array."""
 
     def __call__(self, arrays: Args, *, dtype: DTypeLike | None = None, **options: Any) -> tuple[Any, ...]:
         *others, table = arrays
@@ -202,10 +220,7 @@ def _attend_quantized(self: Any, query: jax.Array, out_sharding: OutSharding = N
 
 @remember_on_class
 def make_wide_layer(base: Any, dtype: np.dtype) -> type[nnx.Module]:
-    """Makes a subclass of a layer whose methods sum in the accumulate dtype, and cast down once.
-
-    Methods that an author wrote stay, and get outputs in the compute dtype.
-    """
+    """Makes a subclass whose Flax methods sum in the accumulate dtype and cast down once. An author's methods stay."""
     methods: dict[str, Any] = {}
     if issubclass(base, nnx.Embed):
         if base.attend.__module__.startswith(("flax.", "jmp_policy.")):
@@ -288,12 +303,12 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     if isinstance(format, Float8) and weight is not None:
         left = _why_not_float8(base, attributes, weight, format)
         return str(format) if left is None else f"left: {left}"
-    format, layer = stored_format_of(format), find_layer(base)
-    if format is None or weight is None or layer is None:
+    format = stored_format_of(format)
+    if format is None or weight is None:
         return ""
     if has_stored_format(attributes.get("promote_dtype")):
-        is_replaced = layer.field is not None or issubclass(base, nnx.Embed)
-        return spell_format(choose_format(format, weight.layout), layer, None if is_replaced else WHY_AS_NUMBERS)
+        why = None if weight.layer.field is not None or issubclass(base, nnx.Embed) else WHY_AS_NUMBERS
+        return spell_format(choose_format(format, weight.layout), weight.layer, why)
     return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
 
 
@@ -313,7 +328,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
     weight, format = find_weight(base, attributes), stored_format_of(policy.quantization)
     if weight is None:
         return
-    where = f" {f'{path}/{weight.name}'.lstrip('/')!r}"
+    where = f" {f'{path}/{weight.layer.weight}'.lstrip('/')!r}"
     if isinstance(weight.value, QuantizedArray):
         if format is None:
             raise ValueError(

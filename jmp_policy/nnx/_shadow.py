@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -111,14 +112,12 @@ _UNWRITTEN = object()
 def call_on_shadow(
     module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
-    """Calls `call` with a shadow of a module, and copies its writes to the module afterwards.
+    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes.
 
-    The shadow has the class `base`, so that its methods call each other without a second cast, and the attributes of
-    the module with those in `changed`. Floating Params are read in `dtype` (`None`: as stored): cast at each use,
-    because the gradients of the uses of a weight that was cast once would be summed in half precision.
+    Params are read in `dtype`, cast at each use: gradients of a weight that is cast once would sum in half precision.
     """
     # Without a dtype, the shadow shares the values of the module.
-    record = _Record(dtype)
+    record = _Originals(dtype)
     attributes = vars(module)
     if dtype is not None:
         attributes = {name: record.shadow(value) for name, value in attributes.items()}
@@ -139,7 +138,7 @@ class _StandIn(NamedTuple):
     held: dict | list | None  # the contents of the stand-in before the call
 
 
-class _Record:
+class _Originals:
     """Maps the values in a shadow to the values of the module."""
 
     def __init__(self, dtype: np.dtype | None):
@@ -155,7 +154,7 @@ class _Record:
             case NodeKind.PYTREE | NodeKind.BUILTIN:
                 items = [item for _, item in list_items(value)]
                 shadows = [self.shadow(item) for item in items]
-                if all(map(_is, items, shadows)):
+                if all(map(operator.is_, items, shadows)):
                     return value
                 return self._remember(replace_items(value, shadows), value)
         return value
@@ -168,7 +167,7 @@ class _Record:
                 _write_param(original, stand_in)
             elif isinstance(held, dict):
                 self._hand_over(_get_contents(original), held, _get_contents(stand_in))
-            elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(_is, stand_in, held))):
+            elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(operator.is_, stand_in, held))):
                 original[:] = map(self._find_original, stand_in)
 
     def _hand_over(self, attributes: Attributes, before: Attributes, after: Attributes) -> None:
@@ -196,10 +195,7 @@ class _Record:
 
 @remember_on_class
 def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
-    """Makes the class of Params that hold the stored value of a Param, and show it in another dtype.
-
-    Transforms that split and merge the shadow see the stored dtype.
-    """
+    """Makes the class of Params that hold a stored value, which transforms see, and show it in another dtype."""
 
     def get_value(self: nnx.Param, **kwargs: Any) -> Any:
         read_in = at_least_float32(dtype) if is_in_full_precision() and dtype is not None else dtype
@@ -229,7 +225,3 @@ def _get_contents(container: Node) -> Any:
     if isinstance(container, dict | list):
         return container
     return vars(container) if isinstance(container, nnx.Pytree) else None
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

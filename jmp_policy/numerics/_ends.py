@@ -54,10 +54,7 @@ class Results:
 
 
 def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function, or None for some functions in C.
-
-    nnx transforms such as `nnx.value_and_grad` accept any arguments, so the signature of the inner function is used.
-    """
+    """Returns the signature of a function, or of the one inside an nnx transform; None for some functions in C."""
     inner = inspect.unwrap(fun)
     if (getattr(inner, "__module__", None) or "").startswith("flax.nnx.") and inspect.isfunction(inner):
         fun = inspect.getclosurevars(inner).nonlocals.get("f", fun)
@@ -151,10 +148,7 @@ def _take_key(key: Any) -> Any:
 
 
 def _find_own(path: KeyPath) -> KeyPath | None:
-    """Returns the path inside the outputs of a function of nnx objects, or None for other results.
-
-    The tree comes from `nnx/_decorate.py`: `"out"` has the outputs, or item 2 of `"graph"`.
-    """
+    """Returns the path inside the outputs of a function of nnx objects, as `lift` arranges them, else None."""
     kind = _read_key(path[0])
     if kind == "out":
         return path[1:]

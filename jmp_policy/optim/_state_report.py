@@ -169,12 +169,9 @@ def _make_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:
     size = _count_bytes(codes) + (0 if scale is None else _count_bytes(scale))
     bits, wide = 8 * codes.dtype.itemsize, 4 * codes.size
     if scale is not None and codes.dtype == np.uint8:
-        return MomentRow(path, role, bits, codes.dtype.name, _find_sides(codes, scale), size, wide)
+        sides = [length // max(count, 1) for length, count in zip(codes.shape, scale.shape, strict=True)]
+        return MomentRow(path, role, bits, codes.dtype.name, tuple(sides), size, wide)
     return MomentRow(path, role, bits, codes.dtype.name, (), size, wide, _explain(path, codes) if has_blocks else "")
-
-
-def _find_sides(codes: Any, scale: Any) -> tuple[int, ...]:
-    return tuple(length // max(count, 1) for length, count in zip(codes.shape, scale.shape, strict=True))
 
 
 def _explain(path: str, moment: Any) -> str:

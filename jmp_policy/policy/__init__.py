@@ -25,18 +25,18 @@ from ._formats import (
     stored_format_of as stored_format_of,
 )
 from ._get_policy import (
+    Decorator as Decorator,
+    F as F,
+    FirstSpec as FirstSpec,
+    Jitted as Jitted,
+    PolicySpec as PolicySpec,
     get_policy as get_policy,
     is_policy_spec as is_policy_spec,
     set_default_policy as set_default_policy,
     use_policy as use_policy,
 )
 from ._grammar import parse_policy as parse_policy
-from ._policy import (
-    FROM as FROM,
-    Policy as Policy,
-    default_origin as default_origin,
-    default_policy as default_policy,
-)
+from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin, default_policy as default_policy
 from ._policy_map import (
     Key as Key,
     MapRule as MapRule,
@@ -45,11 +45,4 @@ from ._policy_map import (
     list_policies as list_policies,
     match_policy as match_policy,
     spell_key as spell_key,
-)
-from ._signatures import (
-    Decorator as Decorator,
-    F as F,
-    FirstSpec as FirstSpec,
-    Jitted as Jitted,
-    PolicySpec as PolicySpec,
 )

@@ -47,6 +47,7 @@ class MXFP8(_Blocks):
         rule of the OCP specification, which clips the largest element of some blocks by up to an eighth.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: as for `Int8`.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -67,6 +68,7 @@ class MXFP8(_Blocks):
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
     scale_rounding: Literal["floor", "up"] = "up"
     min_size: int = 4096
+    attention: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

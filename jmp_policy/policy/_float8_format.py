@@ -11,17 +11,12 @@ ODD_ROWS = f"the number of its rows is not a multiple of {MULTIPLE}"
 
 
 class CheckedFormat:
-    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default.
+    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default."""
 
-    Attributes:
-      kind: the name in policy strings.
-      slash: the field that a number after a slash sets.
-      least: the least values of the fields that cannot be 0.
-    """
-
-    kind: ClassVar[str]
-    slash: ClassVar[str] = ""
-    least: ClassVar[dict[str, int]] = {}
+    kind: ClassVar[str]  # the name in policy strings
+    slash: ClassVar[str] = ""  # the field that a number after a slash sets
+    least: ClassVar[dict[str, int]] = {}  # the least values of the fields that cannot be 0
+    also: ClassVar[dict[str, int]] = {}  # lower values of fields with a meaning of their own
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(cast(Any, self)):
@@ -35,13 +30,8 @@ class CheckedFormat:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
-            if value < (least := self.least.get(name, 0)) and not self.allows(name, value):
+            if value < (least := self.least.get(name, 0)) and value != self.also.get(name):
                 raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
-
-    def allows(self, name: str, value: int) -> bool:
-        """True if a field may have this value, although it is less than the least one."""
-        del name, value
-        return False
 
     def __str__(self) -> str:
         fields = dataclasses.fields(cast(Any, self))
@@ -110,19 +100,9 @@ class DelayedScaling:
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling`.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jmp_policy as jmp
     >>> str(jmp.quant.DelayedScaling()), str(jmp.quant.DelayedScaling("most_recent", delay=2))
     ('delayed', 'delayed/most_recent/2')
-
-    >>> from flax import linen as nn
-    >>> model = jmp.with_policy(nn.Dense(128), "float8/2_from_mixed_bfloat16")
-    >>> x, tx = jnp.full((16, 128), 3.0), jmp.optim.skip_nonfinite(optax.sgd(0.1))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> loss_fn = lambda variables: jnp.mean(model.apply(variables, x).astype(jnp.float32))
-    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
-    >>> variables, opt_state, loss = train_step(variables, tx.init(variables))
-    >>> variables["_overwrite_with_gradient"]["input_amax_history"].tolist()
-    [3.0, 0.0]
     """
 
     amax: str = "max"
@@ -174,9 +154,10 @@ class Float8(CheckedFormat):
       weight_grad: if True, the weight gradient is computed in float8 too; otherwise in the compute dtype.
       min_size: weights with fewer elements stay in the compute dtype. For small layers the casts cost more time than
         the 8-bit matmul saves. The break-even size depends on the device.
+      attention: as for `Int8`; only with `CurrentScaling`.
 
     Raises:
-      TypeError, ValueError: an argument has the wrong type or an unknown value.
+      TypeError, ValueError: an argument has the wrong type or an unknown value, or `attention` has delayed scaling.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.
@@ -197,7 +178,13 @@ class Float8(CheckedFormat):
     margin: int = 0
     weight_grad: bool = True
     min_size: int = 2**14
+    attention: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", parse_recipe(self.recipe))
         super().__post_init__()
+        if self.attention and isinstance(self.recipe, DelayedScaling):
+            raise ValueError(
+                f"attention keeps no state, which the recipe {str(self.recipe)!r} needs. "
+                "For example: Float8(recipe='current', attention=True)."
+            )

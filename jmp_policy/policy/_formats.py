@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from .._base import did_you_mean, quote
 from ._block_formats import MXFP4, MXFP8, NVFP4, BlockFormat
@@ -18,8 +18,14 @@ class Int8(CheckedFormat):
 
     Args:
       activations: if True, inputs are quantized as well.
+      act_scale: `"dynamic"`, or `"static"` for one constant scale of each layer's inputs, from
+        `quantize(..., input_clips=calibrate(...))`. Inputs are not measured: larger ones are clipped, infinities too,
+        and a nan becomes an arbitrary integer. Weights that are not stored as int8, and embedding tables, use
+        dynamic scales.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+        In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -30,6 +36,8 @@ class Int8(CheckedFormat):
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.Int8()), str(jmp.quant.Int8(activations=False))
     ('int8', 'int8(activations=false)')
+    >>> str(jmp.quant.Int8(act_scale="static"))
+    'int8(act_scale=static)'
     """
 
     kind = "int8"
@@ -38,11 +46,21 @@ class Int8(CheckedFormat):
 
     activations: bool = True
     min_size: int = 4096
+    act_scale: Literal["dynamic", "static"] = "dynamic"
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.act_scale == "static" and not self.activations:
+            raise ValueError(
+                "act_scale='static' is for quantized inputs, and activations=False leaves them unquantized. "
+                "For example: Int8(act_scale='static')."
+            )
 
     @property
     def for_tables(self) -> "Int8":
         """The format of embedding tables."""
-        return self
+        return dataclasses.replace(self, act_scale="dynamic")
 
 
 PER_CHANNEL = -1
@@ -74,7 +92,7 @@ class Int4(CheckedFormat):
 
     kind = "int4"
     slash = "block_size"
-    least = {"block_size": 1}  # noqa: RUF012
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
     bits: ClassVar[int] = 4
     """Bits per stored weight."""
 
@@ -86,9 +104,6 @@ class Int4(CheckedFormat):
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
         super().__post_init__()
-
-    def allows(self, name: str, value: int) -> bool:
-        return name == "block_size" and value == PER_CHANNEL
 
     @property
     def for_tables(self) -> "Int8 | Int4":
@@ -121,8 +136,8 @@ def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
-    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
+    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
+    (Int4(block_size=64, min_size=4096, table_bits=8), 0)
     >>> parse_quantization("gptq/4/64") == parse_quantization("int4/64")
     True
     """

@@ -6,7 +6,7 @@
                | "gptq/4/" block_size | "awq/4/" block_size | "gptq/8/-1"              (Keras's names of int4 and int8)
     option     ::= argument "=" (number | "true" | "false" | recipe | word)   (of the format's class in jmp.quant)
     recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]
-    word       ::= "e4m3" | "e5m2" | "up" | "floor"                           (of quant.MXFP8 and quant.MXFP4)
+    word       ::= "e4m3" | "e5m2" | "up" | "floor" | "dynamic" | "static"    (of MXFP8, MXFP4 and Int8)
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*

@@ -130,12 +130,7 @@ class Policy:
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
-        """Returns this policy with another output dtype.
-
-        >>> import jmp_policy as jmp
-        >>> str(jmp.Policy("float32", "float16", "float16").with_output_dtype("full"))
-        'params=float32,compute=float16,output=float32'
-        """
+        """Returns this policy with another output dtype."""
         return self.replace(output_dtype=output_dtype)
 
     def replace(self, **fields: Any) -> "Policy":
@@ -167,12 +162,7 @@ class Policy:
         return self.replace(compute_dtype=first_floating_dtype(inputs) or np.float32)
 
     def loss_scale(self) -> LossScale:
-        """Returns a dynamic loss scale if the compute dtype is float16, else a no-op.
-
-        >>> import jmp_policy as jmp
-        >>> jmp.Policy("float32", "bfloat16", "float32").loss_scale()
-        NoOpLossScale()
-        """
+        """Returns a dynamic loss scale if the compute dtype is float16, else a no-op."""
         return DynamicLossScale() if self.compute_dtype == np.float16 else NoOpLossScale()
 
     @property
@@ -282,10 +272,7 @@ def _parse_precision(precision: Precision) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _KeyedDefault:
-    """A default policy and the object (of `compat.keras`, say) that it was made from.
-
-    Compiled functions are keyed by the object's `__jmp_key__()` at the time it became the default, not by the object.
-    """
+    """A default policy and the object that it was made from, whose `__jmp_key__()` is part of jit keys."""
 
     policy: Any
     key: Hashable
@@ -316,13 +303,7 @@ def default_policy() -> "Policy | PolicyMap":
 
 
 def default_origin() -> Any:
-    """Returns the object that the default policy was made from, or None if there is none or it has changed since.
-
-    >>> import jmp_policy as jmp
-    >>> with jmp.use_policy("mixed_bfloat16"):
-    ...     default_origin() is None
-    True
-    """
+    """Returns the object that the default policy was made from, or None if there is none or it has changed since."""
     value: Any = _CONTEXT.value
     is_origin_kept = isinstance(value, _KeyedDefault) and value.origin.__jmp_key__() == value.key
     return value.origin if is_origin_kept else None

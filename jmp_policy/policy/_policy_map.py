@@ -91,17 +91,11 @@ class MapRule:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Policy of one module.
+    """Policy of one module."""
 
-    Attributes:
-      policy: the policy of the module.
-      rule: the rule that gave it, or `None` for the default.
-      boundary: True if the rule matches the module itself and not a module around it. A boundary casts its inputs and
-        outputs.
-    """
-
-    policy: Policy
-    rule: MapRule | None
+    policy: Policy  # the policy of the module
+    rule: MapRule | None  # the rule that gave it, or `None` for the default
+    # True if the rule matches the module itself and not a module around it. A boundary casts its inputs and outputs.
     boundary: bool
 
 
@@ -183,12 +177,7 @@ class PolicyMap:
         return Match(self._default_policy(path, types), None, boundary=path == "")
 
     def loss_scale(self) -> LossScale:
-        """Returns a dynamic loss scale if any policy of the map computes in float16, else a no-op.
-
-        >>> import jmp_policy as jmp
-        >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
-        'DynamicLossScale'
-        """
+        """Returns a dynamic loss scale if any policy of the map computes in float16, else a no-op."""
         scales = [policy.loss_scale() for policy in list_policies(self.with_default(default_policy()))]
         return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
 
@@ -219,12 +208,7 @@ class PolicyMap:
         return [explain_unused_key(rule.key, self._find_hiding_key(rule, types), types) for rule in unused]
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the map as lists, dictionaries and strings, for JSON; a type becomes its module and name.
-
-        >>> import jmp_policy as jmp
-        >>> jmp.PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
-        {'path': 'head'}
-        """
+        """Returns the map as lists, dictionaries and strings, for JSON; a type becomes its module and name."""
         return {
             "rules": [[_write_key(rule.key), rule.policy.get_config()] for rule in self.rules],
             "default": None if self.default is None else self.default.get_config(),
@@ -247,12 +231,7 @@ class PolicyMap:
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
     def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
-        """Returns this map with a missing default filled in.
-
-        >>> import jmp_policy as jmp
-        >>> jmp.PolicyMap({"head": "float32"}).with_default(jmp.Policy(None, None, None)).default.name
-        'infer'
-        """
+        """Returns this map with a missing default filled in."""
         if self.default is not None:
             return self
         if isinstance(default, PolicyMap):

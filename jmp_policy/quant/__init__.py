@@ -7,6 +7,7 @@
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
   and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
+- `ragged_dot` and `dot_product_attention` multiply two operands in 8 bits, where neither is a stored weight.
 """
 
 import typing as _typing
@@ -22,6 +23,7 @@ from ..policy import (
     Int4 as Int4,
     Int8 as Int8,
 )
+from ._attention import dot_product_attention as dot_product_attention
 from ._calibrate import calibrate as calibrate
 from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
 from ._gptq import gptq as gptq
@@ -33,6 +35,7 @@ from ._operations import (
     float8_state as float8_state,
 )
 from ._quantize import quantize as quantize
+from ._ragged_dot import ragged_dot as ragged_dot
 from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name

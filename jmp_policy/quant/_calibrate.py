@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._base import Args, Kwargs, PyTree, warn_user
-from ..modules import Method, ModuleCall, find_adapter
+from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
@@ -51,10 +51,20 @@ class Calibration:
         elif x.size:
             self.layers.setdefault(self._path, InputStatistics(self._path)).add(x, axes)
 
-    @property
-    def unseen(self) -> list[str]:
-        """Layers whose inputs were always traced."""
-        return [path for path in self._traced if path not in self.layers]
+    def check(self, count: int) -> None:
+        """Raises or warns if the inputs of layers were not seen in `count` batches."""
+        if count == 0:
+            raise ValueError("calibrate was given no batches. For example: calibrate(model, [x], variables=variables).")
+        unseen = ", ".join(repr(path) for path in self._traced if path not in self.layers)
+        if unseen:
+            warn_user(
+                f"calibrate cannot read the inputs of {unseen}, inside of vmap or remat: these inputs are not clipped"
+            )
+        elif not self.layers:
+            raise ValueError(
+                "No layer that was called quantizes its inputs to integers. Give the model a policy under which they "
+                "do. For example: with_policy(model, 'int8_from_float32')."
+            )
 
 
 def observe_input(x: jax.Array, axes: tuple[int, ...]) -> None:
@@ -120,18 +130,14 @@ class InputStatistics:
         """Returns the magnitude to clip inputs to; 0 if all inputs were zero."""
         if clip == "absmax":
             return self._peak
-        return self._find_best() if clip == "mse" else self._percentile(clip)
-
-    def _percentile(self, percentile: float) -> float:
-        """Returns the least magnitude that this share of the inputs does not exceed, to the width of a bin."""
-        reached = np.cumsum(self._counts) >= np.ceil(self._counts.sum() * percentile / 100)
+        if clip == "mse":
+            tried = {power: saved for power, saved in self._saved.items() if power >= self._lowest}
+            power = max(tried, key=lambda power: tried[power], default=None)
+            return self._peak if power is None or tried[power] <= 0 else float(_clips(power))
+        # The least magnitude that this percentage of the inputs does not exceed, to the width of a bin.
+        reached = np.cumsum(self._counts) >= np.ceil(self._counts.sum() * clip / 100)
         edge = np.uint32((np.argmax(reached) + 1) << _SHIFT).view(np.float32)
         return float(min(self._peak, edge)) if not reached[0] else 0.0
-
-    def _find_best(self) -> float:
-        tried = {power: saved for power, saved in self._saved.items() if power >= self._lowest}
-        power = max(tried, key=lambda power: tried[power], default=None)
-        return self._peak if power is None or tried[power] <= 0 else float(_clips(power))
 
     def _try_clips(self, x: jax.Array, axes: tuple[int, ...], top: float) -> None:
         first = int(np.ceil(np.log2(top) * _PER_OCTAVE))  # larger powers clip nothing in this batch
@@ -165,6 +171,14 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
     return error(jnp.float32(np.inf)) - lax.map(error, clips)
 
 
+def require_adapter(model: Any, message: str) -> Adapter:
+    """Returns the adapter of a Flax module, or raises a `TypeError`."""
+    adapter = None if isinstance(model, type) else find_adapter(model)
+    if adapter is None:
+        raise TypeError(message)
+    return adapter
+
+
 def calibrate(
     model: Any,
     batches: Iterable[Any],
@@ -176,10 +190,9 @@ def calibrate(
 ) -> dict[str, float]:
     """Runs a model on data, and chooses the magnitude to clip the inputs of each layer to.
 
-    Under a policy such as `"int8_from_mixed_bfloat16"`, a layer quantizes each row of its inputs by the largest
-    magnitude in it. Where that is an outlier, the other elements lose most of their 8 bits; `quantize` with these clips
-    prevents that. Block formats do not clip, because an outlier affects its own block only. The model runs by its own
-    policy, one op at a time, so that the layers of a scan are seen too. The layers of one scan share one magnitude.
+    A layer in int8 quantizes each row of its inputs by the largest magnitude in it. If that is an outlier, the other
+    elements lose most of their 8 bits; `quantize` with these clips prevents that. The model runs by its own policy, one
+    op at a time, so that the layers of a scan are seen too. The layers of one scan share one magnitude.
 
     Args:
       model: a linen module or an nnx model, with a policy that quantizes inputs to integers. It is not changed.
@@ -203,8 +216,7 @@ def calibrate(
     Warns:
       UserWarning: some layers could not be measured, because they run inside `vmap` or `remat`.
 
-    Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
-    calibration).
+    Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
@@ -214,32 +226,14 @@ def calibrate(
     ({'': 3.0}, Array(3., dtype=float32))
     """
     check_clip(clip)
-    adapter = None if isinstance(model, type) else find_adapter(model)
-    if adapter is None:
-        raise TypeError(
-            f"calibrate takes a Flax module, got {model!r}. "
-            "For example: calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)."
-        )
+    example = "calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)"
+    adapter = require_adapter(model, f"calibrate takes a Flax module, got {model!r}. For example: {example}.")
     bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
         calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
-    _check(calibration, count)
+    calibration.check(count)
     weights = adapter.find_weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
-
-
-def _check(calibration: Calibration, count: int) -> None:
-    if count == 0:
-        raise ValueError("calibrate was given no batches. For example: calibrate(model, [x], variables=variables).")
-    if calibration.unseen:
-        named = ", ".join(map(repr, calibration.unseen))
-        message = f"calibrate cannot read the inputs of {named}, inside of vmap or remat: these inputs are not clipped"
-        warn_user(message)
-    elif not calibration.layers:
-        raise ValueError(
-            "No layer that was called quantizes its inputs to integers. Give the model a policy under which they do. "
-            "For example: with_policy(model, 'int8_from_float32')."
-        )

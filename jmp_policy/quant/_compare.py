@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._base import Args, Kwargs, is_array, is_floating_dtype
-from ..modules import Adapter, Method, ModuleCall, find_adapter
+from ..modules import Adapter, Method, ModuleCall
 from ..report import (
     BEFORE,
     KEPT,
@@ -25,6 +25,7 @@ from ..report import (
     format_bytes,
     plot_bars,
 )
+from ._calibrate import require_adapter
 from ._weights import QuantizedArray
 
 
@@ -234,7 +235,15 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     wanted, got = _Outputs(old), _Outputs(old)
     whole = [_arrays(_run(*run, inputs, method, kwargs)) for run in ((before, wanted), (after, got))]
     rows = (
-        _row(path, old[path], new[path], got.called.get(path), _error(wanted.by_path[path], got.by_path[path]))
+        LayerComparison(
+            path=path,
+            type=got.called[path][0] if path in got.called else "",
+            quantization=_quantization(new[path], got.called.get(path)),
+            bytes_before=old[path].nbytes,
+            bytes_after=new[path].nbytes,
+            weight_error=_error([_numbers(old[path])], [_numbers(new[path])]) or 0.0,
+            output_error=_error(wanted.by_path[path], got.by_path[path]),
+        )
         for path in dict.fromkeys([*wanted.called, *old])
     )
     return Comparison(tuple(rows), _error(*whole) or 0.0)
@@ -264,13 +273,8 @@ class _Outputs:
 
 
 def _find_adapter(model: Any) -> Adapter:
-    adapter = None if isinstance(model, type) else find_adapter(model)
-    if adapter is None:
-        raise TypeError(
-            f"compare takes Flax modules, got {model!r}. For example: compare(model.bind(variables), "
-            "with_policy(model, policy).bind(quantize(variables, policy)), x)."
-        )
-    return adapter
+    example = "compare(model.bind(variables), with_policy(model, policy).bind(quantize(variables, policy)), x)"
+    return require_adapter(model, f"compare takes Flax modules, got {model!r}. For example: {example}.")
 
 
 def _weights(model: Any) -> dict[str, Any]:
@@ -293,18 +297,6 @@ def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
 def _run(model: Any, outputs: _Outputs, inputs: Args, method: Method, kwargs: Kwargs) -> Any:
     with jax.disable_jit():
         return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
-
-
-def _row(path: str, before: Any, after: Any, called: tuple[str, str] | None, error: float | None) -> LayerComparison:
-    return LayerComparison(
-        path=path,
-        type="" if called is None else called[0],
-        quantization=_quantization(after, called),
-        bytes_before=before.nbytes,
-        bytes_after=after.nbytes,
-        weight_error=_error([_numbers(before)], [_numbers(after)]) or 0.0,
-        output_error=error,
-    )
 
 
 def _quantization(weight: Any, called: tuple[str, str] | None) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._base import DTypeLike, is_floating_dtype
-from ..policy import BlockFormat, Float8, Quantization, needs_rng, parse_quantization
+from ..policy import MXFP8, BlockFormat, Float8, Int8, Quantization, needs_rng, parse_quantization
 from ._products import (
     Bilinear,
     Call,
@@ -179,12 +179,9 @@ def float8_state(quantization: Quantization | str) -> State:
     """Returns the initial state of a float8 matmul: scales of one, and empty histories.
 
     Each matmul has its own state. Its gradient is its next value: it overwrites the state when parameters are updated,
-    and no optimizer should see it.
-
-    `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a tree of parameters, and any of
-    them under Flax's key `_overwrite_with_gradient`. In nnx, each array is a `jmp_policy.nnx.Float8State`. Plain
-    `jax.grad` and optimizers do not recognize state: `jax.grad` sums it over several uses of a layer, and does not
-    divide it by the loss scale.
+    and no optimizer should see it. `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a
+    tree of parameters, and any of them under Flax's key `_overwrite_with_gradient`; `jax.grad` and plain optimizers do
+    not. In nnx, each array is a `jmp_policy.nnx.Float8State`.
 
     Args:
       quantization: `Float8` with `DelayedScaling`, or its string.
@@ -218,25 +215,44 @@ def _multiply(
     if isinstance(rhs, QuantizedArray | FakeQuantized):
         _check_format(rhs, format)
         _check_key(rhs.format, key)
-        _check_floating(lhs)
+        check_floating(lhs)
         return multiply_quantized(operation, lhs, rhs, key)
     _check_key(format, key)
     if format is None or rhs.size == 0:  # an empty sum is zero in any format
         return operation.compute(lhs, rhs)
-    _check_floating(lhs)
+    check_floating(lhs)
     if isinstance(format, Float8):
-        _check_floating(rhs)
+        check_floating(rhs)
         if reason_not_float8(operation, lhs.shape, rhs.shape, format) is not None:
             return operation.compute(lhs, rhs.astype(lhs.dtype))
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))
     if isinstance(format, BlockFormat):
-        _check_floating(rhs)
+        check_floating(rhs)
         if format.activations and is_matmul(operation, lhs.shape, rhs.shape):
             # Any order of axes is fine, because the weight is not stored in blocks yet.
             inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
             block_length(Layout((inputs,), 1), format)
             return block_product(operation, lhs, rhs, format, key)
     return multiply_quantized(operation, lhs, FakeQuantized(rhs, format, _find_layout(operation, rhs.shape)), key)
+
+
+def parse_product_format(quantization: Quantization | str | None, function: str) -> Int8 | Float8 | MXFP8 | None:
+    """Reads the format of a product in which neither operand is a stored weight."""
+    format = parse_quantization(quantization)
+    if format is None:
+        return None
+    if needs_state(format):
+        raise ValueError(
+            f"{function} keeps no state of earlier steps, which {str(format)!r} needs. "
+            "For example: quantization='float8(recipe=current)'."
+        )
+    if isinstance(format, Float8) or (isinstance(format, Int8 | MXFP8) and format.activations):
+        return format
+    raise ValueError(
+        f"{function} multiplies two operands in 8 bits, and {str(format)!r} "
+        f"{'has 4' if format.bits == 4 else 'quantizes weights only'}. For example: quantization='int8', "
+        "'float8(recipe=current)' or 'mxfp8'."
+    )
 
 
 def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
@@ -247,11 +263,11 @@ def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
         )
 
 
-def _check_floating(operand: jax.Array) -> None:
+def check_floating(operand: jax.Array, example: str = "dot_general(x.astype('float32'), ...)") -> None:
     if not is_floating_dtype(operand.dtype):
         raise TypeError(
-            f"A quantized weight is multiplied by a floating array, got {operand.dtype}{list(operand.shape)}. "
-            "For example: dot_general(x.astype('float32'), ...)."
+            f"A quantized matmul takes floating arrays, got {operand.dtype}{list(operand.shape)}. "
+            f"For example: {example}."
         )
 
 

@@ -3,13 +3,13 @@
 import re
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._base import PyTree, list_paths_to, warn_user
+from .._base import PyTree, list_paths_to
 from ..modules import find_adapter, is_flax_object, refuse_order
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec, match_policy
 from ._numbers import Clip
@@ -19,27 +19,19 @@ from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_l
 T = TypeVar("T")
 
 
+class _Options(TypedDict, total=False):
+    clip: Clip
+    input_clips: Mapping[str, Any] | None
+    stacked: Collection[str]
+
+
 @overload
-def quantize(
-    target: dict[str, Any],
-    policy: PolicySpec,
-    *,
-    clip: Clip = "absmax",
-    input_clips: Mapping[str, Any] | None = None,
-    stacked: Collection[str] = (),
-) -> dict[str, Any]: ...
+def quantize(target: dict[str, Any], policy: PolicySpec, **options: Unpack[_Options]) -> dict[str, Any]: ...
 @overload
-def quantize(
-    target: T,
-    policy: PolicySpec,
-    *,
-    clip: Clip = "absmax",
-    input_clips: Mapping[str, Any] | None = None,
-    stacked: Collection[str] = (),
-) -> T: ...
+def quantize(target: T, policy: PolicySpec, **options: Unpack[_Options]) -> T: ...
 def quantize(
     target: Any,
-    policy: "PolicySpec",
+    policy: PolicySpec,
     *,
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,
@@ -57,7 +49,7 @@ def quantize(
         have no module types.
       clip: how the range of each weight is chosen, as for `quantize_array`.
       input_clips: magnitudes by module path to clip a layer's inputs to, from `calibrate`. They are ignored where
-        inputs are not quantized.
+        inputs are not quantized, and required for `Int8(act_scale="static")` unless `target` is abstract.
       stacked: for variables: patterns of paths of modules whose weights have a leading axis of layers, as from
         `nn.scan` and `nn.vmap`. Each covers submodules too, and stands for one leading axis. Modules with a bias need
         no pattern.
@@ -69,8 +61,8 @@ def quantize(
 
     Raises:
       ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already or blocks
-        do not divide it; a rule for variables has a type as its key; or `clip`, `input_clips` or `stacked` is not
-        valid, or matches nothing.
+        do not divide it; a rule for variables has a type as its key; a layer with `act_scale="static"` is missing in
+        `input_clips`; or `clip`, `input_clips` or `stacked` is not valid, or matches nothing.
       TypeError: `target` is neither.
 
     Warns:
@@ -94,24 +86,15 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
             raise ValueError("stacked is for linen variables: the layers of an nnx model know their own axes.")
         quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
         quantizer.check(unused)
-        for message in unused:
-            warn_user(message)
         return quantized
-    if isinstance(target, Mapping) and not _has_flax_objects(target):
+    # A mapping may also be the state of an nnx model.
+    if isinstance(target, Mapping) and not any(map(is_flax_object, jax.tree.leaves(target, is_leaf=is_flax_object))):
         return quantize_variables(target, quantizer, stacked)
+    given = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
     raise TypeError(
-        f"quantize takes linen variables or an nnx model, got {_name_kind(target)}. "
+        f"quantize takes linen variables or an nnx model, got {given}. "
         "For example: quantize(model.init(key, x), 'int8_from_mixed_bfloat16')."
     )
-
-
-def _has_flax_objects(tree: PyTree) -> bool:
-    """True if a mapping is the state of an nnx model, or contains such a model."""
-    return any(is_flax_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object))
-
-
-def _name_kind(target: Any) -> str:
-    return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
@@ -119,64 +102,52 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     _check_keys(given)
     if "flax.serialization" in sys.modules:  # only if Flax is loaded already
         register_with_flax()
-    stacks = _Stacks(stacked)
     params: PyTree = variables.get("params", variables)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
+    depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])
 
     def quantize_leaf(path: KeyPath, value: Any) -> Any:
-        module, _, name = _join_path(path).rpartition("/")
-        array = _unbox(value)
-        if name not in WEIGHT_NAMES or np.ndim(array) < 2:
+        if not _is_weight(path, value):
             return value
-        bias, depth = _unbox(_find_bias(params, path)), stacks.count_axes(module)
-        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depth)
-        policy = match_policy(given, module).policy
-        new = quantizer.quantize_weight(module, name, array, layout, policy)
+        (module, name), array = _split_path(path), _unbox(value)
+        siblings = params
+        for key in filter(None, module.split("/")):
+            siblings = siblings[key]
+        bias = _unbox(siblings.get("bias"))
+        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depths[module])
+        new = quantizer.quantize_weight(module, name, array, layout, match_policy(given, module).policy)
         if new is None:
             return value
         return value.replace_boxed(new) if _is_boxed(value) else new
 
     new = jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=_is_whole)
-    stacks.check()
-    unused = [] if isinstance(given, Policy) else given.explain_unused(_list_modules(params))
-    quantizer.check(unused)
-    for message in unused:
-        warn_user(message)
+    modules = {around for path, _ in leaves for around in list_paths_to(_split_path(path)[0])}
+    quantizer.check([] if isinstance(given, Policy) else given.explain_unused(sorted(modules)))
     if "params" not in variables:
         return new
     make: Any = type(variables)
     return make({**variables, "params": new})
 
 
-class _Stacks:
-    """Patterns of modules whose weights have leading axes of layers; each covers the modules inside."""
-
-    def __init__(self, patterns: Collection[str]) -> None:
-        if isinstance(patterns, str):
-            raise ValueError(f"stacked is a collection of patterns, got the string {patterns!r}; write [{patterns!r}].")
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"{pattern!r} of stacked is not a valid pattern: {error}. For example: stacked=['blocks']."
-                ) from None
-        self._unused = dict.fromkeys(patterns)
-        self._patterns = tuple(self._unused)
-        self._modules: list[str] = []
-
-    def count_axes(self, module: str) -> int:
-        """Returns the number of patterns that cover a module."""
-        self._modules.append(module)
-        around = list_paths_to(module)[1:] or [module]
-        covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
-        for pattern in covering:
-            self._unused.pop(pattern, None)
-        return len(covering)
-
-    def check(self) -> None:
-        for pattern in self._unused:
-            known = ", ".join(map(repr, self._modules[:5])) or "none"
+def _count_stacked_axes(patterns: Collection[str], modules: Collection[str]) -> dict[str, int]:
+    """Counts the leading axes of layers in the weights of each module: the patterns that cover it, from outside too."""
+    if isinstance(patterns, str):
+        raise ValueError(f"stacked is a collection of patterns, got the string {patterns!r}; write [{patterns!r}].")
+    depths = dict.fromkeys(modules, 0)
+    for pattern in dict.fromkeys(patterns):
+        try:
+            covers = re.compile(pattern).fullmatch
+        except re.error as error:
+            raise ValueError(
+                f"{pattern!r} of stacked is not a valid pattern: {error}. For example: stacked=['blocks']."
+            ) from None
+        covered = [module for module in depths if any(map(covers, list_paths_to(module)[1:] or [module]))]
+        if not covered:
+            known = ", ".join(map(repr, [*depths][:5])) or "none"
             raise ValueError(f"{pattern!r} of stacked covers no module with a weight. Such modules are {known}.")
+        for module in covered:
+            depths[module] += 1
+    return depths
 
 
 def _check_keys(given: Policy | PolicyMap) -> None:
@@ -189,21 +160,14 @@ def _check_keys(given: Policy | PolicyMap) -> None:
         )
 
 
-def _find_bias(params: PyTree, path: KeyPath) -> PyTree:
-    for name in _join_path(path).split("/")[:-1]:
-        params = params[name]
-    return params.get("bias")
+def _split_path(path: KeyPath) -> tuple[str, str]:
+    """Returns the path of the module, and the name of the leaf in it."""
+    module, _, name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")
+    return module, name
 
 
-def _list_modules(params: PyTree) -> list[str]:
-    """Lists the paths of modules with parameters, and of the modules around them."""
-    leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
-    names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
-    return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
-
-
-def _join_path(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _is_weight(path: KeyPath, value: Any) -> bool:
+    return _split_path(path)[1] in WEIGHT_NAMES and np.ndim(_unbox(value)) >= 2
 
 
 def _is_whole(node: Any) -> bool:

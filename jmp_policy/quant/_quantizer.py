@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .._base import did_you_mean, is_floating_dtype
+from .._base import did_you_mean, is_floating_dtype, warn_user
 from ..policy import Policy, PolicyMap, default_policy, stored_format_of
 from ._numbers import Clip, check_clip
 from ._weights import Layout, QuantizedArray, choose_format, quantize_array, reason_unquantized
@@ -31,10 +31,7 @@ class Quantizer:
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
     ) -> QuantizedArray | None:
-        """Quantizes the weight `name` of `module`; returns None, and records the reason, if it stays unchanged.
-
-        `unfit` is a reason why the module cannot compute with a quantized weight.
-        """
+        """Quantizes a weight; returns None, and records the reason (or `unfit`), if it stays unchanged."""
         self._modules.add(module)
         why = why_unquantized(array, layout, policy) or unfit
         if why is not None:
@@ -48,14 +45,16 @@ class Quantizer:
         return quantize_array(array, format, layout, **options, where=where)
 
     def check(self, unused: Collection[str]) -> None:
-        """Raises if nothing was quantized, or if `input_clips` names a module without a weight."""
+        """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
         if not self._quantized:
-            under = _describe_policy(self.given)
-            raise ValueError(f"Nothing to quantize under {under}: {self._list_reasons()}.{_write_sentences(unused)}")
+            under, also = _describe_policy(self.given), "".join(f" The {message}." for message in unused)
+            raise ValueError(f"Nothing to quantize under {under}: {self._list_reasons()}.{also}")
         for path in self._input_clips:
             if path not in self._modules:
                 known = did_you_mean(path, sorted(self._modules))
                 raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
+        for message in unused:
+            warn_user(message)
 
     def _list_reasons(self) -> str:
         if not self._left:
@@ -66,11 +65,7 @@ class Quantizer:
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:
-    """True if the policy, or any policy of a map, stores weights in a quantized format.
-
-    >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
-    True
-    """
+    """True if the policy, or any policy of a map, stores weights in a quantized format."""
     if isinstance(given, Policy):
         return stored_format_of(given.quantization) is not None
     default = default_policy() if given.default is None else given.default
@@ -106,7 +101,3 @@ def _describe_policy(given: Policy | PolicyMap) -> str:
 
 def _join_path(module: str, name: str) -> str:
     return f"{module}/{name}" if module else name
-
-
-def _write_sentences(messages: Collection[str]) -> str:
-    return "".join(f" The {message}." for message in messages)

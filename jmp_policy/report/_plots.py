@@ -209,9 +209,7 @@ class Histogram(NamedTuple):
 
 
 def plot_histograms(first: int, histograms: Sequence[Histogram], ranges: Sequence[FormatRange]) -> "Figure":
-    """Draws histograms of exponents above each other, and below each the ranges of formats.
-
-    Bins begin at the exponent `first`. The first bin counts all smaller elements too, the last one all larger ones.
+    """Draws histograms of exponents from `first` on, above ranges of formats. The outer bins count all beyond them too.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """

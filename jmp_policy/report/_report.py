@@ -51,12 +51,11 @@ def _escape_table(table: Table) -> Table:
     return dataclasses.replace(table, rows=rows)
 
 
-def draw_document(report: Report, title: str, note: str = "") -> str:
-    """Draws a report as a complete HTML document, with `note` as a paragraph before it."""
-    before = draw_html_note(note) if note else ""
+def draw_document(report: Report, title: str) -> str:
+    """Draws a report as a complete HTML document."""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_PAGE_STYLE}</style></head><body>{before}{report._repr_html_()}</body></html>\n"
+        f"<style>{_PAGE_STYLE}</style></head><body>{report._repr_html_()}</body></html>\n"
     )
 
 
@@ -79,7 +78,8 @@ def list_lines(sentences: Iterable[object]) -> str:
     return "".join(f"\n  {escape_controls(str(sentence), keep='')}" for sentence in sentences)
 
 
-def make_plain(row: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass, with lists in place of tuples."""
-    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+def make_plain(value: Any) -> Any:
+    """Returns a dataclass as a dictionary of its fields, and tuples as lists, also inside of each other."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: make_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [*map(make_plain, value)] if isinstance(value, tuple) else value

@@ -22,7 +22,7 @@ from .._base import (
 )
 from ..policy import PolicySpec
 from ._gather_params import Gathering, gather_leaf, take_maximum
-from ._state_shardings import apply_reduce_dtype, cast_leaf, read_compute_dtype, read_reduce_dtype
+from ._state_shardings import apply_reduce_dtype, cast_leaf, read_dtype
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
     """
     axes = list_axes(axis_name)
     check_axes(axes, "axis_name")
-    compute_dtype, reduce_dtype = read_compute_dtype(policy), read_reduce_dtype(policy)
+    compute_dtype, reduce_dtype = read_dtype(policy, "compute"), read_dtype(policy, "reduce")
     apply_reduce_dtype(policy)
     spec = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, uses_jax_grad=not is_searching())
 
@@ -144,7 +144,7 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
 
 def _reduce(tree: T, axis_name: AxisName, policy: PolicySpec, reduce: Callable[[Any], Any], *, skips: bool = True) -> T:
     check_axes(list_axes(axis_name), "axis_name")
-    dtype = read_reduce_dtype(policy)
+    dtype = read_dtype(policy, "reduce")
 
     def reduce_leaf(x: Any) -> Any:
         if skips and not _is_numeric(x):

@@ -28,29 +28,20 @@ from .._base import (
     warn_once,
     write_leaf,
 )
-from ..policy import PolicySpec
+from ..policy import PolicySpec, get_policy, list_policies
 from ._reads import find_reads
-from ._state_shardings import apply_reduce_dtype, cast_leaf, list_compute_dtypes, read_compute_dtype, read_reduce_dtype
+from ._state_shardings import apply_reduce_dtype, cast_leaf, read_dtype
 
 
 class Gathering(NamedTuple):
-    """Arguments for gathering an array and summing its cotangent.
+    """Arguments for gathering an array and summing its cotangent."""
 
-    Attributes:
-      splits: the dimensions to gather, each with its mesh axes.
-      reduce_axes: the axes along which cotangents differ and are summed.
-      compute_dtype: the dtype of the forward gather, if narrower than the array.
-      reduce_dtype: the dtype of the backward reduction; `None` for the dtype of the array.
-      tiled: whether shards are concatenated along an existing dimension.
-      uses_jax_grad: whether JAX alone takes the gradients, so that their matmuls output the compute dtype.
-    """
-
-    splits: Splits
-    reduce_axes: tuple[AxisName, ...]
-    compute_dtype: np.dtype | None
-    reduce_dtype: np.dtype | None
-    tiled: bool = True
-    uses_jax_grad: bool = False
+    splits: Splits  # the dimensions to gather, each with its mesh axes
+    reduce_axes: tuple[AxisName, ...]  # the axes along which cotangents differ and are summed
+    compute_dtype: np.dtype | None  # of the forward gather, if narrower than the array
+    reduce_dtype: np.dtype | None  # of the backward reduction; `None` for the dtype of the array
+    tiled: bool = True  # whether shards are concatenated along an existing dimension
+    uses_jax_grad: bool = False  # whether JAX alone takes the gradients, whose matmuls then output the compute dtype
 
     def warn_of_overflow(self, dtype: np.dtype) -> None:
         """Warns if a cotangent of this dtype may overflow before it is cast to the reduce dtype."""
@@ -68,8 +59,7 @@ class Gathering(NamedTuple):
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
     """Gathers one array and casts it back to its dtype. Its cotangent is summed over devices, and each gets its shard.
 
-    The cast back is exact, keeps the dtype that modules expect, and sums several uses of the result in that dtype
-    before one reduction.
+    The cast back is exact, and sums several uses of the result in the dtype of the array before one reduction.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
@@ -78,11 +68,6 @@ def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
     varying = jax.typeof(x).manual_axis_type.varying
     shared = tuple(axis for axis in how.reduce_axes if axis not in split_over and axis not in varying)
     return _gather(x, how._replace(reduce_axes=shared))
-
-
-def share_state(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
-    """Returns replicated float8 state. Its cotangent is the maximum over devices."""
-    return _share(state, tuple(axis for axis in axes if axis not in jax.typeof(state).manual_axis_type.varying))
 
 
 def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -128,6 +113,7 @@ def _gather_exact(x: jax.Array, how: Gathering) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _share(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
+    """Returns replicated float8 state. Its cotangent is the maximum over devices."""
     return vary(state, axes)
 
 
@@ -138,11 +124,7 @@ _share.defvjp(
 
 
 def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
-    """Gathers one whole array with sharding `spec` on explicit axes, like `gather_leaf` in `jax.shard_map`.
-
-    Only if the gathered array is `reduced` is its cotangent unreduced, so that partial sums can be cast before they are
-    summed. Otherwise JAX sums them first.
-    """
+    """Gathers one whole array with sharding `spec` on explicit axes, like `gather_leaf` in `jax.shard_map`."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_explicit(x, how, spec)
     return reshard(x, _without(spec, how)) if how.splits else x
@@ -151,6 +133,7 @@ def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_explicit(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
     whole = _without(spec, how)
+    # Only of a `reduced` array is the cotangent unreduced, so that partial sums can be cast before they are summed.
     if x.ndim > 1:  # JAX cannot add an array that is `reduced`, and biases are added
         whole = PartitionSpec(*whole, reduced=frozenset(how.reduce_axes))
     return cast_leaf(reshard(narrow(x, how.compute_dtype), whole), x.dtype)
@@ -184,12 +167,11 @@ def gather_params(
 ) -> T:
     """Gathers parameters in the compute dtype of a policy, and reduces their gradients in its reduce dtype.
 
-    For fully sharded training in `jax.shard_map`, where each device has a shard of each parameter and of the batch.
-    Called on the shards inside the differentiated function, it returns whole parameters in their own dtypes. Forward, a
-    shard is cast to the compute dtype, gathered, and cast back exactly. Backward, the gradient is cast to the reduce
-    dtype, summed over `reduce_axes`, and cast back; each device gets its shard of the sum, so differentiate a share of
-    the mean loss. A parameter that is used twice is gathered and reduced once. Integers and keys are gathered uncast.
-    Float8 state is replicated, and its gradient is the maximum. `jax.jvp` is not supported.
+    For fully sharded training in `jax.shard_map`. Called on the shards inside the differentiated function, it returns
+    whole parameters in their own dtypes. Forward, a shard is cast to the compute dtype, gathered, and cast back
+    exactly. Backward, the gradient is cast to the reduce dtype, summed over `reduce_axes`, and cast back; each device
+    gets its shard of the sum, so differentiate a share of the mean loss. Integers and keys are gathered uncast. Float8
+    state is replicated, and its gradient is the maximum. `jax.jvp` is not supported.
 
     Under `jmp_policy.value_and_grad`, `grad` and `optim.minimize`, the matmuls that make gradients output the reduce
     dtype. `jax.grad` keeps the compute dtype, in which float16 may overflow (a warning says so). In a `jax.lax.scan`
@@ -230,7 +212,7 @@ def gather_params(
     axes, uses_jax_grad = list_axes(reduce_axes), not is_searching()
     structure = jax.tree.structure(params)
     parts = list(_list_parts(params, specs, axes))
-    reduce_dtype = read_reduce_dtype(policy)
+    reduce_dtype = read_dtype(policy, "reduce")
 
     def gather(dtypes: list[np.dtype | None], leaves: list[Any]) -> list[Any]:
         return [
@@ -240,9 +222,10 @@ def gather_params(
 
     leaves = [part.array for part in parts]
     if fun is None:
-        return structure.unflatten(gather([read_compute_dtype(policy)] * len(leaves), leaves))
+        return structure.unflatten(gather([read_dtype(policy, "compute")] * len(leaves), leaves))
     gather_whole = lambda leaves: structure.unflatten(gather([None] * len(leaves), leaves))
-    reads, allowed = find_reads(fun, leaves, gather_whole), list_compute_dtypes(policy)
+    reads = find_reads(fun, leaves, gather_whole)
+    allowed = {each.compute_dtype for each in list_policies(get_policy(policy))}
     dtypes = [next(iter(read)) if read and len(read) == 1 and read <= allowed else None for read in reads]
     return structure.unflatten(gather(dtypes, leaves))
 
@@ -273,8 +256,7 @@ def _list_parts(params: Any, specs: Any, axes: tuple) -> Iterator[_Part]:
 
 
 def _gather_part(x: jax.Array, part: _Part, how: Gathering) -> jax.Array:
-    if part.is_explicit:
-        return x if part.is_state else reshard_leaf(x, how, part.spec)
-    if part.is_state:
-        return share_state(x, how.reduce_axes)
-    return gather_leaf(x, how)
+    if not part.is_state:
+        return reshard_leaf(x, how, part.spec) if part.is_explicit else gather_leaf(x, how)
+    varying = jax.typeof(x).manual_axis_type.varying
+    return x if part.is_explicit else _share(x, tuple(axis for axis in how.reduce_axes if axis not in varying))

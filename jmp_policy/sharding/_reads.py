@@ -24,13 +24,6 @@ def find_reads(
     Looks into jitted functions, loops, branches, remat and the primal functions of custom derivatives, and passes ops
     that only move elements. `prepare` is applied to `params` before `fun` and is traced too: on a partly manual mesh a
     `jax.ShapeDtypeStruct` cannot describe its outputs.
-
-    >>> import jax.numpy as jnp
-    >>> params = {"b": jnp.ones(2), "w": jnp.ones((2, 2))}
-    >>> find_reads(lambda p: p["w"].T.astype(jnp.bfloat16).sum() + p["b"].astype(jnp.bfloat16).sum(), params)
-    [{dtype(bfloat16)}, {dtype(bfloat16)}]
-    >>> find_reads(lambda p: (p["b"] * 2, p["b"].astype(jnp.bfloat16)), params)
-    [None, set()]
     """
     leaves = jax.tree.leaves(params)
     marks = {f"{_MARK}{i}": i for i, leaf in enumerate(leaves) if is_floating(leaf)}

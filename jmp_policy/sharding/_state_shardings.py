@@ -1,7 +1,7 @@
 """Shardings of an optimizer's state, and the dtypes in which a policy moves values between devices."""
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,17 @@ from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_re
 from ..policy import PolicySpec, get_policy, list_policies
 
 
-def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:
-    return _read_one(policy, "reduce_dtype", "reduce")
-
-
-def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
-    return _read_one(policy, "compute_dtype", "compute")
-
-
-def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
-    return {one.compute_dtype for one in list_policies(get_policy(policy)) if one.compute_dtype is not None}
+def read_dtype(spec: PolicySpec, kind: Literal["compute", "reduce"]) -> np.dtype | None:
+    """Returns a dtype of a policy, or of all policies of a map; raises if these have several."""
+    found = {getattr(policy, f"{kind}_dtype") for policy in list_policies(get_policy(spec))}
+    if len(found) > 1:
+        names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
+        raise ValueError(
+            f"The policies of this map have several dtypes for {kind}: {names}. A collective has one dtype for a whole "
+            "tree, not one per module: pass a single policy, for example: "
+            "'params=float32,compute=bfloat16,reduce=float32'."
+        )
+    return next(iter(found))
 
 
 def apply_reduce_dtype(spec: PolicySpec) -> None:
@@ -39,18 +40,6 @@ def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
     if dtype is None or leaf.dtype == dtype or not is_floating_dtype(leaf.dtype):
         return leaf
     return lax.convert_element_type(leaf, dtype)
-
-
-def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
-    found = {getattr(policy, field) for policy in list_policies(get_policy(spec))}
-    if len(found) > 1:
-        names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
-        raise ValueError(
-            f"The policies of this map have several dtypes for {key}: {names}. A collective has one dtype for a whole "
-            "tree, not one per module: pass a single policy, for example: "
-            "'params=float32,compute=bfloat16,reduce=float32'."
-        )
-    return next(iter(found))
 
 
 Path = tuple[Any, ...]
@@ -74,8 +63,7 @@ def state_shardings(tx: optax.GradientTransformation, params: PyTree, shardings:
 
     Returns:
       A tree of the structure of `tx.init(params)`. `jax.jit(tx.init, out_shardings=...)(params)` makes the state in
-        place:
-      no device ever holds all of it.
+      place: no device ever holds all of it.
 
     Raises:
       ValueError: `shardings` does not fit `params`.
@@ -91,7 +79,9 @@ def state_shardings(tx: optax.GradientTransformation, params: PyTree, shardings:
     if not hasattr(tx, "init"):
         raise TypeError(f"tx must be an optax transformation, got {describe(tx)}. For example: optax.adamw(1e-3).")
     specs = spread_specs(shardings, params, "shardings")
-    replicated = _replicate(specs)
+    first, replicated = specs[0] if specs else None, PartitionSpec()
+    if isinstance(first, NamedSharding):
+        replicated = NamedSharding(first.mesh, replicated)
     paths = jax.tree_util.tree_leaves_with_path(params)
     places = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
     state, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
@@ -129,9 +119,3 @@ def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _replicate(specs: list[Spec]) -> Spec:
-    """Returns the spec of a replicated array, on the mesh of the others."""
-    first = specs[0] if specs else PartitionSpec()
-    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else PartitionSpec()

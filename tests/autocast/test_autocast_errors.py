@@ -45,10 +45,10 @@ def test_an_impossible_compute_dtype_is_refused(policy):
         AutocastRules(scopes={"head": policy})
 
 
-def test_a_quantized_policy_is_refused():
+def test_a_quantized_policy_without_weights_is_refused():
     message = (
-        r"^autocast does not quantize weights, as the policy 'int8_from_mixed_bfloat16'{} says\. Use it for a Flax "
-        r"module, with_policy\(model, 'int8_from_mixed_bfloat16'\), or write 'mixed_bfloat16'\.$"
+        r"^autocast does not quantize weights, as the policy 'int8_from_mixed_bfloat16'{} says, unless you tell it "
+        r"which arguments they are\. For example: autocast\(loss_fn, 'int8_from_mixed_bfloat16', weights=0\)\.$"
     )
     with pytest.raises(ValueError, match=message.format("")):
         autocast(jnp.sin, "int8_from_mixed_bfloat16")
@@ -58,13 +58,30 @@ def test_a_quantized_policy_is_refused():
         AutocastRules(scopes={"head": "int8_from_mixed_bfloat16"})
 
 
-def test_a_policy_of_float8_is_refused():
+@pytest.mark.parametrize(
+    ("format", "needed", "other"),
+    [
+        ("float8", "a state", "float8(recipe=current)"),
+        ("nvfp4(stochastic_rounding=true)", "a PRNG key", "nvfp4"),
+    ],
+)
+def test_a_format_that_needs_layers_is_refused(format, needed, other):
+    policy = f"{format}_from_mixed_bfloat16"
     message = (
-        "autocast does not run matmuls in 8 bits, as the policy 'float8_from_mixed_bfloat16' says. Use it for a "
-        "Flax module, with_policy(model, 'float8_from_mixed_bfloat16'), or write 'mixed_bfloat16'."
+        f"autocast cannot quantize as the policy {policy!r} says: each layer needs {needed}, and autocast knows no "
+        f"layers. Use with_policy(model, {policy!r}) for a Flax module, or a policy such as "
+        f"'{other}_from_mixed_bfloat16'."
     )
     with raises(ValueError, message):
-        autocast(jnp.sin, "float8_from_mixed_bfloat16")
+        autocast(jnp.sin, policy, weights=0)
+
+
+@pytest.mark.parametrize("weights", ["params", True, 1.0, [0, "x"]], ids=str)
+def test_weights_of_another_type_are_refused(weights):
+    with raises(
+        TypeError, f"weights must be an argument number, several, or a function of paths, got {weights!r}. For "
+    ):
+        autocast(jnp.sin, "int8_from_mixed_bfloat16", weights=weights)
 
 
 def test_an_integer_compute_dtype_is_refused():

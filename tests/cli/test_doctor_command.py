@@ -9,17 +9,8 @@ import pytest
 
 import jmp_policy.cli.doctor as doctor
 from jmp_policy.cli import main
-from jmp_policy.cli.doctor import (
-    MATMULS,
-    Diagnosis,
-    Machine,
-    MatmulRate,
-    Recommendation,
-    Sizes,
-    Speedup,
-    StepTime,
-    list_versions,
-)
+from jmp_policy.cli.doctor import list_versions
+from jmp_policy.cli.doctor._diagnosis import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
 
 MACHINE = Machine("cpu", "AMD EPYC", "Linux x86_64, 2 cores", list_versions() | {"jax": "0.10.2", "jaxlib": "0.10.2"})
 
@@ -27,15 +18,15 @@ MACHINE = Machine("cpu", "AMD EPYC", "Linux x86_64, 2 cores", list_versions() | 
 @pytest.fixture
 def diagnosed(monkeypatch):
     """Stands in for the measurement."""
-    rates = [MatmulRate(kind, 0.15, 1.25, "float32") for kind in MATMULS[:-2]]
-    rates += [MatmulRate(MATMULS[-2], 0.125, 0.75), MatmulRate(MATMULS[-1], None, 0.0)]
+    rates = [MatmulRate(name, MATMULS[name][0], "float32", 0.15, 1.25) for name in list(MATMULS)[:-2]]
+    rates += [MatmulRate("float8_e4m3fn", "float8_e4m3fn", None, 0.125, 0.75), MatmulRate("int8", "int8")]
     steps = {
         "float32": StepTime(0.02, Speedup(1.0, 1.0, 1.0), {"float32": 5}),
         "bfloat16": StepTime(0.025, Speedup(0.8, 0.75, 0.85), {"bfloat16": 3, "float32": 2}),
         "float16": StepTime(0.01, Speedup(2.0, 1.9, 2.1)),
     }
-    advice = Recommendation("float32", "half precision is slower here")
-    diagnosis = Diagnosis(MACHINE, Sizes(1024, 512, 256), rates, steps, advice)
+    sizes, advice = {"matrix": 1024, "rows": 512, "width": 256}, ("float32", "half precision is slower here")
+    diagnosis = Diagnosis(MACHINE, sizes, rates, steps, *advice)
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
     return diagnosis
 
@@ -102,8 +93,8 @@ def test_the_bare_package_suffices():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'orbax')))\n"  # their import fails
         "from jmp_policy.cli import main\n"
-        "from jmp_policy.cli.doctor import Sizes\n"
-        "import jmp_policy.cli.doctor._diagnosis as diagnosis; diagnosis.choose_sizes = lambda _: Sizes(16, 16, 16)\n"
+        "import jmp_policy.cli.doctor._diagnosis as diagnosis\n"
+        "diagnosis.SIZES = {'cpu': {'matrix': 16, 'rows': 16, 'width': 16}}\n"
         "statuses = [main(a.split()) for a in ('--version', 'doctor', 'audit os:getcwd')]\n"
         "sys.exit(statuses != [0, 0, 0])"
     )

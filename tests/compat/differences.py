@@ -1,12 +1,15 @@
-"""The tables of differences in the docstrings of `compat`, each row of which is held by a check."""
+"""The tables of differences in the reference of `compat`, each row of which is held by a check."""
 
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat.md"
 
 
-def rows_of(module: ModuleType) -> list[str]:
-    """The first cells of the rows in a module's docstring; those of headings begin with "of "."""
-    lines = (module.__doc__ or "").splitlines()
+def rows_of(library: str) -> list[str]:
+    """The first cells of the rows in a section; those of headings begin with "of "."""
+    _, section = PAGE.read_text(encoding="utf-8").split(f"\n## {library}\n")
+    lines = section.partition("\n## ")[0].splitlines()
     cells = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
     return [cell for cell in cells if not cell.startswith("of ")]
 

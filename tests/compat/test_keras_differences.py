@@ -1,4 +1,4 @@
-"""Every difference from Keras is a row of the table in the docstring, and every row is held by a check here."""
+"""Every difference from Keras is a row of a table in the reference, and every row is held by a check here."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ def restored_default():
 
 
 def test_every_difference_has_a_check_and_every_check_its_difference():
-    assert rows_of(keras) == list(checks)
+    assert rows_of("Keras") == list(checks)
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("row", rows_of(keras))
+@pytest.mark.parametrize("row", rows_of("Keras"))
 def test_it_is_as_the_table_says(row):
     checks[row]()
 

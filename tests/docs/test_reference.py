@@ -18,7 +18,7 @@ from public_names import find_public_names
 
 import jmp_policy as jmp
 from jmp_policy.autocast._rewrite import _tables
-from jmp_policy.cli._main import COMMANDS
+from jmp_policy.cli._commands import COMMANDS
 
 REFERENCE = generated.REFERENCE
 PAGES = sorted(REFERENCE.glob("*.md"))

@@ -159,7 +159,7 @@ def assert_near(ours, theirs):
 
 def test_a_program_without_values_is_the_same_object():
     program = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c + 1, c), x, length=3))(1)
-    assert record_program(program, Magnitudes(), None) == (program, ())
+    assert record_program(program, Magnitudes(), None) == (program, (), ())
 
 
 def test_equal_recorders_share_programs():
@@ -236,7 +236,7 @@ def test_a_loop_of_integers_stays_as_it_is(name):
 
 def test_a_loop_in_which_nothing_is_chosen_stays_as_it_is():
     program = jax.make_jaxpr(lambda x: lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, -c[1]), (0, x)))(1.0)
-    assert record_program(program, Nothing(), None) == (program, ())
+    assert record_program(program, Nothing(), None) == (program, (), ())
 
 
 class Nothing(Magnitudes):

@@ -72,10 +72,26 @@ def make_grads(params: Any, step: int) -> Any:
     return jax.tree.map(draw, params)
 
 
+def find_borders(code: Any) -> np.ndarray:
+    """The numbers above which the next entry is nearer, as float64; of the dynamic code as computed in float32."""
+    values = code.values.astype(np.float64)
+    borders = (values[:-1] + values[1:]) / 2
+    if code == UNSIGNED_FLOAT:
+        borders[0] = 0  # zero is the code of zero alone
+        return borders
+    for decade in range(7):
+        count, power = 2**decade, np.float32(10.0 ** (decade - 6)) * np.float32(2.0**-30)
+        ends = np.arange(1, count, dtype=np.int32) * np.int32(128 // count * 7549747) + np.int32(107374184)
+        between = ends.astype(np.float32) * power
+        borders[127 + count : 126 + 2 * count] = between
+        borders[128 - 2 * count : 127 - count] = -between[::-1]
+    return borders
+
+
 def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of a moment in blocks of these sides: one block after the other, and each number by a search."""
     code = CODES[is_mean]
-    middles = (code.values[:-1].astype(np.float64) + code.values[1:]) / 2
+    middles = find_borders(code)
     codes = np.zeros(moment.shape, np.uint8)
     counts = [length // side for length, side in zip(moment.shape, sides, strict=True)]
     scales = np.zeros(counts, np.float32)

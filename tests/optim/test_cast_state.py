@@ -83,7 +83,57 @@ def test_second_moments_in_bfloat16_stand_still():
     assert optax.tree_utils.tree_get(state, "nu").tolist() == [1.0]  # and not 0.999
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+def test_dithered_second_moments_follow_gradients_that_shrink_and_those_rounded_to_nearest_do_not(rounding):
+    b2, steps = 0.999, (1000, 1500)
+    sizes = np.repeat([1, 0.1], steps)[:, None]
+    grads = (np.random.default_rng(0).normal(size=(sum(steps), 64)) * sizes).astype(np.float32)
+    narrow = optim.cast_state(optax.adam(1e-3, b2=b2), nu_dtype="bfloat16", rounding=rounding)
+
+    def train(tx):
+        step = lambda state, grads: tx.update(grads, state)[::-1]
+        state, updates = jax.lax.scan(step, tx.init(jnp.zeros(64)), grads)
+        return updates[-1], state[0].nu
+
+    (wide, _), (updates, nu) = (
+        jax.jit(train, static_argnums=0)(optax.adam(1e-3, b2=b2)),
+        jax.jit(lambda: train(narrow))(),
+    )
+    assert nu.dtype == jnp.bfloat16
+    ratios = np.asarray(updates, np.float64) / np.asarray(wide, np.float64)
+    # Roundings of a moment that are independent of each other, each by at most 2**-7 with a deviation of half of that,
+    # sum to this deviation. Updates have the root of the moment. A dither repeats itself less, and stays well within.
+    deviation = 2**-8 / np.sqrt(1 - b2**2) / 2
+    if rounding == "dither":
+        assert np.abs(ratios - 1).max() < 3 * deviation < 0.14
+        assert abs(np.median(ratios) - 1) < 0.02
+    else:
+        assert ratios.max() < 0.6
+
+
+def test_dither_draws_no_random_numbers_and_rounds_the_moments_alone():
+    tx = optim.cast_state(optax.adam(1e-2), mu_dtype="bfloat16", nu_dtype="float16", rounding="dither")
+    params, plain = jax.eval_shape(params_of), optim.cast_state(optax.adam(1e-2), mu_dtype="bfloat16")
+    state = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(plain.init, params))
+    updates, new_state = jax.eval_shape(tx.update, params, state, params)
+    assert new_state == state
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
+    jaxpr = str(jax.make_jaxpr(tx.update)(params, state, params))
+    assert "random" not in jaxpr
+    assert "2654435769" in jaxpr
+
+
 def test_errors_say_what_the_optimizer_has():
+    with pytest.raises(
+        ValueError, match=r"^Unknown rounding 'dithr'\. Did you mean 'dither'\? For example: rounding='di"
+    ):
+        optim.cast_state(optax.adam(1e-2), nu_dtype="bfloat16", rounding="dithr")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^rounding='dither' changes by .* has no integer 'count'\. For example: cast"
+    ):
+        optim.cast_state(optax.rmsprop(1e-2), nu_dtype="bfloat16", rounding="dither").init(params_of())
     with pytest.raises(ValueError, match=r"cast_state needs a dtype\. For example: cast_state\(optax.adamw"):
         optim.cast_state(optax.adam(1e-2))
     with pytest.raises(ValueError, match=r"nu_dtype is for moments that this .* It has TraceState.trace \(mu_dtype\)"):

@@ -12,7 +12,8 @@ from optimizer_registry import bits, types
 from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params, read, store
 
 from jmp_policy import optim
-from jmp_policy.optim._moments._quantized_update import _hash, _number
+from jmp_policy.optim._moments._moment_blocks import number_positions
+from jmp_policy.optim._moments._quantized_update import _hash
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -149,7 +150,8 @@ def test_each_block_is_updated_once_whatever_the_number_of_rows_of_blocks(shape)
 def test_noise_is_uniform_and_independent_of_neighbors_and_of_other_keys():
     """Bounds are five standard deviations of independent uniform numbers."""
     count = 2**16
-    bits_of = lambda seed: np.asarray(_hash(_number((256, 256)), jax.random.key(seed))).astype(np.float64).ravel()
+    places = number_positions((256, 256))
+    bits_of = lambda seed: np.asarray(_hash(places, jax.random.key(seed)), np.float64).ravel()
     one, other = bits_of(0) / 2**16 - 0.5 + 2.0**-17, bits_of(1) / 2**16 - 0.5 + 2.0**-17
     bound = 5 / np.sqrt(count) / 12
     assert abs(one.mean()) <= 5 / np.sqrt(12 * count)

@@ -42,7 +42,6 @@ def nv(
     block_size: int = 16,
     square_axis: int | None = None,
     tensor_axes: tuple[int, ...] | None = None,
-    amax: Any = None,
     noise: np.ndarray | None = None,
 ) -> Model:
     x = widen(x)
@@ -56,15 +55,11 @@ def nv(
             of_block[part] = of_block[part].max(square_axis, keepdims=True)
         of_block = _split(of_block, axis, 1)[0]
     is_finite = np.isfinite(of_block)
-    if amax is None:
-        amax = restore(np.where(is_finite, of_block, 0)).max(axes, keepdims=True, initial=0)
-    else:
-        kept = [1 if i in [axis % x.ndim for axis in axes] else n for i, n in enumerate(x.shape)]
-        amax = np.broadcast_to(widen(amax), kept)
-    usable = (amax > 0) & np.isfinite(amax)
+    amax = restore(np.where(is_finite, of_block, 0)).max(axes, keepdims=True, initial=0)
+    usable = amax > 0
     with np.errstate(all="ignore"):
         s = np.where(usable, np.minimum(round24(2688 / amax), np.ldexp(2688, 114)), 1)
-        tensor_scale = np.where(np.isfinite(amax), np.minimum(round24(1 / s), _largest_tensor_scale()), np.nan)
+        tensor_scale = np.minimum(round24(1 / s), _largest_tensor_scale())
     s = np.broadcast_to(s, np.where(np.arange(x.ndim) == axis % x.ndim, 1, x.shape))  # one for each row of blocks
     s = np.moveaxis(s, axis, -1)[..., None]
     wanted = round24(np.where(is_finite, of_block, 0) * round24(s * np.float32(1 / 6).astype(np.float64)))

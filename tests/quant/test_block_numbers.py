@@ -167,11 +167,8 @@ def test_eager_calls_and_vmap_return_the_bits_of_compiled_ones():
         whole = compiled_mx(x, format, 2)
         assert_same(quantize_mx(jnp.asarray(x), format, -1), whole)
         assert_same(jax.vmap(lambda x: quantize_mx(x, format, -1))(x), whole)
-    for amax in (None, 3.0):
-        assert_same(quantize_nv(jnp.asarray(x), 2, amax=amax), compiled_nv(x, 2, amax=amax))
-        assert_same(
-            quantize_nv(jnp.asarray(x), 2, amax=amax), jax.jit(lambda: quantize_nv(jnp.asarray(x), 2, amax=amax))()
-        )
+    assert_same(quantize_nv(jnp.asarray(x), 2), compiled_nv(x, 2))
+    assert_same(quantize_nv(jnp.asarray(x), 2), jax.jit(lambda: quantize_nv(jnp.asarray(x), 2))())
     one_by_one = jax.vmap(lambda x: quantize_nv(x, 1, square_axis=0))(x)
     assert_same(one_by_one, compiled_nv(x, 2, square_axis=1, tensor_axes=(1, 2)))
 
@@ -238,27 +235,9 @@ def test_tensors_of_any_size_keep_their_numbers_and_overflow_nowhere(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amax", [0.0, 1e-40, 1e-38, 0.1, 4.0, 1e10, 3e38, np.inf, np.nan])
-def test_an_amax_that_is_given_stands_for_the_measured_one(amax):
-    x = normal(8, 64)
-    x[3, 5] = np.inf
-    ours = compiled_nv(x, 1, amax=np.float32(amax))
-    assert_same(ours, block_model.nv(x, 1, amax=amax))
-    back = np.asarray(compiled_dequantize(ours, 1))
-    assert np.isnan(back[3, :16]).all()
-    if np.isfinite(amax):
-        assert np.isnan(back).sum() == 16
-    else:
-        assert np.isnan(back).all()
-    each = np.abs(x[:3]).max((1,), keepdims=True)
-    assert_same(compiled_nv(x[:3], 1, amax=each, tensor_axes=(1,)), compiled_nv(x[:3], 1, tensor_axes=(1,)))
-
-
-@pytest.mark.slow
 def test_blocks_of_any_bits_have_the_scales_of_the_rule():
     x = borders()
-    for amax in (None, 1.0):
-        assert_same(compiled_nv(x, 1, amax=amax), block_model.nv(x, 1, amax=amax))
+    assert_same(compiled_nv(x, 1), block_model.nv(x, 1))
     assert_same(compiled_nv(x, 1, 32, tensor_axes=(1,)), block_model.nv(x, 1, 32, tensor_axes=(1,)))
 
 
@@ -311,11 +290,12 @@ def test_random_rounding_is_right_on_average_and_moves_no_further_than_a_neighbo
     exact, between = np.concatenate([grid, -grid]), np.random.default_rng().uniform(-6, 6, 240)
     x = np.concatenate([exact, between]).astype(np.float32).reshape(16, 16)
     keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 400)
-    # With this amax S is 1 and, since 6 stands in each block, so is each scale: the values are rounded as they are.
+    # With the amax 2688 S is 1 and, since 6 stands in each block, so is each scale: the values are rounded as they are.
     x[:, 15] = 6
-    blocks = jax.jit(jax.vmap(lambda key: quantize_nv(x, 1, amax=jnp.float32(2688), key=key)))(keys)
-    assert (np.asarray(blocks.scale, np.float32) == 1).all()
-    values = np.asarray(blocks.values).astype(np.float64)
+    with_amax = np.concatenate([x, np.full((1, 16), 2688, np.float32)])
+    blocks = jax.jit(jax.vmap(lambda key: quantize_nv(with_amax, 1, key=key)))(keys)
+    assert (np.asarray(blocks.scale, np.float32)[:, :16] == 1).all()
+    values = np.asarray(blocks.values)[:, :16].astype(np.float64)
     low = np.array([np.max(grid[grid <= abs(each)]) for each in x.ravel()]).reshape(x.shape)
     high = np.array([np.min(grid[grid >= abs(each)]) for each in x.ravel()]).reshape(x.shape)
     assert ((np.abs(values) == low) | (np.abs(values) == high)).all()
@@ -377,17 +357,19 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
 
 @examples(12)
 @given(strategies.data(), strategies.sampled_from([ml_dtypes.float4_e2m1fn, ml_dtypes.uint4]))
-def test_pairs_of_numbers_go_into_a_byte_and_come_back(data, dtype):
+def test_two_numbers_go_into_a_byte_and_come_back(data, dtype):
     shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=7))
     axis = data.draw(strategies.integers(-len(shape), len(shape) - 1))
     codes = data.draw(arrays.arrays(np.uint8, shape, elements=strategies.integers(0, 15)))
     packed = pack(jnp.asarray(codes.view(dtype)), axis)
     pad = [(0, shape[axis] % 2 if i == axis % len(shape) else 0) for i in range(len(shape))]
     even = np.pad(codes, pad)
-    low, high = (np.take(even, range(i, even.shape[axis], 2), axis) for i in (0, 1))
+    halves = np.split(even, 2, axis)
+    pairs = [np.take(even, range(i, even.shape[axis], 2), axis) for i in (0, 1)]
+    low, high = halves if dtype == ml_dtypes.uint4 else pairs
     np.testing.assert_array_equal(packed, low | (high << 4))
     back = unpack(packed, axis, dtype)
-    assert back.dtype == dtype
+    assert back.dtype == (np.uint8 if dtype == ml_dtypes.uint4 else dtype)
     np.testing.assert_array_equal(np.asarray(back).view(np.uint8), even)
 
 

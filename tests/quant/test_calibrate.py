@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn, nnx, serialization
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -13,6 +13,7 @@ from jmp_policy.modules._adapter import ModuleCall
 from jmp_policy.quant._calibrate import Calibration, InputStatistics
 
 POLICY = "int8(min_size=0)_from_float32"
+STATIC = "int8(min_size=0,act_scale=static)_from_float32"
 
 
 def batches(count: int = 3) -> list[jax.Array]:
@@ -246,3 +247,71 @@ def test_a_head_that_is_tied_to_a_table_has_no_clip_that_quantize_would_refuse()
     assert list(clips) == ["layer"]
     quantized = quant.quantize(variables, policy, input_clips=clips)
     assert model.apply(quantized, ids).dtype == jnp.float32
+
+
+def calibrated(where: str = "linen"):
+    """An 8 by 8 layer under `STATIC`, calibrated to 2, as a function of its inputs, and its kernel."""
+    if where == "nnx":
+        model = quant.quantize(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), STATIC, input_clips={"": 2.0})
+        return model, model.kernel[...]
+    kernel = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    quantized = quant.quantize({"kernel": kernel}, STATIC, input_clips={"": 2.0})
+    model = jmp.with_policy(nn.Dense(8, use_bias=False), STATIC)
+    return lambda x: model.apply({"params": quantized}, x), quantized["kernel"]
+
+
+@pytest.mark.parametrize("where", ["linen", "nnx"])
+def test_a_static_scale_is_one_constant_for_all_rows_and_no_input_is_measured(where):
+    layer, kernel = calibrated(where)
+    x = np.random.default_rng(1).normal(size=(16, 8)) * np.logspace(-1, 1, 16)[:, None]  # some beyond the edge
+    x[0], x[1] = np.inf, 2.0
+    x = x.astype(np.float32)
+    assert "reduce_max" not in str(jax.make_jaxpr(layer)(x))
+    integers = np.clip(np.rint(np.asarray(x, np.float64) / (2 / 127)), -127, 127)
+    weight = np.asarray(kernel.values, np.float64) * np.asarray(kernel.scale, np.float64)
+    # A quotient within a float32 rounding error of a tie may round to the other integer: one step of one input.
+    step = 2 / 127 * np.abs(weight).max()
+    out = np.asarray(jax.jit(layer)(x))
+    assert np.allclose(out, integers @ weight * (2 / 127), rtol=1e-5, atol=step * 1.01)
+    assert (out[0] == out[1]).all()  # an infinity is clipped as well
+
+
+def test_a_static_scale_without_calibration_is_an_error_that_names_the_weight():
+    params = {"mlp": {"kernel": jnp.ones((8, 8))}}
+    with pytest.raises(ValueError, match=r"'int8\(min_size=0,act_scale=static\)' .* weight 'mlp/kernel' has none"):
+        quant.quantize(params, STATIC)
+    dynamic = quant.quantize(params["mlp"], POLICY)
+    with pytest.raises(ValueError, match="by a calibrated magnitude, and the weight 'kernel' has none"):
+        jmp.with_policy(nn.Dense(8, use_bias=False), STATIC).apply({"params": dynamic}, jnp.ones((1, 8)))
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the weight 'kernel' has none"):
+        jmp.with_policy(quant.quantize(layer, POLICY), STATIC)
+    with pytest.raises(ValueError, match="the weight has none"):
+        quant.einsum("bi,io->bo", jnp.ones((1, 8)), jnp.ones((8, 8)), quantization="int8(act_scale=static)")
+
+
+def test_a_static_scale_is_saved_and_restored_and_other_weights_are_scaled_dynamically():
+    _, kernel = calibrated()
+    abstract = quant.quantize({"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, STATIC)
+    target = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+    saved = serialization.to_bytes({"kernel": kernel})
+    assert serialization.from_bytes(target, saved)["kernel"].input_clip == 2.0
+    model, x = jmp.with_policy(nn.Dense(8, use_bias=False), STATIC), jnp.ones((1, 8))
+    floating = {"params": {"kernel": np.ones((8, 8), np.float32)}}  # not stored yet: in training, and to calibrate
+    dynamic = jmp.with_policy(nn.Dense(8, use_bias=False), POLICY)
+    assert str(jax.make_jaxpr(model.apply)(floating, x)) == str(jax.make_jaxpr(dynamic.apply)(floating, x))
+    table = quant.quantize({"embedding": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, STATIC)["embedding"]
+    assert str(table.format) == "int8(min_size=0)"
+    assert "int8(min_size=0,act_scale=static)" in str(jmp.explain(model, x))
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_scan_share_a_static_scale(linen_model):
+    model, variables = linen_model
+    model = jmp.with_policy(Model(inside_vmap=False), STATIC)
+    clips = quant.calibrate(model, batches(), variables=variables, clip="absmax")
+    quantized = quant.quantize(variables, STATIC, input_clips=clips, stacked=["blocks"])
+    dynamic = jmp.with_policy(Model(inside_vmap=False), POLICY).apply(quantized, batches()[2])
+    out = model.apply(quantized, batches()[2])
+    assert "reduce_max" not in str(jax.make_jaxpr(model.apply)(quantized, batches()[2]))
+    assert 0 < float(jnp.abs(out - dynamic).max()) < 0.05 * float(jnp.abs(dynamic).max())

@@ -258,7 +258,7 @@ def test_a_matmul_precision_is_for_floats_and_integers_ignore_it(precision):
         (lambda x, w: dot_general(x, w.astype(int), ROWS, quantization="int8"), TypeError,
          r"^Only floating arrays with axes and elements are quantized, got int32\[16, 6\]\. For example:"),
         (lambda x, w: dot_general(x.astype(int), quantize_array(w, "int8"), ROWS), TypeError,
-         r"^A quantized weight is multiplied by a floating array, got int32\[5, 16\]\. For example: dot_gen"),
+         r"^A quantized matmul takes floating arrays, got int32\[5, 16\]\. For example: dot_gen"),
         (lambda x, w: einsum("ab,bc", x, w, quantization="int8"), ValueError,
          r"^The equation 'ab,bc' must have two operands and an output, without repeated labels\. For example: 'abc"),
         (lambda x, w: einsum("ab->a", x, w, quantization="int8"), ValueError, r"^The equation 'ab->a' must have "),

@@ -5,16 +5,7 @@ import itertools
 import numpy as np
 
 import jmp_policy as jmp
-from jmp_policy.cli.doctor import (
-    MATMULS,
-    Diagnosis,
-    Machine,
-    MatmulRate,
-    Recommendation,
-    Sizes,
-    Speedup,
-    StepTime,
-)
+from jmp_policy.cli.doctor._diagnosis import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
 from jmp_policy.numerics import (
     AuditReport,
     AuditRow,
@@ -148,11 +139,12 @@ def _predict() -> Prediction:
 
 def _diagnose() -> Diagnosis:
     machine = Machine("cpu", "AMD EPYC 9B14", "Linux x86_64, 2 cores", {"jax": "0.10.2", "jaxlib": "0.10.2"})
-    rates = [MatmulRate(kind, 0.125, 1.25, "float32") for kind in MATMULS[:-1]] + [MatmulRate(MATMULS[-1], None, 0.0)]
+    rates = [MatmulRate(name, dtype, "float32", 0.125, 1.25) for name, (dtype, *_) in MATMULS.items()]
+    rates[-1] = MatmulRate("int8", "int8")
     steps = {"float32": StepTime(0.02, Speedup(1.0, 1.0, 1.0), {"float32": 5})}
     steps |= {"bfloat16": StepTime(0.025, Speedup(0.8, 0.6, 1.0), {"bfloat16": 3, "float32": 2})}
-    advice = Recommendation("float32", "half precision is slower here")
-    return Diagnosis(machine, Sizes(1024, 512, 256), rates, steps, advice)
+    sizes, advice = {"matrix": 1024, "rows": 512, "width": 256}, ("float32", "half precision is slower here")
+    return Diagnosis(machine, sizes, rates, steps, *advice)
 
 
 REPORTS = {

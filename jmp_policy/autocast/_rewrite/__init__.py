@@ -17,3 +17,9 @@ from ._tables import (
     LOW as LOW,
     WIDE as WIDE,
 )
+from ._weights import (
+    NO_WEIGHT as NO_WEIGHT,
+    WHY_BACKWARD as WHY_BACKWARD,
+    WeightFinder as WeightFinder,
+    WeightUse as WeightUse,
+)

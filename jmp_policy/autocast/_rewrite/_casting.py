@@ -14,8 +14,20 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..._base import at_least_float32
-from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Modules, Rewriter, Rule, Value, body_of, float_dtype, is_float
-from ...policy import Policy, PolicyMap
+from ..._jaxpr import (
+    WRITERS,
+    AbstractValue,
+    Atom,
+    JaxprBuilder,
+    Modules,
+    Rewriter,
+    Rule,
+    Value,
+    body_of,
+    float_dtype,
+    is_float,
+)
+from ...policy import Policy, PolicyMap, Quantization
 from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
@@ -35,12 +47,22 @@ from ._precision import (
     is_sum,
     join_states,
     keeps_sums,
+    make_wide_product,
     round_sum,
     write_product,
 )
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
+from ._weights import (
+    A_WEIGHT,
+    NO_WEIGHT,
+    WHY_BACKWARD,
+    Names,
+    WeightProduct,
+    describe_weight_product,
+    follow_weights,
+)
 
 _FLOAT32 = np.dtype(np.float32)
 _TRACED, _LOW, _SUM, _FULL = (CastState(level) for level in Level)
@@ -55,13 +77,14 @@ class CastingRule(Rule):
     custom_rules: str
     scopes: Scopes | None = None
     accumulate_dtype: np.dtype | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         self._sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
         self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
         may_have_sums = self._sums is not None or (self.scopes is not None and self.scopes.accumulates)
         self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums)
-        self._in_scopes: dict[tuple[np.dtype, np.dtype | None], CastingRule] = {}
+        self._in_scopes: dict[Any, CastingRule] = {}
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         return self._places.find(outer, program)
@@ -105,6 +128,21 @@ class CastingRule(Rule):
 
     def rewrites_primal_only(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return self.custom_rules == "inside"
+
+    def enters(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
+        """True if the sub-jaxprs of an equation are rewritten."""
+        if eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
+            return eqn.primitive.name in WRITERS
+        is_own = eqn.primitive.name == "custom_jvp_call" and self.rewrites_custom_rule(eqn, context)
+        return is_own or self.rewrites_primal_only(eqn, context)
+
+    def as_weight(self, kind: AbstractValue) -> AbstractValue:
+        """Marks an argument as a weight to quantize."""
+        return kind._replace(state=kind.state._replace(weight=True))
+
+    def of_derivative(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
+        argument = self.argument(dtype)
+        return self.as_weight(argument) if dtype is not None and kind.state.weight else argument
 
     def cast_operands(
         self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace
@@ -190,29 +228,80 @@ class CastingRule(Rule):
             return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
         precision = self._precisions.find(eqn, values, context)
+        weights = [A_WEIGHT if value.kind.dtype and value.kind.state.weight else NO_WEIGHT for value in values]
         values = [
             self._cast_at_boundary(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
             for i, value in enumerate(values)
         ]
         if precision in _ROUNDING and not keeps_sums(eqn, values):
             values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
-        if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
+        product = self.find_weight_product(eqn, weights, context) if any(weights) else ""
+        if isinstance(product, WeightProduct):
+            results = self._write_weight_product(product, eqn, values, body)
+        elif eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
         elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
             results = _WRITERS[precision](self, eqn, values, body)
-        return [self._mark_place(result, context) for result in results]
+        made = follow_weights(eqn, weights)
+        return [self._mark_place(result, context, bool(own)) for result, own in zip(results, made, strict=True)]
+
+    def find_weight_product(
+        self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace, where: str = ""
+    ) -> WeightProduct | str:
+        """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
+        rule = self if place.scope is None else self._find_rule_of(place.scope)
+        if eqn.primitive.name not in PRODUCTS:
+            return "it is not a matmul or convolution"
+        if rule.quantization is None:
+            return "a rule leaves it out"
+        if place.backward:
+            return WHY_BACKWARD
+        if rule._precisions.find(eqn, (), place) is not Precision.LOW:
+            return "it does not run in the compute dtype"
+        if all(weights):
+            return "both operands are weights"
+        position = 0 if weights[0] else 1
+        sums = rule._sums if rule._is_cast_in(eqn) else None
+        product = describe_weight_product(eqn, position, rule.quantization, sums)
+        if isinstance(product, str):
+            return product
+        return product.reason_left([_shape_of(atom) for atom in eqn.invars], where) or product
+
+    def _is_cast_in(self, eqn: JaxprEqn) -> bool:
+        """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""
+        dtypes = [float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)]
+        return _FLOAT32 in dtypes[:2] or all(dtype == self.compute_dtype for dtype in dtypes)
+
+    def _write_weight_product(
+        self, product: WeightProduct, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
+    ) -> list[Value]:
+        """Writes a quantized matmul, which rounds the weight from its own dtype."""
+        is_cast, made = self._is_cast_in(eqn), float_dtype(eqn.outvars[0])
+        dtype = self.compute_dtype if is_cast else float_dtype(eqn.invars[1 - product.position])
+        atoms = [
+            value.atom if i == product.position else self._cast(value, dtype, body, eqn)
+            for i, value in enumerate(values)
+        ]
+        if not is_cast:
+            options = (*product.options, ("preferred_element_type", made))
+            kind = AbstractValue(made, _FULL if made == _FLOAT32 else _LOW)
+            return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
+        kind = AbstractValue(dtype, _LOW) if product.accumulate is None else AbstractValue(product.accumulate, _SUM)
+        return write_product(product, eqn, atoms, kind, body)
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
         """Returns this rule with the compute and accumulate dtype of a scope."""
         compute: Any = scope.compute_dtype or self.compute_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
-        key = compute, find_sums_dtype(accumulate, compute)
-        if key == (self.compute_dtype, self._sums):
+        key = compute, find_sums_dtype(accumulate, compute), scope.quantization
+        if key == (self.compute_dtype, self._sums, self.quantization):
             return self
         if key not in self._in_scopes:
-            self._in_scopes[key] = dataclasses.replace(self, compute_dtype=compute, accumulate_dtype=accumulate)
+            self._in_scopes[key] = dataclasses.replace(
+                self, compute_dtype=compute, accumulate_dtype=accumulate, quantization=scope.quantization
+            )
             self._in_scopes[key].rewritten = self.rewritten
         return self._in_scopes[key]
 
@@ -244,14 +333,14 @@ class CastingRule(Rule):
             return cast_value(value, AbstractValue(self.compute_dtype, _LOW), eqn, body)
         return value
 
-    def _mark_place(self, result: Value, place: EquationPlace) -> Value:
-        """Adds the place of an output to its state."""
+    def _mark_place(self, result: Value, place: EquationPlace, weight: bool = False) -> Value:
+        """Adds the place of an output to its state, and whether it is a weight."""
         dtype, state = result.kind
         if dtype is None:
             return result
         narrow = state.level is Level.FULL and place.treatment == "narrow"
         scope = None if place.backward else place.scope
-        kind = AbstractValue(dtype, state._replace(narrow=narrow, backward=place.backward, scope=scope))
+        kind = AbstractValue(dtype, state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight))
         return result._replace(kind=kind)
 
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
@@ -264,7 +353,8 @@ class CastingRule(Rule):
         if not is_product:
             return self._write_in(AbstractValue(self.compute_dtype, _LOW), eqn, values, body)
         operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
-        return write_product(eqn, operands, AbstractValue(self._sums, _SUM), self.compute_dtype, body)
+        product = make_wide_product(eqn, self._sums, self.compute_dtype)
+        return write_product(product, eqn, operands, AbstractValue(self._sums, _SUM), body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         return self._write_in(AbstractValue(_FLOAT32, _FULL), eqn, values, body)
@@ -368,7 +458,7 @@ def make_casting_rule(
     """Makes the rule for a policy or map, whose root has the policy `root`. Without `modules`, no rule is by scope."""
     scopes = None if modules is None else Scopes(policy, rules.scopes, rules.backward, modules)
     dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else _FLOAT32
-    return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype)
+    return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype, root.quantization)
 
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)

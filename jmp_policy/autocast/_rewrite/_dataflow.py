@@ -77,10 +77,7 @@ def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], sear
 
 @remember_by_jaxpr
 def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
-    """Finds the outputs of each equation with sub-jaxprs that only a backward pass reads.
-
-    `leaving` are the outputs of `program` that only a backward pass reads.
-    """
+    """Finds the outputs of equations with sub-jaxprs that only a backward pass reads; so are those in `leaving`."""
     forward = (eqn for eqn in program.eqns if not _is_of_backward(eqn))
     used = set(list_variables(atom for eqn in forward for atom in eqn.invars))
     used.update(list_variables(atom for i, atom in enumerate(program.outvars) if i not in leaving))
@@ -98,8 +95,7 @@ _PASSING_GRADIENTS = {*CLEAR, "add_any", "convert_element_type"}
 def is_gradient_sum(program: Jaxpr, number: int) -> bool:
     """True if an equation adds gradients that leave the backward pass, as for a weight that is used twice.
 
-    Their sum is in float32, as if the casts of the weight were differentiated. Gradients that the backward pass itself
-    reads belong to activations and stay in half precision, as in a program written by hand.
+    Their sum is in float32. Gradients that the backward pass reads are of activations, and stay in half precision.
     """
     eqn = program.eqns[number]
     return eqn.primitive.name == "add_any" and _is_of_backward(eqn) and number in _find_gradient_sums(program)

@@ -18,7 +18,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import did_you_mean, list_paths_to
 from ..._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, walk
 from ...modules import FULL_PRECISION
-from ...policy import Float8, Key, Policy, PolicyMap, PolicySpec, get_policy
+from ...policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
+from ...quant._products import needs_state
 from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
 from ._tables import FUNCTIONS
 
@@ -42,6 +43,7 @@ class Scope(NamedTuple):
     accumulate_dtype: np.dtype | None = None  # the output dtype of matmuls
     precision: tuple[str, str | None] | None = None  # the matmul precision, and the default one that it replaces
     path: str = ""  # the outermost path that the rule covers
+    quantization: Quantization | None = None  # the format of weights; None leaves them unquantized
 
     def set_precision(self, eqn: JaxprEqn) -> JaxprEqn:
         """Sets the matmul precision of an equation, unless its author wrote one."""
@@ -53,10 +55,7 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
-    """All rules by scope, and the modules of the program. Equal objects share rewritten jaxprs.
-
-    The user's `rows` and `backward_rows` win over the rules of a map.
-    """
+    """All rules by scope, with the user's rows before those of a map, and the modules of the jaxpr."""
 
     policy: Policy | PolicyMap
     rows: tuple[ScopeRow, ...]
@@ -119,12 +118,12 @@ class _ScopeRules:
 def _make_scope(rule: Policy | str, root: Policy) -> Scope:
     """Makes the scope of a rule. With a policy that computes in float32, all operations run in float32."""
     if isinstance(rule, str):
-        return Scope(treatment=rule)
+        return Scope(treatment=rule, quantization=root.quantization)
     precision = None if rule.precision is None else (rule.precision, root.precision)
-    if rule.compute_dtype == np.float32:
+    if rule.compute_dtype == np.float32 and rule.quantization is None:
         return Scope(None, "full", rule.output_dtype, precision=precision)
     accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # the compute dtype turns it off
-    return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision)
+    return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision, "", rule.quantization)
 
 
 def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
@@ -154,10 +153,10 @@ def parse_scope_rule(spec: PolicySpec, where: str) -> Policy | str:
     return policy
 
 
-def check_policy(policy: Policy | PolicyMap, where: str = "") -> None:
+def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bool = False) -> None:
     """Raises a `ValueError` if autocast cannot compute under a policy, or under one of a map."""
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
-        check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
+        check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap", has_weights=has_weights)
     policy = root_policy(policy)
     dtype = policy.compute_dtype
     if dtype is not None and dtype not in COMPUTE_DTYPES:
@@ -171,11 +170,20 @@ def check_policy(policy: Policy | PolicyMap, where: str = "") -> None:
             f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
             f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
-    if policy.quantization is not None:
-        refused = "run matmuls in 8 bits" if isinstance(policy.quantization, Float8) else "quantize weights"
+    format, name = policy.quantization, policy.name
+    if needs_state(format) or needs_rng(format):
+        needed, other = "a state", "'float8(recipe=current)_from_mixed_bfloat16'"
+        if needs_rng(format):
+            needed, other = "a PRNG key", "'nvfp4_from_mixed_bfloat16'"
         raise ValueError(
-            f"autocast does not {refused}, as the policy {policy.name!r}{where and ' ' + where} says. Use it for a "
-            f"Flax module, with_policy(model, {policy.name!r}), or write {policy.replace(quantization=None).name!r}."
+            f"autocast cannot quantize as the policy {name!r}{where and ' ' + where} says: each layer needs {needed}, "
+            f"and autocast knows no layers. Use with_policy(model, {name!r}) for a Flax module, or a policy such as "
+            f"{other}."
+        )
+    if format is not None and not has_weights:
+        raise ValueError(
+            f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
+            f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
         )
 
 
@@ -290,10 +298,7 @@ class Functions:
         return found
 
     def _look_up(self) -> None:
-        """Finds the code objects of the functions, again if modules were loaded since.
-
-        The search compares ids, because hashing a code object is slower. `_codes` keeps the ids valid.
-        """
+        """Finds the code objects of the functions by id, as hashing is slower, again if modules were loaded since."""
         if len(sys.modules) == self._loaded:
             return
         self._loaded = len(sys.modules)

@@ -1,5 +1,6 @@
 """The precision of an operation, and matmuls that return float32."""
 
+import dataclasses
 import enum
 import functools
 import itertools
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Value, body_of, float_dtype, having, multiplies_only
@@ -48,6 +49,7 @@ class CastState(NamedTuple):
     backward: bool = False  # True if a backward pass computed it
     numbers: Numbers = ()  # its distinct elements, if they are known
     scope: Scope | None = None  # the scope that it was computed in
+    weight: bool = False  # True if it consists of elements of the user's weights
 
 
 def is_sum(kind: AbstractValue) -> bool:
@@ -58,7 +60,8 @@ def is_sum(kind: AbstractValue) -> bool:
 def join_states(kinds: Sequence[AbstractValue]) -> CastState:
     states = [kind.state for kind in kinds]
     level = max((state.level for state in states), default=Level.TRACED)
-    return CastState(level, any(state.narrow for state in states), any(state.backward for state in states))
+    narrow, backward = any(state.narrow for state in states), any(state.backward for state in states)
+    return CastState(level, narrow, backward, weight=all(state.weight for state in states))
 
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
@@ -255,36 +258,55 @@ def as_low(kind: AbstractValue, dtype: np.dtype) -> AbstractValue:
 
 
 def write_product(
-    eqn: JaxprEqn, atoms: Sequence[Atom], kind: AbstractValue, compute_dtype: np.dtype, body: JaxprBuilder
+    product: Callable[..., jax.Array],
+    eqn: JaxprEqn,
+    atoms: Sequence[Atom],
+    kind: AbstractValue,
+    body: JaxprBuilder,
 ) -> list[Value]:
-    """Writes a matmul as `wide_product`, which rounds float32 operands and has gradients in their dtype."""
-    types = tuple(atom.aval for atom in atoms)
-    product = _trace_product(eqn.primitive.name, tuple(eqn.params.items()), types, kind.dtype, compute_dtype, eqn.ctx)
-    here = product.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
-    return body.append(here, atoms, [kind])
+    """Writes a hashable function of both operands in the place of a matmul; `kind` is of its output."""
+    program = _trace_product(product, tuple(atom.aval for atom in atoms), eqn.ctx)
+    values: dict[Atom, Value] = {var: Value(atom, kind) for var, atom in zip(program.invars, atoms, strict=True)}
+    for each in program.eqns:
+        source = each.source_info.replace(
+            traceback=eqn.source_info.traceback,
+            name_stack=eqn.source_info.name_stack + each.source_info.name_stack,
+        )
+        outvars = [Var(var.aval) for var in each.outvars]
+        here = each.replace(outvars=outvars, source_info=source, ctx=eqn.ctx)
+        read = [atom if isinstance(atom, Literal) else values[atom].atom for atom in each.invars]
+        results = body.append(here, read, [AbstractValue(float_dtype(var)) for var in outvars])
+        values.update(zip(each.outvars, results, strict=True))
+    return [values[program.outvars[0]]._replace(kind=kind)]
+
+
+@dataclasses.dataclass(frozen=True)
+class WideProduct:
+    """A matmul as `wide_product`, which rounds float32 operands and has gradients in their dtype."""
+
+    operation: Bilinear
+    dtype: np.dtype
+    compute_dtype: np.dtype
+
+    def __call__(self, left: jax.Array, right: jax.Array) -> jax.Array:
+        return wide_product(self.operation, left, right, self.dtype, self.compute_dtype)
+
+
+def make_wide_product(eqn: JaxprEqn, dtype: Any, compute_dtype: np.dtype) -> WideProduct:
+    return WideProduct(_describe_product(eqn), dtype, compute_dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_product(
-    name: str,
-    params: tuple[tuple[str, Any], ...],
-    types: tuple[core.ShapedArray, core.ShapedArray],
-    dtype: np.dtype,
-    compute_dtype: np.dtype,
-    context: Any,
-) -> JaxprEqn:
-    operation = _describe_product(name, dict(params), types)
-    product = lambda left, right: wide_product(operation, left, right, dtype, compute_dtype)
+def _trace_product(product: Callable[..., jax.Array], types: tuple[core.ShapedArray, ...], context: Any) -> Jaxpr:
     # The default precision must not replace the equation's.
     with jax.default_matmul_precision(None):
         if types[0].manual_axis_type.varying:
             return _trace_in_shard_map(product, types)
         with context.manager:
-            [eqn] = jax.make_jaxpr(product)(*types).eqns
-            return eqn
+            return jax.make_jaxpr(product)(*types).jaxpr
 
 
-def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.ShapedArray]) -> JaxprEqn:
+def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.ShapedArray]) -> Jaxpr:
     """Traces a product of device-varying arrays, which exist only inside a `shard_map`."""
     inner = types[0].sharding.mesh
     manual = [name for name, kind in zip(inner.axis_names, inner.axis_types, strict=True) if kind == AxisType.Manual]
@@ -304,12 +326,19 @@ def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.
     with jax.sharding.use_abstract_mesh(mesh):
         many = jax.shard_map(one, in_specs=split, out_specs=split, axis_names=set(manual))
         [eqn] = jax.make_jaxpr(many)(*arguments).eqns
-    return body_of(eqn.params["jaxpr"]).eqns[0]
+    program = body_of(eqn.params["jaxpr"])
+    return program.replace(eqns=program.eqns[:-1], outvars=program.eqns[-1].invars)  # without `expand_dims`
 
 
-def _describe_product(name: str, params: dict[str, Any], types: Sequence[core.ShapedArray]) -> Bilinear:
-    params = {key: value for key, value in params.items() if key != "preferred_element_type"}
-    if name == "dot_general":
-        return label_dot(types[0].ndim, types[1].ndim, Dot(**params))
+def _describe_product(eqn: JaxprEqn) -> Bilinear:
+    params = {key: value for key, value in eqn.params.items() if key != "preferred_element_type"}
+    left, right = (len(_shape_of(atom)) for atom in eqn.invars)
+    if eqn.primitive.name == "dot_general":
+        return label_dot(left, right, Dot(**params))
     given = tuple((key, value) for key, value in params.items() if key != "out_sharding" or value is not None)
-    return label_convolution(types[0].ndim, Convolution(given))
+    return label_convolution(left, Convolution(given))
+
+
+def _shape_of(atom: Atom) -> tuple[int, ...]:
+    aval: Any = atom.aval
+    return aval.shape

@@ -89,34 +89,26 @@ def find_half_instructions(facts: Mapping[str, str]) -> dict[str, tuple[str, ...
     return {dtype: tuple(n for n in names if n in listed.split()) for dtype, names in HALF_INSTRUCTIONS.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class MatmulKind:
-    """A matmul to measure."""
-
-    name: str
-    dtype: str
-    accumulator: str
-    precision: lax.Precision = lax.Precision.DEFAULT
-
-
-MATMULS = (
-    MatmulKind("float32 highest", "float32", "float32", lax.Precision.HIGHEST),
-    MatmulKind("float32 default", "float32", "float32"),
-    MatmulKind("bfloat16", "bfloat16", "bfloat16"),
-    MatmulKind("float16", "float16", "float16"),
-    MatmulKind("float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
-    MatmulKind("int8", "int8", "int32"),
-)
+MATMULS = {
+    "float32 highest": ("float32", "float32", lax.Precision.HIGHEST),
+    "float32 default": ("float32", "float32", lax.Precision.DEFAULT),
+    "bfloat16": ("bfloat16", "bfloat16", lax.Precision.DEFAULT),
+    "float16": ("float16", "float16", lax.Precision.DEFAULT),
+    "float8_e4m3fn": ("float8_e4m3fn", "bfloat16", lax.Precision.DEFAULT),
+    "int8": ("int8", "int32", lax.Precision.DEFAULT),
+}
+"""The dtype, the dtype of the sums and the precision of each measured matmul, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRate:
-    """Measured rate of a matmul, in 10**12 multiplications and additions per second."""
+    """Measured rate of a matmul."""
 
-    kind: MatmulKind
-    teraflops: float | None  # None if the device does not support it
-    speedup: float  # over float32 at highest precision; 0 if not supported
+    name: str
+    dtype: str
     multiplied_in: str | None = None  # in the compiled program, if that tells
+    teraflops: float | None = None  # 10**12 multiplications and additions per second; None if not supported
+    speedup: float | None = None  # over float32 at highest precision; None if not supported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,21 +129,10 @@ class StepTime:
     multiplied_in: Mapping[str, int] = dataclasses.field(default_factory=dict)  # matmuls per dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of the measured arrays: side of the matrices; inputs of the perceptron and their width."""
+SIZES = {"cpu": {"matrix": 1024, "rows": 1024, "width": 256}}
+"""Sides of the matrices, inputs of the perceptron and their width. A longer call would seldom meet a quiet moment."""
 
-    matrix: int
-    rows: int
-    width: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
-    """A policy and the reason for it."""
-
-    policy: str
-    reason: str
+_OTHER_SIZES = {"matrix": 8192, "rows": 8192, "width": 4096}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +140,11 @@ class Diagnosis(Report):
     """Measurements of a machine and the recommended policy."""
 
     machine: Machine
-    sizes: Sizes
+    sizes: Mapping[str, int]
     matmuls: list[MatmulRate]
     steps: dict[str, StepTime]
-    recommendation: Recommendation
+    policy: str  # the recommendation
+    reason: str
 
     @property
     def noise(self) -> float:
@@ -172,17 +154,12 @@ class Diagnosis(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the diagnosis for JSON; the help of `jmp-policy doctor` lists its keys."""
-        matmuls = []
-        for rate in self.matmuls:
-            row = {"name": rate.kind.name, "dtype": rate.kind.dtype, "multiplied_in": rate.multiplied_in}
-            speedup = None if rate.teraflops is None else rate.speedup
-            matmuls.append(row | {"teraflops": rate.teraflops, "speedup": speedup})
         return {
             **self.machine.to_dict(),
-            "sizes": dataclasses.asdict(self.sizes),
-            "matmuls": matmuls,
+            "sizes": dict(self.sizes),
+            "matmuls": [dataclasses.asdict(rate) for rate in self.matmuls],
             "steps": {dtype: dataclasses.asdict(step) for dtype, step in self.steps.items()},
-            "recommendation": dataclasses.asdict(self.recommendation),
+            "recommendation": {"policy": self.policy, "reason": self.reason},
         }
 
     def _list_tables(self, width: int | None) -> list[Table]:
@@ -191,7 +168,7 @@ class Diagnosis(Report):
             cells = ("-", "not supported", "-")
             if rate.teraflops is not None:
                 cells = rate.multiplied_in or "?", f"{rate.teraflops:.3g}", f"{rate.speedup:.2f}x"
-            matmuls.append((rate.kind.name, *cells))
+            matmuls.append((rate.name, *cells))
         steps = []
         for dtype, step in self.steps.items():
             products = ", ".join(f"{count} {name}" for name, count in step.multiplied_in.items())
@@ -202,42 +179,37 @@ class Diagnosis(Report):
         ]
 
     def _list_notes(self) -> list[str]:
-        matrix, rows, width = dataclasses.astuple(self.sizes)
+        matrix, rows, width = (self.sizes[name] for name in ("matrix", "rows", "width"))
         perceptron = f"a perceptron of {rows} inputs, {width} x {4 * width}"
         measured = f"Shortest times of a matmul of {matrix} x {matrix} matrices, and of {perceptron}."
         notes = [str(self.machine), measured]
         if self.noise > BUSY:
             busy = f"This machine is busy: speed-ups of the perceptron vary by {self.noise:.0%}."
             notes.append(f"{busy} Run this again when idle.")
-        return [*notes, f"Recommended policy: {self.recommendation.policy}", f"Why: {self.recommendation.reason}."]
+        return [*notes, f"Recommended policy: {self.policy}", f"Why: {self.reason}."]
 
 
 def diagnose() -> Diagnosis:
     """Measures the default device."""
     machine = find_machine()
-    sizes = choose_sizes(machine.platform)
-    matmuls, steps = measure_matmuls(size=sizes.matrix), measure_steps(sizes.rows, sizes.width)
-    return Diagnosis(machine, sizes, matmuls, steps, recommend_policy(matmuls, steps, machine))
+    sizes = SIZES.get(machine.platform, _OTHER_SIZES)
+    matmuls, steps = measure_matmuls(sizes["matrix"]), measure_steps(sizes["rows"], sizes["width"])
+    return Diagnosis(machine, sizes, matmuls, steps, *recommend_policy(matmuls, steps, machine))
 
 
-def choose_sizes(platform: str) -> Sizes:
-    """Chooses sizes that keep a device busy for milliseconds; longer, and a busy machine is never quiet."""
-    return Sizes(1024, 1024, 256) if platform == "cpu" else Sizes(8192, 8192, 4096)
-
-
-def measure_matmuls(kinds: Sequence[MatmulKind] = MATMULS, *, size: int) -> list[MatmulRate]:
-    """Measures square matmuls; `kinds` include float32 at highest precision."""
-    prepared = {kind.name: _prepare_matmul(kind, size) for kind in kinds}
-    calls = {name: call for name, call in prepared.items() if call is not None}
-    best = {name: min(times) for name, times in time_rounds(calls).items()}
+def measure_matmuls(size: int, names: Iterable[str] = tuple(MATMULS)) -> list[MatmulRate]:
+    """Measures square matmuls; `names` include float32 at highest precision."""
+    calls = {name: _prepare_matmul(*MATMULS[name], size) for name in names}
+    seconds = time_rounds({name: call for name, call in calls.items() if call is not None})
     rates = []
-    for kind in kinds:
-        if kind.name not in calls:
-            rates.append(MatmulRate(kind, None, 0.0))
-            continue
-        dtypes, speedup = read_matmuls(calls[kind.name].func.as_text()), best["float32 highest"] / best[kind.name]
-        teraflops = 2 * size**3 / best[kind.name] / 1e12
-        rates.append(MatmulRate(kind, teraflops, speedup, dtypes[0] if len(dtypes) == 1 else None))
+    for name, call in calls.items():
+        rate = MatmulRate(name, MATMULS[name][0])
+        if call is not None:
+            read, best = read_matmuls(call.func.as_text()), min(seconds[name])
+            dtype = read[0] if len(read) == 1 else None
+            teraflops, speedup = 2 * size**3 / best / 1e12, min(seconds["float32 highest"]) / best
+            rate = dataclasses.replace(rate, multiplied_in=dtype, teraflops=teraflops, speedup=speedup)
+        rates.append(rate)
     return rates
 
 
@@ -275,14 +247,14 @@ def time_rounds(
     return seconds
 
 
-def _prepare_matmul(kind: MatmulKind, size: int) -> Any:
+def _prepare_matmul(dtype: str, accumulator: str, precision: lax.Precision, size: int) -> Any:
     def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
-        if kind.dtype.startswith("float8"):  # XLA recognizes upcast, scale, multiply as a float8 matmul
-            left, right = (x.astype(kind.accumulator) * jnp.ones((), kind.accumulator) for x in (left, right))
-        return lax.dot(left, right, precision=kind.precision, preferred_element_type=jnp.dtype(kind.accumulator))
+        if dtype.startswith("float8"):  # XLA recognizes upcast, scale, multiply as a float8 matmul
+            left, right = (x.astype(accumulator) * jnp.ones((), accumulator) for x in (left, right))
+        return lax.dot(left, right, precision=precision, preferred_element_type=jnp.dtype(accumulator))
 
     try:
-        matrix = jnp.ones((size, size), kind.dtype)
+        matrix = jnp.ones((size, size), dtype)
         return _compile(matmul, matrix, matrix)
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # the device has no such matmul
         return None
@@ -325,9 +297,9 @@ def read_matmuls(text: str | None) -> list[str]:
     return found
 
 
-def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime], machine: Machine) -> Recommendation:
-    """Recommends a policy by step times; bfloat16 comes first, because it needs no loss scale and skips no steps."""
-    rates = {rate.kind.name: rate for rate in matmuls}
+def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime], machine: Machine) -> tuple[str, str]:
+    """Recommends a policy by step times, with the reason; bfloat16 first, as it needs no loss scale."""
+    rates = {rate.name: rate for rate in matmuls}
     verdicts = {dtype: judge(steps[dtype].speedup) for dtype in HALF_DTYPES}
     descriptions = []
     for dtype in HALF_DTYPES:
@@ -343,14 +315,14 @@ def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime
             cause = f"jaxlib {machine.versions['jaxlib']} computes the matmuls of both by converting to float32"
         else:
             cause = "; ".join(_explain_slow(rates[dtype], steps[dtype], machine) for dtype in HALF_DTYPES)
-        return Recommendation("float32", f"half precision {how}: {ratios}; {cause}")
+        return "float32", f"half precision {how}: {ratios}; {cause}"
     float16, bfloat16 = steps["float16"].speedup, steps["bfloat16"].speedup
     gains = float16.low > bfloat16.high and float16.value > FLOAT16_GAIN * bfloat16.value
     if faster == ["float16"] or ("float16" in faster and gains):
         dtype, reason = "float16", "float16 has a small range, so it needs a dynamic loss scale"
     else:
         dtype, reason = "bfloat16", "bfloat16 has the range of float32, so it needs no loss scale"
-    return Recommendation(f"params=float32,compute={dtype},output=float32", f"{ratios}; {reason}")
+    return f"params=float32,compute={dtype},output=float32", f"{ratios}; {reason}"
 
 
 def judge(speedup: Speedup) -> str:
@@ -365,12 +337,12 @@ def judge(speedup: Speedup) -> str:
 
 
 def _explain_slow(rate: MatmulRate, step: StepTime, machine: Machine) -> str:
-    dtype, jaxlib = rate.kind.dtype, f"jaxlib {machine.versions['jaxlib']}"
+    dtype, jaxlib = rate.dtype, f"jaxlib {machine.versions['jaxlib']}"
     if rate.teraflops is None:
         return f"{jaxlib} has no matmul in {dtype} for this device"
     if rate.multiplied_in == "float32":
         return f"{jaxlib} computes {dtype} matmuls by converting to float32"
-    if rate.speedup > 1 + TIE:
+    if rate.speedup is not None and rate.speedup > 1 + TIE:
         wide = step.multiplied_in.get("float32", 0)
         also = f", in which {wide} of {sum(step.multiplied_in.values())} matmuls are in float32" if wide else ""
         return f"{dtype} matmuls are quick here, but the rest of the step is not{also}"

@@ -12,7 +12,7 @@ from ...policy import Policy as JmpPolicy, default_policy, parse_policy
 class DTypePolicy:
     """A dtype policy under Keras's name, with Keras's attributes.
 
-    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` accept it.
+    Immutable and hashable. `jmp_policy.get_policy` and `with_policy` accept it.
 
     Args:
       name: the name of a floating dtype, `"mixed_float16"`, `"mixed_bfloat16"`, or any other string that
@@ -21,8 +21,6 @@ class DTypePolicy:
     Raises:
       TypeError: `name` is not a string.
       ValueError: `name` names no policy, or a quantized one, which is a `QuantizedDTypePolicy`.
-
-    Source: `keras.DTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ..._base import quote, shorten
-from ...policy import PolicyMap, PolicySpec
+from ...policy import Policy, PolicyMap, PolicySpec
 from ._dtype_policy import DTypePolicy
 from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
 
@@ -25,8 +25,6 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     Raises:
       TypeError: `policy_map` is not a dictionary, or a key is not a string.
       ValueError: a value is not a dtype policy, or a key is not a valid pattern.
-
-    Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -62,14 +60,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return "map_" + self.default_policy.name
 
     @property
-    def compute_dtype(self) -> str | None:
-        """Compute dtype of the default policy."""
-        return self.default_policy.compute_dtype
-
-    @property
-    def variable_dtype(self) -> str | None:
-        """Variable dtype of the default policy."""
-        return self.default_policy.variable_dtype
+    def _policy(self) -> Policy:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.default_policy.__jmp_policy__()
 
     @property
     def quantization_mode(self) -> str | None:
@@ -128,7 +120,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def __jmp_policy__(self) -> PolicyMap:
         rules = [(key, policy.__jmp_policy__()) for key, policy in self._policies.items()]
         default = None if self._default is None else self._default.__jmp_policy__()
-        return PolicyMap(sorted(rules, key=_precedence), default)
+        # Deeper keys come first, and exact keys before patterns.
+        return PolicyMap(sorted(rules, key=lambda rule: (-rule[0].count("/"), re.escape(rule[0]) != rule[0])), default)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is DTypePolicyMap and self.get_config() == other.get_config()
@@ -143,9 +136,3 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
 def _policy_of(spec: PolicySpec, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
     return find_dtype_policy(spec, "the assigned value", custom_objects)
-
-
-def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:
-    """Orders deeper keys first, and exact keys before patterns."""
-    key, _ = rule
-    return -key.count("/"), re.escape(key) != key

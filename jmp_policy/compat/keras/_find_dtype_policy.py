@@ -29,10 +29,7 @@ _EXAMPLE = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
 def find_dtype_policy(
     spec: PolicySpec, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
 ) -> DTypePolicy:
-    """Converts a name, dtype, None, `jmp_policy` policy, or serialized policy to a Keras policy; maps are rejected.
-
-    `what` names the argument in errors; `custom_objects` are further classes, by name.
-    """
+    """Converts a name, dtype, None, `jmp_policy` policy, or serialized policy to a Keras policy; maps are rejected."""
     if isinstance(spec, DTypePolicy) and isinstance(spec.__jmp_policy__(), JmpPolicy):
         return spec
     if isinstance(spec, dict) and "class_name" in spec:
@@ -49,11 +46,7 @@ def find_dtype_policy(
 
 
 def parse_dtype_policy(name: str | None) -> DTypePolicy:
-    """Returns the Keras policy of a name; None stands for the global policy.
-
-    >>> parse_dtype_policy("int4/64_from_bfloat16"), parse_dtype_policy("float8_from_bfloat16")
-    (<Int4DTypePolicy "int4/64_from_bfloat16">, <QuantizedFloat8DTypePolicy "float8_from_bfloat16">)
-    """
+    """Returns the Keras policy of a name; None stands for the global policy."""
     if name is None:
         return convert_policy(default_jmp_policy())
     if not isinstance(name, str) or FROM not in name.lower():
@@ -66,12 +59,7 @@ def parse_dtype_policy(name: str | None) -> DTypePolicy:
 
 
 def convert_policy(policy: JmpPolicy) -> DTypePolicy:
-    """Returns the Keras policy of a `jmp_policy.Policy`; raises for int8 with float16, which Keras rejects.
-
-    >>> import jmp_policy as jmp
-    >>> convert_policy(jmp.get_policy("float8_from_bfloat16"))
-    <QuantizedDTypePolicy "float8(recipe=delayed)_from_bfloat16">
-    """
+    """Returns the Keras policy of a `jmp_policy.Policy`; raises for int8 with float16, which Keras rejects."""
     format, source_name = policy.quantization, policy.replace(quantization=None).name
     if format is None:
         return DTypePolicy(source_name)
@@ -90,11 +78,7 @@ def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
 
 
 def serialize_policy(policy: DTypePolicy) -> dict[str, Any]:
-    """Returns the dictionary of a dtype policy in Keras's files, with Keras's module.
-
-    >>> serialize_policy(DTypePolicy("mixed_bfloat16"))
-    {'module': 'keras', 'class_name': 'DTypePolicy', 'config': {'name': 'mixed_bfloat16'}, 'registered_name': None}
-    """
+    """Returns the dictionary of a dtype policy in Keras's files, with Keras's module."""
     name = type(policy).__name__
     # For an unknown class, Keras raises only if the module is missing.
     return {"module": _MODULES.get(name), "class_name": name, "config": policy.get_config(), "registered_name": None}

@@ -67,8 +67,6 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
 def set_policy(policy: DTypePolicy | str | None) -> None:
     """Like `set_dtype_policy`, but a name sets the legacy `Policy` with its loss scale, and `None` sets float32.
 
-    Source: `tf.keras.mixed_precision.experimental.set_policy` of TensorFlow 2.0 to 2.4.
-
     >>> from jmp_policy.compat import keras
     >>> keras.set_policy("mixed_float16")
     >>> type(keras.global_policy().loss_scale).__name__

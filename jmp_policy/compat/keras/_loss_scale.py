@@ -25,15 +25,14 @@ def LossScaleOptimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """`jmp_policy.optim.loss_scaled` with Keras's arguments and defaults.
 
-    The scale doubles after `dynamic_growth_steps` finite steps in a row, and halves, down to 1, on each that is not;
-    Keras 3 has neither that floor nor the ceiling of 2**24, and `tf.keras` the floor alone. A scale that starts beyond
-    either moves it there.
+    The scale doubles after `dynamic_growth_steps` finite steps in a row, and halves on each non-finite step. It stays
+    between 1 and 2**24; an initial scale beyond either bound replaces it.
 
     Args:
       inner_optimizer: the optax transformation to wrap.
       initial_scale: the scale to start from.
-      dynamic_growth_steps: how many finite steps in a row make the scale grow.
-      dynamic: whether the scale moves at all, as in `tf.keras`, where it is the second argument.
+      dynamic_growth_steps: the number of finite steps in a row after which the scale grows.
+      dynamic: whether the scale changes at all, as in `tf.keras`, where it is the second argument.
 
     Returns:
       An optax transformation; use it with `jmp_policy.value_and_grad` and `jmp_policy.optim.step`.
@@ -41,8 +40,6 @@ def LossScaleOptimizer(
     Raises:
       TypeError: `initial_scale` is not a number (an array of one is), or `dynamic_growth_steps` is not an int.
       ValueError: either is not positive, or `initial_scale` not finite.
-
-    Source: `keras.optimizers.LossScaleOptimizer` of Keras 3, and of `tf.keras` for `dynamic`.
 
     >>> import jax.numpy as jnp, optax
     >>> from jmp_policy.compat import keras
@@ -78,13 +75,7 @@ def make_dynamic_loss_scale(scale: Any, period: int, factor: float = 2.0) -> Dyn
 
 
 def read_loss_scale(spec: Any) -> LossScale | None:
-    """Reads `"dynamic"`, a number for a constant, a loss scale, None, or a config, also of TensorFlow.
-
-    >>> saved = {"initial_loss_scale": 8.0, "increment_period": 100, "multiplier": 4.0}
-    >>> scale = read_loss_scale({"class_name": "DynamicLossScale", "config": saved})
-    >>> float(scale.loss_scale), scale.period, scale.factor, scale.backoff_factor
-    (8.0, 100, 4.0, 0.25)
-    """
+    """Reads `"dynamic"`, a number for a constant, a loss scale, None, or a config, also of TensorFlow."""
     if spec is None or isinstance(spec, LossScale):
         return spec
     if isinstance(spec, str) and spec == "dynamic":
@@ -126,21 +117,18 @@ _ALIASES = {"infer_float32_vars": "infer_with_float32_vars", "float32_with_float
 
 
 class Policy(DTypePolicy):
-    """A dtype policy with a loss scale.
+    """A dtype policy with a loss scale, as TensorFlow 2.0 to 2.4 had under `mixed_precision.experimental`.
 
     Args:
-      name: as of `DTypePolicy`, and `"infer"` (both dtypes come from the first input),
-        `"infer_with_float32_vars"` or `"infer_float32_vars"` (the compute dtype is), `"<dtype>_with_float32_vars"`.
-      loss_scale: `"dynamic"`, a number for a constant scale, a `LossScale` or the config of one, TensorFlow's
-        `DynamicLossScale` and `FixedLossScale` among them, or `None` for no scaling. The default, `"auto"`, is dynamic
-        for `"mixed_float16"` and `None` for any other name, as in Keras; prefer `jmp_policy.Policy.loss_scale`, which
-        asks for the compute dtype.
+      name: as of `DTypePolicy`, and `"infer"`, `"infer_with_float32_vars"`, `"infer_float32_vars"` (dtypes come from
+        the first input) and `"<dtype>_with_float32_vars"`.
+      loss_scale: `"dynamic"`, a number for a constant scale, a `LossScale` or the config of one (also TensorFlow's), or
+        `None` for no scaling. `"auto"` is dynamic for `"mixed_float16"` and `None` for any other name, as in Keras;
+        `jmp_policy.Policy.loss_scale` looks at the compute dtype instead.
 
     Raises:
       TypeError: `name` is not a string.
       ValueError: `name` names no policy, or `loss_scale` none of these.
-
-    Source: `tf.keras.mixed_precision.experimental.Policy` of TensorFlow 2.0 to 2.4.
 
     >>> from jmp_policy.compat import keras
     >>> policy = keras.Policy("mixed_float16", loss_scale=1024)
@@ -168,15 +156,7 @@ class Policy(DTypePolicy):
         return self.variable_dtype != self.compute_dtype
 
     def resolve(self, *inputs: Any) -> "Policy":
-        """Returns this policy with inferred dtypes taken from the first floating input, as at a layer's first call.
-
-        >>> import jax.numpy as jnp
-        >>> from jmp_policy.compat import keras
-        >>> keras.Policy("infer").resolve(jnp.ones(2, jnp.float16)).name
-        'float16'
-        >>> keras.Policy("infer_float32_vars").resolve(jnp.ones(2, jnp.float16)).name
-        'float16_with_float32_vars'
-        """
+        """Returns this policy with inferred dtypes taken from the first floating input, as at a layer's first call."""
         if self.compute_dtype is not None:
             return self
         dtype = self._policy.resolve(*inputs).compute_dtype

@@ -18,20 +18,17 @@ MODES = ("int8", "int4", "int4/<block size>", FLOAT8, "gptq/<bits>/<block size>"
 class QuantizedDTypePolicy(DTypePolicy):
     """A dtype policy that also quantizes the weights of layers, under Keras's name and with Keras's attributes.
 
-    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` take it as is.
+    Immutable and hashable. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` accept it.
 
     Args:
-      mode: `"int8"`, `"int4"`, `"float8"`, or another string that names a quantization. A bare `"float8"` is Keras's,
-        as `QuantizedFloat8DTypePolicy` has it; a bare `"int4"` is ours, in blocks of 128; `"int4/64"` has a class of
-        its own in Keras, `Int4DTypePolicy`.
+      mode: `"int8"`, `"int4"` (in blocks of 128), `"float8"` (as in `QuantizedFloat8DTypePolicy`), or another string
+        that names a quantization.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
       TypeError: `source_name` is not a string.
       ValueError: `mode` is not a quantization mode; `source_name` names no policy, or a quantized one; or the
         mode is int8 and the compute dtype float16, which Keras refuses (`jmp_policy.get_policy` does not).
-
-    Source: `keras.dtype_policies.QuantizedDTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -81,23 +78,20 @@ def explain_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
 
 
 class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
-    """A dtype policy that computes the products of layers in float8, under Keras's name and with Keras's attributes.
+    """A dtype policy that computes the matmuls of layers in float8, under Keras's name and with Keras's attributes.
 
     It stands for `quant.Float8(DelayedScaling(delay=2), amax_history_length)`: as in Keras, a step applies the scale
-    that the step before stored. `jmp_policy.get_policy("float8_from_mixed_bfloat16")` acts a step sooner. Unlike
-    in Keras, layers that gain nothing stay in the compute dtype, such as layers with fewer than 16384 weights.
+    that the previous step stored. Unlike in Keras, layers with fewer than 16384 weights stay in the compute dtype.
 
     Args:
       mode: `"float8"`.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
-      amax_history_length: over how many steps a scale looks back.
+      amax_history_length: the number of steps that a scale looks back.
 
     Raises:
       TypeError: `source_name` is not a string, or `amax_history_length` is not an int (or is a bool).
       ValueError: `mode` is another one; `source_name` names no policy, or a quantized one; or
         `amax_history_length` is not positive.
-
-    Source: `keras.dtype_policies.QuantizedFloat8DTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -133,19 +127,16 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 class Int4DTypePolicy(QuantizedDTypePolicy):
     """A dtype policy that stores the weights of layers in 4 bits, under Keras's name and with Keras's attributes.
 
-    Blocks are as in `quant.Int4`: each has a scale and a zero point, also where there is one per output channel,
-    which is symmetric in Keras. Its docstring says which layers and tables are left in more bits, unlike in Keras.
+    Blocks are as in `quant.Int4`, whose docstring says which layers and tables keep more bits, unlike in Keras.
 
     Args:
-      mode: `"int4/64"`, with how many weights share a scale, or `"int4/-1"` for one block per output channel;
-        `"int4/None"`, as older files of Keras have it, is the same.
+      mode: `"int4/64"`, with the number of weights that share a scale, or `"int4/-1"` for one block per output channel
+        (`"int4/None"` in older files of Keras).
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
       TypeError: `source_name` is not a string.
       ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
-
-    Source: `keras.dtype_policies.Int4DTypePolicy` of Keras 3.
 
     >>> import jmp_policy as jmp
     >>> from jmp_policy.compat import keras
@@ -267,11 +258,7 @@ class AWQDTypePolicy(_CalibratedDTypePolicy):
 
 
 def read_block_size(mode: object) -> int | None:
-    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode.
-
-    >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
-    [64, -1, None, None, None]
-    """
+    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode."""
     kind, _, size = mode.partition("/") if isinstance(mode, str) else ("", "", "")
     size = size.strip().lower()
     if kind.strip().lower() != INT4:

@@ -33,8 +33,6 @@ def get(identifier: Any) -> DTypePolicy:
     Raises:
       ValueError: `identifier` is none of these.
 
-    Source: `keras.dtype_policies.get` of Keras 3.
-
     >>> from jmp_policy.compat import keras
     >>> keras.dtype_policies.get({"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}})
     <DTypePolicy "mixed_bfloat16">
@@ -57,8 +55,6 @@ def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
     Raises:
       TypeError: `dtype_policy` is not a dtype policy.
 
-    Source: `keras.dtype_policies.serialize` of Keras 3.
-
     >>> from jmp_policy.compat import keras
     >>> keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16"))["config"]
     {'mode': 'int4/64', 'source_name': 'bfloat16'}
@@ -79,8 +75,6 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
 
     Raises:
       ValueError: `config` is not such a dictionary, or its class does not exist here.
-
-    Source: `keras.dtype_policies.deserialize` of Keras 3.
 
     >>> from jmp_policy.compat import keras
     >>> saved = keras.dtype_policies.serialize(keras.DTypePolicyMap("float32", {"head": "bfloat16"}))

@@ -1,6 +1,7 @@
 """Finds the sums of a gradient jaxpr to upcast, from the gradients backwards."""
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,16 +38,8 @@ class Origin(enum.IntEnum):
 
 @remember_by_jaxpr
 def find_origins(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Origin]:
-    """Finds the origins of the values of a jaxpr. Looks into its sub-jaxprs, but does not list their values.
-
-    Captured arrays count as data: a loss function may capture its batch.
-
-    >>> import jax
-    >>> body = jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 1.0).jaxpr
-    >>> origins = find_origins(body, (Origin.PARAMETER, Origin.DATA))
-    >>> [origins[var].name for var in body.outvars]
-    ['PARAMETER', 'DATA']
-    """
+    """Finds the origins of the values of a jaxpr, also through its sub-jaxprs, whose values it does not list."""
+    # Captured arrays count as data: a loss function may capture its batch.
     origins = dict(zip(program.invars, arguments, strict=True)) | dict.fromkeys(program.constvars, Origin.DATA)
     for eqn in program.eqns:
         origins |= _find_results(eqn, origins)
@@ -97,17 +90,11 @@ class Need(enum.IntEnum):
 
 
 class Upcasts(NamedTuple):
-    """Upcast outputs of an equation.
+    """Upcast outputs of an equation."""
 
-    Attributes:
-      needs: the reason for each output, or for each output of its sub-jaxprs.
-      origins: the origins of the inputs of its sub-jaxprs.
-      enters: the inputs that enter its sub-jaxprs without a cast.
-    """
-
-    needs: tuple[Need, ...]
-    origins: tuple[Origin, ...] = ()
-    enters: tuple[bool, ...] = ()
+    needs: tuple[Need, ...]  # the reason for each output, or for each output of its sub-jaxprs
+    origins: tuple[Origin, ...] = ()  # of the inputs of its sub-jaxprs
+    enters: tuple[bool, ...] = ()  # the inputs that enter its sub-jaxprs without a cast
 
 
 class Obstacle(NamedTuple):
@@ -133,12 +120,7 @@ def find_marks(program: Jaxpr, needs: tuple[Need, ...], origins: tuple[Origin, .
 
 
 def is_narrower(dtype: Any, other: np.dtype) -> bool:
-    """True if a floating dtype is a proper subset of another.
-
-    >>> half, full = np.dtype("float16"), np.dtype("float32")
-    >>> is_narrower(half, full), is_narrower(full, full), is_narrower(half, np.dtype("bfloat16"))
-    (True, False, False)
-    """
+    """True if a floating dtype is a proper subset of another."""
     if dtype is None or dtype == other:
         return False
     info, other_info = jnp.finfo(dtype), jnp.finfo(other)
@@ -181,9 +163,7 @@ class _Walk:
         return self._needs.get(atom, Need.NONE)
 
     def _visit(self, eqn: JaxprEqn) -> Upcasts | None:
-        """Decides which outputs of `eqn` to upcast (all its consumers have been visited), and propagates this to its
-        inputs.
-        """
+        """Decides which outputs of `eqn` to upcast, after all its consumers, and propagates this to its inputs."""
         needs = [self._need_of(var) for var in eqn.outvars]
         need, name = max(needs, default=Need.NONE), eqn.primitive.name
         if need is Need.NONE:
@@ -220,9 +200,7 @@ class _Walk:
         return Upcasts(tuple(needs))
 
     def _visit_product(self, eqn: JaxprEqn, need: Need) -> Upcasts | None:
-        """Visits a matmul. With data it sums over the batch; with a parameter its other operand may still be a
-        gradient.
-        """
+        """Visits a matmul. With data it sums over the batch; with a parameter, the other operand may be a gradient."""
         factors = [atom for atom in eqn.invars[:2] if self._origin(atom) is not Origin.PARAMETER]
         if len(factors) < 2 and need is not Need.GRADIENT:
             return None
@@ -230,7 +208,8 @@ class _Walk:
         return self._widen(eqn, [need])
 
     def _visit_multiplication(self, eqn: JaxprEqn, need: Need) -> Upcasts:
-        candidates = [atom for atom in eqn.invars if _has_axes(atom) and self._origin(atom) is Origin.DATA]
+        candidates: list[Any] = [atom for atom in eqn.invars if self._origin(atom) is Origin.DATA]
+        candidates = [atom for atom in candidates if math.prod(atom.aval.shape) > 1]
         self._ask(need if len(candidates) == 1 else min(need, Need.PERHAPS), *candidates)
         return Upcasts((need,))
 
@@ -253,10 +232,12 @@ class _Walk:
         inner = tuple(wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs)
         while True:
             found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
-            after = _go_around(bodies[0], found[0].arguments, inner)
-            if after == inner:
+            after, carry = list(inner), bodies[0].carry
+            for i in carry:  # the needs of carry inputs are needs of carry outputs
+                after[i - carry.start] = max(after[i - carry.start], found[0].arguments[i])
+            if tuple(after) == inner:
                 break
-            inner = after
+            inner = tuple(after)
         entering = set()
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
@@ -288,17 +269,3 @@ class _Walk:
             is_gradient = self._need_of(var) is Need.GRADIENT and self._origin(var) is Origin.DATA
             if is_gradient and is_narrower(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))
-
-
-def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> tuple[Need, ...]:
-    """Adds the needs of the carry inputs of a loop to its carry outputs."""
-    after = list(needs)
-    for i in body.carry:
-        result = i - body.carry.start
-        after[result] = max(after[result], arguments[i])
-    return tuple(after)
-
-
-def _has_axes(atom: Var | Literal) -> bool:
-    aval: Any = atom.aval
-    return int(np.prod(aval.shape)) > 1

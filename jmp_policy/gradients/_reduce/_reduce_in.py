@@ -19,23 +19,15 @@ KeyPath = tuple[Any, ...]
 def reduce_gradients_in(
     dtype: DTypeLike,
     differentiated: Callable[..., tuple[Any, PyTree]],
-    list_parameters: Callable[[Args], list[Any]],
-    *,
+    parameters: Sequence[Any],
     on_opaque: Literal["error", "warn"] | None,
-) -> Callable[..., tuple[Any, PyTree]]:
-    """Makes a function that returns a value and gradients sum its gradients over devices in a dtype.
+    args: Args,
+    kwargs: Kwargs,
+) -> tuple[Any, PyTree]:
+    """Calls a function that returns a value and gradients, with its gradients summed over devices in a dtype.
 
-    `list_parameters` finds the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a
-    policy, nothing is an error, and each warning is given once.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from jmp_policy.gradients._reduce import reduce_gradients_in
-    >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.bfloat16) * x).astype(jnp.float32))
-    >>> differentiated, parameters_of = jax.value_and_grad(loss_fn), lambda args: [args[0]]
-    >>> reduced = reduce_gradients_in("float32", differentiated, parameters_of, on_opaque="error")
-    >>> x = jnp.array([256.0, 1, 1], jnp.bfloat16)  # the sum is 256 in bfloat16
-    >>> [float(grad(jnp.float32(1), x)[1]) for grad in (differentiated, reduced)]
-    [256.0, 258.0]
+    `parameters` are the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a policy,
+    nothing is an error, and each warning is given once.
     """
     try:
         parsed = parse_reduce_dtype(dtype)
@@ -43,15 +35,10 @@ def reduce_gradients_in(
         if on_opaque is not None:
             raise
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {error}")
-        return differentiated
-
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        results = _Results()
-        parameters = {id(array) for array in list_parameters(args)}
-        run = functools.partial(_trace_and_run, parsed, on_opaque, results, parameters)
-        return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
-
-    return call
+        return differentiated(*args, **kwargs)
+    results = _Results()
+    run = functools.partial(_trace_and_run, parsed, on_opaque, results, set(map(id, parameters)))
+    return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
 
 
 _OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
@@ -87,11 +74,9 @@ def _is_refused(
     dtype: np.dtype,
     on_opaque: Literal["error", "warn"] | None,
 ) -> bool:
-    """Raises or warns for each gradient that cannot be followed. One walk per gradient tells which they are.
-
-    Returns True if nothing is rewritten, because the reduce dtype of a policy is narrower than a sum.
-    """
+    """Raises or warns for each gradient that cannot be followed; True if nothing is rewritten."""
     found = {}
+    # One walk per gradient tells which they are.
     for i, name in enumerate(names):
         if name is not None:
             alone = [name if i == j else None for j in range(len(names))]
@@ -99,7 +84,7 @@ def _is_refused(
     message, is_refused = explain_obstacles(found, dtype)
     if on_opaque is None:
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {message}")
-        return is_refused
+        return is_refused  # the reduce dtype is narrower than a sum
     if on_opaque == "error" or is_refused:
         raise ValueError(message)
     warn_user(message)

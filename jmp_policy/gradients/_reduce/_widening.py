@@ -16,17 +16,15 @@ from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower, i
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
-    """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible.
-
-    XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
-    There the operands are cast first. TensorFloat-32 represents them exactly.
-    """
+    """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible."""
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
     direct = eqn.replace(invars=list(atoms), outvars=outvars, params=params)
     if all(float_dtype(atom) == dtype for atom in atoms if is_float(atom)):
         body.equations.append(direct)
         return outvars[0]
+    # XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
+    # There the operands are cast first. TensorFloat-32 represents them exactly.
     casting = _CASTING.get(eqn.primitive.name, ("cpu",))
     index, choice = [template.replace(source_info=eqn.source_info, ctx=eqn.ctx) for template in _trace_choice(casting)]
     branches = tuple([_make_branch(direct, dtype if names else None) for names in choice.params["branches_platforms"]])
@@ -48,13 +46,9 @@ def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
     return ClosedJaxpr(Jaxpr((), arguments, results, eqns, debug_info=_NAMELESS), ())
 
 
-def make_scatter_params(eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the parameters of a `scatter-add` in a dtype, which contain the jaxpr of an addition."""
-    return {**eqn.params, **_trace_addition(dtype)}
-
-
 @functools.cache
 def _trace_addition(dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameters of a `scatter-add` that contain the jaxpr of an addition."""
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
     with without_mesh():
         x = np.zeros((1,), dtype)
@@ -115,9 +109,10 @@ class Widening(Rule):
         elif kinds == traced:
             atoms = self._restore(eqn, values, body)
         else:
-            atoms = [self._cast_up(value, body, eqn) for value in values]
+            cast_up = lambda value: body.cast_once(value.atom, self.dtype, eqn)
+            atoms = [cast_up(v) if is_narrower(v.kind.dtype, self.dtype) else v.atom for v in values]
         is_sum = name == SCATTERED_SUM and kinds != traced
-        return body.append(eqn, atoms, kinds, make_scatter_params(eqn, self.dtype) if is_sum else None)
+        return body.append(eqn, atoms, kinds, eqn.params | _trace_addition(self.dtype) if is_sum else None)
 
     def cast_operands(
         self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Upcasts | None
@@ -135,9 +130,6 @@ class Widening(Rule):
         if kind.dtype == float_dtype(eqn.outvars[0]):
             return body.append(eqn, [value.atom], [kind])
         return [Value(body.cast(value.atom, self.dtype, eqn), kind)]
-
-    def _cast_up(self, value: Value, body: JaxprBuilder, eqn: JaxprEqn) -> Var | Literal:
-        return body.cast_once(value.atom, self.dtype, eqn) if is_narrower(value.kind.dtype, self.dtype) else value.atom
 
     def _restore(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Var | Literal]:
         """Returns the operands in the dtypes with which the equation was traced."""

@@ -20,19 +20,13 @@ class Observation:
     """Dtypes of the inputs and outputs of each module of a model, by path, in the order of their first calls.
 
     Does not record PRNG keys and Flax's own objects.
-
-    Attributes:
-      inputs: the dtypes of the arrays that each module was called with.
-      outputs: the dtypes of the arrays that it returned.
-      program: the traced jaxpr.
-      widened: the paths of the modules whose last call was inside of `force_full_precision`.
     """
 
     def __init__(self) -> None:
-        self.inputs: dict[str, tuple[str, ...]] = {}
-        self.outputs: dict[str, tuple[str, ...]] = {}
-        self.program: Jaxpr | None = None
-        self.widened: set[str] = set()
+        self.inputs: dict[str, tuple[str, ...]] = {}  # the dtypes of the arrays that each module was called with
+        self.outputs: dict[str, tuple[str, ...]] = {}  # the dtypes of the arrays that it returned
+        self.program: Jaxpr | None = None  # the traced jaxpr
+        self.widened: set[str] = set()  # the paths of the modules whose last call was inside of `force_full_precision`
         self._running: set[str] = set()
 
     def trace(self, fun: Callable[..., Any], *args: Any) -> None:

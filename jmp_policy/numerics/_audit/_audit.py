@@ -28,7 +28,7 @@ from ..._jaxpr import (
 )
 from .._ends import Results, check_function
 from ._checks import Suspicion, check, suspect_half_gradient
-from ._facts import Fact, derive_facts, describe_argument, describe_constant, find_fact
+from ._facts import ValueFacts, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
 
@@ -87,7 +87,7 @@ class _Inspector:
     """Visits the steps of a jaxpr in order."""
 
     def __init__(self, paths: ModulePaths):
-        self._facts: dict[Var, Fact] = {}
+        self._facts: dict[Var, ValueFacts] = {}
         self._has_half = False  # of any value so far
         self._rows: dict[tuple, list[int]] = {}
         self._matmuls: dict[tuple, list[int]] = {}

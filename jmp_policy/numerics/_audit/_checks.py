@@ -20,12 +20,12 @@ from ..._jaxpr import (
     find_origin,
     float_dtype,
     is_backward,
-    is_called_by,
     is_called_by_library,
-    is_traced_in,
+    is_called_by_loss,
+    is_traced_in_loss,
     list_functions,
 )
-from ._facts import FLOAT32, Fact
+from ._facts import FLOAT32, ValueFacts
 
 
 class Suspicion(NamedTuple):
@@ -37,18 +37,14 @@ class Suspicion(NamedTuple):
     dtypes: tuple[Any, ...]
 
 
-Check = Callable[[Step, Sequence[Fact], bool], Iterator[Suspicion]]
+Check = Callable[[Step, Sequence[ValueFacts], bool], Iterator[Suspicion]]
 
 FLOAT16 = np.dtype(np.float16)
 _SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is better off in float32
 
 
-def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """Yields the suspicions of a step, given the facts of its operands.
-
-    JAX writes the backward pass by transposing forward operations. There, only findings that a user can change are
-    checked: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
-    """
+def check(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
+    """Yields the suspicions of a step: in the backward pass, which JAX writes, only those that a user can act on."""
     if not backward:
         # Gradients that were summed in half precision are found at their first use outside the backward pass.
         pairs = zip(step.operands, facts, strict=True)
@@ -59,7 +55,7 @@ def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspici
         yield from CHECKS[step.name](step, facts, backward)
 
 
-def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
+def suspect_half_gradient(fact: ValueFacts, atom: Atom) -> Suspicion:
     """Suspects a gradient summed in half precision, at the cast of its weight if there is one."""
     summed: Any = fact.summed
     dtype = float_dtype(summed.results[0])
@@ -67,7 +63,7 @@ def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
     return Suspicion("half-gradient", fact.widening or summed, f"over {uses}, in {dtype}", (dtype, float_dtype(atom)))
 
 
-def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
+def _check_promotion(step: Step, facts: Sequence[ValueFacts]) -> Iterator[Suspicion]:
     """Finds a half operand that the same call upcast: strict dtype promotion would refuse it."""
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
@@ -86,7 +82,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
             return
 
 
-def _is_needlessly_wide(atom: Atom, fact: Fact) -> bool:
+def _is_needlessly_wide(atom: Atom, fact: ValueFacts) -> bool:
     """True if an operand was given or made as float32, and half precision could hold it."""
     if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
         return False
@@ -102,20 +98,20 @@ def _check_loss(step: Step) -> Iterator[Suspicion]:
     dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
     if dtype is None or step.name in MOVING or step.name == "convert_element_type":
         return
-    if not is_called_by(find_origin(step), "optax.losses"):
+    if not is_called_by_loss(find_origin(step)):
         return
     if "smooth_labels" not in list_functions(step):  # it prepares the targets of a loss
         yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
 
 
-def _check_matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_matmul(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     dtypes = tuple(dict.fromkeys(float_dtype(atom) for atom in step.operands[:2]))
     if FLOAT32 in dtypes and count_products(step.eqn) > 1 and "force_full_precision" not in step.scope:
         names = " and ".join(map(str, dtypes))
         yield Suspicion("float32-matmul", step, f"reads {names}", dtypes)
 
 
-def _check_reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_reduction(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     if (backward and step.name != _OF_MAX_POOLING) or (step.name == "reduce_sum" and facts[0].made == "truth"):
         return
     found = find_half_sum(step)
@@ -128,7 +124,7 @@ _OF_MAX_POOLING = "select_and_scatter_add"
 """A sum that only backward passes take. The forward operation that it belongs to sums nothing."""
 
 
-def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None or target not in HALF or source == target:
         return
@@ -148,18 +144,18 @@ def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
             return
 
 
-def _check_exponential(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_exponential(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     if float_dtype(step.operands[0]) == FLOAT16 and not backward:
         name = "float16-softmax" if list_functions(step) & {"softmax", "_softmax"} else "float16-exp"
         yield Suspicion(name, step, step.name, (FLOAT16,))
 
 
-def _check_logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_logarithm(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     dtype, fact = float_dtype(step.operands[0]), facts[0]
     if backward or dtype is None:
         return
     narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
-    is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in(find_origin(step), "optax.losses")
+    is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in_loss(find_origin(step))
     if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
     elif narrowest in HALF and (fact.made == "sum of exp" or is_in_loss):
@@ -171,14 +167,14 @@ def _check_logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Itera
 _LOSSES = frozenset(("log_softmax", "logsumexp", "log_sigmoid"))
 
 
-def _check_root(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_root(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     if facts[0].made == "sum of squares" and not backward:
         narrowest = facts[0].narrowest
         if FLOAT16 in (narrowest, float_dtype(step.operands[0])):
             yield Suspicion("float16-norm", step, f"{step.name} of a sum of squares", (FLOAT16,))
 
 
-def _check_all_reduce(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_all_reduce(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     for atom, fact in zip(step.operands, facts, strict=True):
         dtype = float_dtype(atom)
         if dtype in HALF:
@@ -187,7 +183,7 @@ def _check_all_reduce(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
             return
 
 
-def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+def _check_addition(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     """Finds a sum that a loop carries from one iteration to the next."""
     dtype = float_dtype(step.results[0])
     if dtype not in HALF or backward:

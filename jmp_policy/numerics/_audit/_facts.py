@@ -14,7 +14,7 @@ from ..._jaxpr import DEVICE_SUMS, HALF as HALF, MOVING, Atom, Step, float_dtype
 FLOAT32 = np.dtype(np.float32)
 
 
-class Fact(NamedTuple):
+class ValueFacts(NamedTuple):
     """Facts of a value."""
 
     # Where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument itself, at
@@ -34,45 +34,45 @@ ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
 OWN = "an array that the program makes itself"
 """The program makes it of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
 
-UNKNOWN = Fact()
+UNKNOWN = ValueFacts()
 
 
-def find_fact(atom: Atom, environment: dict[Var, Fact]) -> Fact:
+def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
     """Returns the facts of a variable or literal."""
     if isinstance(atom, Literal):
-        return Fact(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
+        return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
 
 
-def describe_argument(var: Var) -> Fact:
+def describe_argument(var: Var) -> ValueFacts:
     """Returns the facts of an argument of the jaxpr."""
-    return Fact(given=ARGUMENT if is_float(var) else OWN)
+    return ValueFacts(given=ARGUMENT if is_float(var) else OWN)
 
 
-def describe_constant(value: Any) -> Fact:
+def describe_constant(value: Any) -> ValueFacts:
     """Returns the facts of a constant of the jaxpr."""
     if isinstance(value, Tracer) or not hasattr(value, "dtype"):
-        return Fact(given=ARGUMENT)
-    return Fact(given=CONSTANT, constants=(value,))
+        return ValueFacts(given=ARGUMENT)
+    return ValueFacts(given=CONSTANT, constants=(value,))
 
 
-def derive_facts(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
+def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Sequence[ValueFacts]:
     """Returns the facts of each output of a step."""
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
-        return [Fact(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
+        return [ValueFacts(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
     return [_derive_fact(step, facts, backward)] * len(step.results)
 
 
-def _derive_fact(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
+def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> ValueFacts:
     if step.name == "convert_element_type":
         return _follow_conversion(step, facts[0])
     if step.name in MOVING:
         return _follow_move(step, facts)
     made, narrowest = _recognize(step, facts)
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
-    return Fact(
+    return ValueFacts(
         given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
         constants=_join_constants(facts) if step.name in ("add", "sub") else (),
         made=made,
@@ -91,7 +91,7 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 """How gradients of several uses become one. XLA adds them in their own dtype, where it reduces in a wider one."""
 
 
-def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
+def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
     """Returns the step that summed a gradient in half precision, now or earlier; the loss remains.
 
     A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks,
@@ -104,11 +104,11 @@ def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
     return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)
 
 
-def _follow_conversion(step: Step, fact: Fact) -> Fact:
+def _follow_conversion(step: Step, fact: ValueFacts) -> ValueFacts:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     # Whole numbers and masks become floating: they keep their origin, and a mask is remembered as one.
     if source is None:
-        return Fact(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
+        return ValueFacts(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = find_narrowest([fact.narrowest, target]) if fact.made else None
     # An upcast loses nothing. It is remembered, to find values that are cast down again or were upcast to compute with.
     if source in HALF and target == FLOAT32:
@@ -116,15 +116,15 @@ def _follow_conversion(step: Step, fact: Fact) -> Fact:
     return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
 
 
-def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
+def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
     pairs = zip(step.operands, facts, strict=True)
     floats = [fact for atom, fact in pairs if is_float(atom)]
     if not floats:
         made = "iota" if any(fact.made == "iota" for fact in facts) else ""
         # A carry may depend on more values in later iterations.
-        return Fact(given="" if step.name == "carry" else _join_origins(facts), made=made)
+        return ValueFacts(given="" if step.name == "carry" else _join_origins(facts), made=made)
     if step.name == "carry":
-        return Fact(constants=floats[0].constants, carried=step.around[-1][1])
+        return ValueFacts(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:
         return floats[0]
     # Of several values that become one, a computed value says more than an argument.
@@ -132,17 +132,17 @@ def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
     return first._replace(given=_join_origins(floats), constants=_join_constants(floats))
 
 
-def _join_origins(facts: Sequence[Fact]) -> str:
+def _join_origins(facts: Sequence[ValueFacts]) -> str:
     """Returns the origin of a value that is made of several."""
     kinds = {fact.given for fact in facts}
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
 
-def _join_constants(facts: Sequence[Fact]) -> tuple[Any, ...]:
+def _join_constants(facts: Sequence[ValueFacts]) -> tuple[Any, ...]:
     return tuple(constant for fact in facts for constant in fact.constants)[:8]  # a few suffice
 
 
-def _recognize(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
+def _recognize(step: Step, facts: Sequence[ValueFacts]) -> tuple[str, np.dtype | None]:
     rule = _MAKING.get(step.name)
     made = rule(step, facts) if rule is not None else ""
     if not made:
@@ -151,11 +151,11 @@ def _recognize(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]
     return made, find_narrowest([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
 
 
-def _recognize_total(step: Step, facts: Sequence[Fact]) -> str:
+def _recognize_total(step: Step, facts: Sequence[ValueFacts]) -> str:
     return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _recognize_kept(step, facts[:1])
 
 
-def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
+def _recognize_quotient(step: Step, facts: Sequence[ValueFacts]) -> str:
     above, below = facts
     if below.made == "sum of exp" and above.made == "exp":
         return "softmax"
@@ -164,11 +164,8 @@ def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
     return _recognize_kept(step, facts)
 
 
-def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
-    """Keeps the name of an operand that is summed, negated, or added to or scaled by a constant or mask.
-
-    A variance keeps its name, too: it is a difference of squares.
-    """
+def _recognize_kept(step: Step, facts: Sequence[ValueFacts]) -> str:
+    """Keeps the name of an operand that is summed, negated, or added to or scaled by a constant or mask."""
     known = [fact for fact in facts if fact.made in _KEPT]
     kinds = {fact.made for fact in known if not fact.given} or {fact.made for fact in known}
     others = (fact for fact in facts if fact.made not in kinds)
@@ -179,7 +176,7 @@ def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
 
 _KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares", "iota"))
 
-_MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
+_MAKING: dict[str, Callable[[Step, Sequence[ValueFacts]], str]] = {
     "iota": lambda step, facts: "iota",
     "exp": lambda step, facts: "exp",
     "exp2": lambda step, facts: "exp",

@@ -237,14 +237,7 @@ class AuditReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
-        return {
-            "rows": [make_plain(row) for row in self.rows],
-            "findings": [make_plain(finding) for finding in self.findings],
-            "matmuls": [make_plain(matmul) for matmul in self.matmuls],
-            "uncounted_loops": list(self.uncounted_loops),
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
+        return make_plain(self) | {"flops": self.flops, "bytes": self.bytes}
 
     def __repr__(self) -> str:  # one line, since a console prints it
         counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"

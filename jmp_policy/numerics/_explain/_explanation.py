@@ -95,12 +95,7 @@ class Explanation(Report):
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
     >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
-    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))
-    >>> explanation[""].compute_dtypes, explanation.total_bytes
-    (('bfloat16',), 32)
-    >>> explanation
-    <Explanation: 1 modules; print it for the table>
-    >>> print(explanation)
+    >>> print(jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32)))
     module  type   policy          rule            param  in   compute  out   bytes
     ───────────────────────────────────────────────────────────────────────────────
     Dense   Dense  mixed_bfloat16  its own policy  f32    f32  bf16     bf16   32 B
@@ -128,13 +123,8 @@ class Explanation(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "unused": list(self.unused),
-            "unknown": list(self.unknown),
-            "total_bytes": self.total_bytes,
-            "float32_bytes": self.float32_bytes,
-        }
+        totals = {"total_bytes": self.total_bytes, "float32_bytes": self.float32_bytes}
+        return make_plain(self) | {"rows": [row.to_dict() for row in self.rows]} | totals
 
     def __repr__(self) -> str:  # one line, since a console prints it
         return f"<Explanation: {len(self.rows)} modules; print it for the table>"

@@ -11,10 +11,10 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
+from ..._jaxpr import LIST_WEIGHTS, ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
-from ...policy import ODD_ROWS, Float8
+from ...policy import ODD_ROWS, Float8, Policy
 from ._explanation import Explanation, Row
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
@@ -59,11 +59,7 @@ def _list_long_sums(step: Step) -> list[Any]:
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
-    """Returns `Row.quantization` of a module, from the dtypes that its operations read and made.
-
-    A layer with an 8-bit weight need not multiply in 8 bits: that depends on its inputs, and on the code of a subclass.
-    Only its operations show it.
-    """
+    """Returns `Row.quantization` of a module, for float8 from the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):
@@ -122,6 +118,17 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
     if np.dtype(module.compute_dtype).itemsize >= dtype.itemsize:
         return ()
     return sorted(source for source in marks if source not in list_paths_to(path))
+
+
+def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) -> Explanation:
+    """Returns the explanation of a function of `autocast`: a row per array of its weights."""
+    rows = []
+    for path, array, quantization in weights:
+        size = math.prod(array.shape)
+        kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
+        bytes_of = size * array.dtype.itemsize, size * 4
+        rows.append(Row(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
+    return Explanation(tuple(rows))
 
 
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
@@ -184,17 +191,18 @@ def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> in
 def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
     """Returns the policy, the rule, and the dtypes of a traced call, for each module of a Flax model.
 
-    The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
-    without allocating it. A linen module is initialised abstractly; an nnx module is copied, and `nnx.eval_shape`
-    makes one without arrays. Rules of a `PolicyMap` that decide for no module are in the explanation, not warned of.
-    Sums of many numbers in half precision are there, too: a policy reaches layers, and not functions such as
-    `nn.avg_pool`. A model without a policy is explained as well.
+    The model is traced and not run, with abstract parameters and inputs, so that nothing is allocated. A linen module
+    is initialised abstractly; an nnx module is copied, and `nnx.eval_shape` makes one without arrays. Rules of a
+    `PolicyMap` that decide for no module are listed, and so are sums of many elements in half precision: a policy
+    reaches layers, but not functions such as `nn.avg_pool`. A model without a policy is explained as well.
+
+    Of a function of `autocast`, the rows are the arrays that its argument `weights` names, by their paths.
+    `row.quantization` is the format of such an array, or why it is left.
 
     Args:
-      model: a linen or nnx module, with a policy or without.
-      *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
-        such as a Python bool, is passed on unchanged.
-      method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
+      model: a linen or nnx module, with a policy or without; or a function of `autocast`.
+      *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s. Others are passed on unchanged.
+      method: the name of a method, a method, or a function of the module, instead of the module itself.
       rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
         nnx, the argument `rngs` of the method.
       **kwargs: keyword arguments of the method.
@@ -212,9 +220,12 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), "float32"))
     >>> [(row.path, row.rule, row.compute_dtypes) for row in explanation.rows]
     [('', 'default', ()), ('layers_0', 'default', ('bfloat16',)), ('layers_1', 'layers_1', ('float32',))]
-    >>> explanation.total_bytes, explanation.unused
-    (96, ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",))
+    >>> explanation.unused
+    ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",)
     """
+    list_weights = getattr(model, LIST_WEIGHTS, None)
+    if list_weights is not None:
+        return _explain_weights(*list_weights(inputs, kwargs))
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(

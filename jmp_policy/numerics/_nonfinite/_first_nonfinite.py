@@ -201,7 +201,7 @@ def _make_search(
     body = replay.jaxpr
     recorder = ExtremesRecorder()
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
-    recorded, lines = record_program(replay, recorder, None, arguments=arguments)
+    recorded, lines, _ = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _describe_lines(lines, paths, find_roles(body))
     if not words:

@@ -24,7 +24,7 @@ def diagnose(
     stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str, scale: float, *, is_given: bool
 ) -> Prediction:
     """Predicts the losses under a policy. `scale` is rounded to a power of two; `is_given` if the user set it."""
-    trial = _Trial(stats, observed, policy, by)
+    trial = _TrialRun(stats, observed, policy, by)
     exponent = round(math.log2(scale))
     values = trial.list_values(policy)
     losses = {value: trial.find_loss(value, exponent) for value in values}
@@ -55,7 +55,7 @@ class _Repair(NamedTuple):
 
 
 def _find_repair(
-    trial: "_Trial", values: Sequence[NarrowValue], policy: Policy | PolicyMap, given: int | None
+    trial: "_TrialRun", values: Sequence[NarrowValue], policy: Policy | PolicyMap, given: int | None
 ) -> _Repair:
     """Moves scopes to float32 until no other scope loses values. Each move changes the casts of other scopes."""
     culprits: dict[str, None] = {}
@@ -74,7 +74,7 @@ def _find_repair(
     return _Repair(tuple(culprits), scale, later)
 
 
-class _Trial:
+class _TrialRun:
     """A measured program to try policies on."""
 
     def __init__(self, stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str):
@@ -136,10 +136,7 @@ class _Trial:
 
 
 def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
-    """Makes a map with float32 for some scopes and everything inside them.
-
-    The pattern of the root covers every scope, so if the root is a culprit, its children get explicit rules first.
-    """
+    """Makes a map with float32 for some scopes and everything inside. Children of the root then get rules first."""
     named = set(culprits)
     # A rule also covers inner scopes, so a rule for one of those would have no effect.
     wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]
@@ -204,7 +201,7 @@ def _list_spans(
 
 
 def _list_notes(
-    trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair, *, has_scale: bool
+    trial: _TrialRun, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair, *, has_scale: bool
 ) -> Iterable[str]:
     if has_scale:
         yield _describe_scale(trial, values, reasons, repair)
@@ -222,7 +219,7 @@ def _list_notes(
         yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or '(no scope)'}."
 
 
-def _describe_scale(trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair) -> str:
+def _describe_scale(trial: _TrialRun, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair) -> str:
     scale, widest = spell_scale(math.ldexp(1.0, repair.scale.exponent)), trial.find_widest(values)
     if widest is not None and trial.choose_scale(values, None).unsaved:
         first, last = widest

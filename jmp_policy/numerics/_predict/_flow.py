@@ -74,11 +74,7 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
 
 
 def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
-    """Finds rows of values that are only float32 rounding error, and rows computed from them.
-
-    The gradient of a bias before a softmax or a norm is mathematically zero. In float32 it is a difference of large
-    values, which no format needs to preserve.
-    """
+    """Finds rows of float32 rounding error alone, such as the gradient of a bias before a softmax."""
     noise: set[int] = set()
     for operation in operations:
         reads = [list(indices) for indices in operation.reads if indices]
@@ -97,10 +93,7 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
 
 
 def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: float) -> set[int]:
-    """Finds rows whose values above `largest` are mask constants, selected or added to hide other values.
-
-    In half precision they become infinite or the largest number of the format, and still work as a mask.
-    """
+    """Finds rows whose values above `largest` are mask constants, which mask even if they become infinite."""
     masked: set[int] = set()
     for operation in operations:
         reads = [index for indices in operation.reads for index in indices]

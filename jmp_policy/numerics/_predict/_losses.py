@@ -64,10 +64,7 @@ def find_scaled_loss(row: Row, format: str) -> Loss:
 
 
 def find_span(row: Row, format: str) -> tuple[float, float]:
-    """Returns the smallest and largest exponent of a scale with which a tensor fits a format.
-
-    If none fits, the smallest is above the largest.
-    """
+    """Returns the least and largest exponent of a scale with which a tensor fits a format; none fits if they cross."""
     known = parse_float_format(format)
     if not row.amax:
         return -math.inf, math.inf
@@ -83,10 +80,7 @@ def find_span(row: Row, format: str) -> tuple[float, float]:
 
 
 def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
-    """Returns the relative error in the 2-norm, measured or estimated from the histogram (to about 20 %).
-
-    The estimate takes values as evenly distributed in each binade.
-    """
+    """Returns the relative error in the 2-norm, measured, or estimated to about 20 % from the histogram."""
     if not row.amax:
         return 0.0
     if exponent == 0 and known.name in row.formats:
@@ -158,10 +152,7 @@ class ScaleChoice(NamedTuple):
 
 
 def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> ScaleChoice:
-    """Chooses the scale that saves most scopes, or `given` if that saves as many. Ties go to the one with most room.
-
-    If all formats have the range of float32, the scale is 1.
-    """
+    """Chooses the scale that saves most scopes, with most room, or `given` if that saves as many."""
     known = map(parse_format, formats)
     is_short = any(isinstance(format, FloatFormat) and format.max_exponent < 100 for format in known)
     tries = range(_LEAST, _MOST + 1) if is_short else range(1)

@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from ..._base import describe, did_you_mean
-from ...autocast._rewrite import check_policy, root_policy
+from ...autocast._rewrite import check_policy
 from ...loss_scale import LossScale, get_loss_scale
-from ...policy import Policy, PolicyMap, PolicySpec, get_policy
+from ...policy import Policy, PolicyMap, PolicySpec, get_policy, list_policies
 from .._stats import ObservedProgram, Stats, find_program
 from ._diagnosis import diagnose
 from ._prediction import Prediction
@@ -22,11 +22,8 @@ def predict(
 ) -> Prediction:
     """Predicts which scopes would overflow or underflow under a policy, from one measured run without it.
 
-    Measure a float32 step with the gradient of the unscaled loss and all ops. One format compiles faster:
-
-        observed = jax.jit(numerics.collect(jax.value_and_grad(loss_fn), ["float16"], where="all"))
-        _, stats = observed(params, batch)
-        prediction = numerics.predict(stats, "mixed_float16")
+    Measure a float32 step with the gradient of the unscaled loss and all ops, as in the example; `["float16"]` as the
+    formats of `collect` compiles faster.
 
     Applies the policy's casting rules to the measured program and checks the values that would be in half precision. A
     value overflows if its largest magnitude exceeds the format's, and underflows if its relative error exceeds 1/8.
@@ -63,10 +60,8 @@ def predict(
     >>> observed = jax.jit(jmp.numerics.collect(jax.value_and_grad(loss), where="all"))
     >>> _, stats = observed(jnp.ones((4, 4)), jnp.ones((2, 4)))
     >>> prediction = jmp.numerics.predict(stats, "mixed_float16")
-    >>> prediction.culprits
-    ('up',)
-    >>> prediction.policy_map["up"].name, prediction.policy_map["down"].name
-    ('float32', 'mixed_float16')
+    >>> prediction.culprits, prediction.policy_map["down"].name
+    (('up',), 'mixed_float16')
     """
     observed = _find_observed(stats)
     wanted = _read_policy(policy, by, observed)
@@ -108,8 +103,7 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
             "with_policy is for Flax modules, but the program of these Stats calls none. nnx modules must be arguments "
             "of the function. For example: numerics.predict(stats, 'mixed_float16', by='autocast')."
         )
-    policies = [root_policy(wanted), *(rule.policy for rule in (wanted.rules if isinstance(wanted, PolicyMap) else ()))]
-    if not any(own.compute_dtype in HALF or own.quantization is not None for own in policies):
+    if not any(own.compute_dtype in HALF or own.quantization is not None for own in list_policies(wanted)):
         raise ValueError(
             f"The policy {str(wanted)!r} has neither half precision nor a quantized format, so there is nothing to "
             "predict. For example: numerics.predict(stats, 'mixed_float16')."

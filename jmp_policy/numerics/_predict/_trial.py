@@ -139,8 +139,7 @@ Chain = tuple[int, ...]
 def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -> dict[Chain, Written]:
     """Finds the dtypes of each equation under a policy, by the ids of the equations around it and of itself.
 
-    A jaxpr with half-precision values was traced under a policy already. The new policy is taken to have the same
-    values in half precision.
+    A jaxpr with half precision was traced under a policy: the new one is taken to leave the same values in float32.
     """
     program, rule = observed.program, _make_casting_rule(observed, policy)
     start: Any = EquationPlace()

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import Args, describe, did_you_mean, is_array, list_paths_to
 from ..._jaxpr import (
     MATMULS,
+    Fact,
     ModulePaths,
     Modules,
     Program,
@@ -21,6 +22,7 @@ from ..._jaxpr import (
     body_of,
     find_direction,
     float_dtype,
+    having,
     is_recorded,
     multiplies_only,
     name_stack,
@@ -83,6 +85,19 @@ class Choice:
         if MATMUL in self.operations and name in MATMULS and not multiplies_only(eqn):
             return True
         return name in self.operations
+
+
+def find_twin(eqn: JaxprEqn, result: int, has_blocks: bool) -> int | None:
+    """Finds the operand with the magnitudes of an output. With `has_blocks` they must be in the same places."""
+    if eqn.primitive.name not in (_TWINS - _MOVES if has_blocks else _TWINS) or result >= len(eqn.invars):
+        return None
+    old, new = (getattr(atom, "aval", None) for atom in (eqn.invars[result], eqn.outvars[result]))
+    is_same = all(getattr(old, name, None) == getattr(new, name, "") for name in ("size", "dtype"))
+    return result if is_same else None
+
+
+_MOVES = having(Fact.MOVES)
+_TWINS = having(Fact.KEEPS) | {"neg", "abs"}
 
 
 def make_choice(where: Sequence[str], of: Iterable[str], program: Jaxpr, modules: Modules) -> Choice:

@@ -36,7 +36,7 @@ from ..._jaxpr import (
     walk,
 )
 from .._ends import Results, check_function, find_signature, name_arguments, name_results
-from ._choice import Choice, Place, Request, make_choice, make_request, remember_program, take_step
+from ._choice import Choice, Place, Request, find_twin, make_choice, make_request, remember_program, take_step
 from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
 from ._row import Direction, Layout, TensorInfo
@@ -94,12 +94,12 @@ def collect(
         loops of at most 64 iterations.
       every: measures every n-th step only. The returned function then takes the step number, an integer that may be
         traced, before its other arguments. Other steps run as without `collect`, and their rows are empty.
-      sample: the number of elements of each tensor to look at for formats, the histogram and the root mean square:
-        elements spread evenly over the tensor, or whole blocks for block-scaled formats. Smaller tensors are measured
-        whole. A share `p` is off by at most about `3 * sqrt(p * (1 - p) / sample)`. The root mean square and the errors
-        of formats may be off by more, because a sample can miss a few large elements. The rest of a row is exact.
-        `None` looks at all elements. On a mesh no tensor moves: in a `shard_map` each device samples its shard, and
-        elsewhere the devices add up the elements of the sample.
+      sample: the number of elements of each tensor to look at for formats and the histogram: elements spread evenly
+        over the tensor, or whole blocks for block-scaled formats. Smaller tensors are measured whole. A share `p` is
+        off by at most about `3 * sqrt(p * (1 - p) / sample)`. Errors of formats are relative to the sample. They may be
+        off by more, because a sample can miss a few large elements. The rest of a row is exact, the root mean square up
+        to rounding in float32. `None` looks at all elements. On a mesh no larger tensor moves: in a `shard_map` each
+        device samples its shard, and elsewhere the devices add up the elements of the sample.
 
     Returns:
       A function of the same arguments that returns `(out, stats)`: the output of `fun`, and a `Stats`.
@@ -157,6 +157,9 @@ class _StatsRecorder(Recorder):
     def choose(self, eqn: JaxprEqn, context: Place) -> Sequence[int]:
         return self.choice.list_measured(eqn, context)
 
+    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
+        return find_twin(eqn, result, self.spec.has_blocks)
+
     def splits(self, turns: int) -> bool:
         return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
 
@@ -205,7 +208,7 @@ class _Run:
                 ("results", results, program.jaxpr.outvars),
             )
         ]
-        new, lines = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
+        new, lines, _ = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
 
         # Describe the rows.
         paths = ModulePaths(modules)

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._record import add_together, add_up_words, bits_like, bits_of
-from ._what_if import FloatFormat, Format
+from ._record import add_together, add_up_words, bits_like, bits_of, exponent_bias, power_of_two
+from ._what_if import FloatFormat, Format, split_blocks
 
 HISTOGRAM_BINS = 64
 """Bin 0 counts elements below `2.0**FIRST_EXPONENT` except zeros, the last bin all finite ones from `2.0**16` on."""
@@ -21,36 +21,91 @@ FIRST_COUNTS = 4
 """Times, zeros, nans and infinities come before the counts of formats."""
 
 _LARGEST_COUNT = 2**32
+_LARGEST_SUM, _BLOCK = 2**16, 4096  # squares that are added up in a row, and those of a block of a larger tensor
 
 
 class Extremes(NamedTuple):
-    """Exact measurements of a tensor.
+    """Exact measurements of a tensor, all scalars: the compiler makes a kernel of each array that is put together.
 
     Attributes:
-      counts: uint32 `(2, 3)`, the words of the numbers of zeros, nans and infinities.
-      bits: integers `(2,)`, the bits of the largest finite magnitude, and of the smallest nonzero one or infinity.
+      low: uint32, the numbers of zeros, nans and infinities.
+      high: the high words of these numbers.
+      most: the bits of the largest finite magnitude, an integer.
+      least: the bits of the smallest nonzero magnitude, or of infinity.
+      squares: the sums of squares of small, medium and large magnitudes: see `join_squares`.
     """
 
-    counts: jax.Array
-    bits: jax.Array
+    low: list[jax.Array]
+    high: list[jax.Array]
+    most: jax.Array
+    least: jax.Array
+    squares: list[jax.Array]
 
 
 def find_extremes(x: jax.Array) -> Extremes:
     """Measures a float32 or float64 tensor of any shape in one pass."""
-    magnitudes = _read_magnitudes(x)
+    # Blocks, because a float that adds up millions of squares in a row loses digits.
+    is_large = x.size > _LARGEST_SUM
+    blocks, axes = split_blocks(x, _BLOCK) if is_large else (x, tuple(range(x.ndim)))
+    magnitudes = _read_magnitudes(blocks)
     infinity, zero = (lax.full_like(magnitudes, each) for each in bits_like((np.inf, 0), x.dtype))
     flags = lax.eq(magnitudes, zero), lax.gt(magnitudes, infinity), lax.eq(magnitudes, infinity)
     most = lax.select(lax.lt(magnitudes, infinity), magnitudes, zero)
     # A nan is above infinity, and XLA leaves out the start of a reduction of one element.
     least = lax.select(flags[0], infinity, lax.min(magnitudes, infinity))
-    operands = [*(lax.convert_element_type(each, np.uint32) for each in flags), most, least]
-    starts = [*[np.uint32(0)] * 3, *bits_like((0, np.inf), x.dtype)]
-    first = int(x.size >= _LARGEST_COUNT)  # a slice of the first axis fits 32 bits
-    *sums, most, least = lax.reduce(operands, starts, _join_extremes, tuple(range(first, x.ndim)))
-    if first:
-        most, least = lax.reduce([most, least], starts[3:], _join_extremes, (0,))
-    words = [_stack(*_add_up_words(each, tuple(range(first)))) for each in sums]
-    return Extremes(lax.concatenate([lax.expand_dims(each, (1,)) for each in words], 1), _stack(most, least))
+    counts, squares = [lax.convert_element_type(each, np.uint32) for each in flags], _list_squares(blocks, magnitudes)
+    starts = [*[np.uint32(0)] * 3, *[x.dtype.type(0)] * 3, *bits_like((0, np.inf), x.dtype)]
+    found = lax.reduce([*counts, *squares, most, least], starts, _join_extremes, axes)
+    high = [lax.full_like(each, 0, shape=()) for each in found[:3]]
+    if is_large:
+        of_blocks, rest = found, tuple(range(found[0].ndim))
+        found = lax.reduce(of_blocks, starts, _join_extremes, rest)
+        if x.size >= _LARGEST_COUNT:
+            words = [add_up_words(each, lax.full_like(each, 0), rest) for each in of_blocks[:3]]
+            found[:3], high = map(list, zip(*words, strict=True))
+        padding = np.array(blocks.size - x.size, np.uint32)
+        high[0] -= lax.convert_element_type(lax.lt(found[0], padding), np.uint32)
+        found[0] -= padding
+    return Extremes(found[:3], high, found[-2], found[-1], found[3:-2])
+
+
+def make_empty_extremes(dtype: np.dtype) -> Extremes:
+    """Returns the measurements of no elements."""
+    most, least = map(jax.numpy.asarray, bits_like((0, np.inf), dtype))
+    zeros, sums = ([jax.numpy.zeros((), each)] * 3 for each in (np.uint32, dtype))
+    return Extremes(zeros, zeros, most, least, sums)
+
+
+def join_squares(squares: Sequence[jax.Array], exponent: jax.Array) -> jax.Array:
+    """Returns the sum of all squares in units of `4**exponent`, where `find_exponent` made the exponent."""
+    dtype = squares[0].dtype
+    factors = [power_of_two(np.int32(-2) * (exponent + np.int32(shift)), dtype) for _, _, shift in _list_ranges(dtype)]
+    return functools.reduce(lax.add, map(lax.mul, squares, factors))
+
+
+def _list_squares(x: jax.Array, magnitudes: jax.Array) -> list[jax.Array]:
+    """Returns the squares of small, medium and large elements, in units in which no sum overflows or vanishes.
+
+    Source: Blue, A portable Fortran program to find the Euclidean norm of a vector, 1978.
+    """
+    squares, zeros = [], lax.full_like(x, 0)
+    for first, end, shift in _list_ranges(x.dtype):
+        bounds = (lax.full_like(magnitudes, each) for each in bits_like((first, end), x.dtype))
+        is_inside = lax.ge(magnitudes, next(bounds)) & lax.lt(magnitudes, next(bounds))
+        scaled = lax.select(is_inside, x * x.dtype.type(2.0**shift), zeros)
+        squares.append(scaled * scaled)
+    return squares
+
+
+def _list_ranges(dtype: np.dtype) -> list[tuple[float, float, int]]:
+    """Returns ranges of magnitudes, each with the exponent of its scale. 2**32 squares of a range do not overflow."""
+    bias = exponent_bias(dtype)
+    most, least = (bias + 1 - 32) // 2, -20
+    return [
+        (0.0, 2.0**least, most - least),
+        (2.0**least, 2.0**most, 0),
+        (2.0**most, np.inf, most - bias - 1),
+    ]
 
 
 def count_losses(blocks: jax.Array, axes: tuple[int, ...], formats: Sequence[Format], histogram: bool) -> jax.Array:

@@ -14,7 +14,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import at_least_float32
 from ._block_errors import BlockErrors, add_block_errors
-from ._counting import FIRST_COUNTS, HISTOGRAM_BINS, Extremes, count_losses, find_extremes
+from ._counting import (
+    FIRST_COUNTS,
+    HISTOGRAM_BINS,
+    Extremes,
+    count_losses,
+    find_extremes,
+    join_squares,
+    make_empty_extremes,
+)
 from ._record import Record, float_dtype, join, make_empty, mantissa_bits
 from ._what_if import (
     FloatFormat,
@@ -40,17 +48,31 @@ class Losses(NamedTuple):
     sums: Sums
 
 
+class Sample(NamedTuple):
+    """Elements whose losses are still to be counted.
+
+    Attributes:
+      values: the elements, filled up with nan.
+      padding: the number of these nan, uint32.
+      is_whole: True if these are all elements of the tensor. Its `Extremes` are then of the sample.
+    """
+
+    values: jax.Array
+    padding: jax.Array
+    is_whole: jax.Array
+
+
 class PartialStats(NamedTuple):
     """The part of a measurement that needs the tensor. Its shapes depend on the dtype alone.
 
     Attributes:
-      extremes: exact.
-      values: the losses of all elements; or a sample, filled up with nan, whose losses are still to be counted.
+      extremes: of all elements.
+      values: the losses of all elements, or a sample.
       errors: the losses in each block-scaled format.
     """
 
     extremes: Extremes
-    values: Losses | jax.Array
+    values: Losses | Sample
     errors: list[BlockErrors]
 
 
@@ -74,6 +96,10 @@ class StatsSpec:
     def columns(self) -> int:
         """The number of counts: four, three for each format, and the histogram."""
         return FIRST_COUNTS + 3 * len(self.formats) + HISTOGRAM_BINS * self.histogram
+
+    @property
+    def has_blocks(self) -> bool:
+        return not all(isinstance(each, FloatFormat) for each in self._formats)
 
     def count_sampled(self, shape: tuple[int, ...]) -> int:
         """Returns the number of elements of a tensor of this shape that formats and histogram are of."""
@@ -117,17 +143,19 @@ class StatsSpec:
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs float64 sums: StatsSpec(..., dtype=np.dtype('float64')).")
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
-        extremes = find_extremes(x)
-        if x.size == 0:
+        size, in_blocks = x.size, [each for each in self._formats if not isinstance(each, FloatFormat)]
+        is_whole = self.sample is not None and size <= self.sample
+        extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else find_extremes(x)
+        if size == 0:
             x = lax.optimization_barrier(lax.full((1,), np.nan, x.dtype))  # which is not counted
         if self.sample is not None:
             x = self._take_sample(x)
-        most = lax.index_in_dim(extremes.bits, 0, keepdims=False)
-        errors = [add_block_errors(x, most, each) for each in self._formats if not isinstance(each, FloatFormat)]
+        errors = [add_block_errors(x, extremes.most, each) for each in in_blocks]
         if self.sample is None:
-            return PartialStats(extremes, self._count(x, most), errors)
-        x = lax.reshape(x, (x.size,))
-        return PartialStats(extremes, lax.pad(x, x.dtype.type(np.nan), [(0, self.sample - x.size, 0)]), errors)
+            return PartialStats(extremes, self._count(x, extremes.most), errors)
+        values = lax.pad(lax.reshape(x, (x.size,)), x.dtype.type(np.nan), [(0, self.sample - x.size, 0)])
+        sample = Sample(values, jnp.uint32(max(0, self.sample - size)), jnp.bool_(is_whole))
+        return PartialStats(extremes, sample, errors)
 
     def _choose_windows(self, shape: tuple[int, ...]) -> "_Windows":
         """Chooses parts of the last axis, each of whole blocks of all block-scaled formats."""
@@ -148,7 +176,11 @@ class StatsSpec:
 
         Indices leave a sharded tensor where it is: a slice or a reshape of a sharded axis would gather it.
         """
-        windows = self._choose_windows(x.shape)
+        windows, mesh = self._choose_windows(x.shape), jax.typeof(x).sharding.mesh
+        is_explicit = AxisType.Explicit in mesh.axis_types
+        if windows.width * windows.taken == x.size:
+            x = jax.sharding.reshard(x, PartitionSpec()) if is_explicit else x
+            return lax.reshape(x, (windows.taken, windows.width))
         high, low = (
             np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
         )
@@ -165,8 +197,7 @@ class StatsSpec:
         mode: dict[str, Any] = (
             {"mode": "fill", "fill_value": np.nan} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
         )
-        mesh = jax.typeof(x).sharding.mesh
-        if AxisType.Explicit in mesh.axis_types:
+        if is_explicit:
             mode["out_sharding"] = NamedSharding(mesh, PartitionSpec(None, None))
         return x.at[tuple(reversed(indices))].get(**mode)
 
@@ -181,19 +212,24 @@ class StatsSpec:
 
     def _finish(self, look: PartialStats, dtype: np.dtype) -> Record:
         """Returns the row of a tensor, without the leading axis; the passes ran in `dtype`."""
-        extremes, errors = look.extremes, look.errors
-        most = lax.index_in_dim(extremes.bits, 0, keepdims=False)
-        losses = look.values if isinstance(look.values, Losses) else self._count(look.values, most)
+        extremes, losses, errors = look
+        if isinstance(losses, Sample):
+            extremes = _choose_extremes(losses, extremes)
+        most, exponent = extremes.most, find_exponent(extremes.most, dtype)
+        counted = self._count(losses.values, most) if isinstance(losses, Sample) else losses
         floats = [each for each in self._formats if isinstance(each, FloatFormat)]
         in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
-        words = lax.concatenate([np.array([[1], [0]], np.uint32), extremes.counts, losses.counts], 1)
+        own = jnp.stack([jnp.stack([np.uint32(1), *extremes.low]), jnp.stack([np.uint32(0), *extremes.high])])
+        words = lax.concatenate([own, counted.counts], 1)
         for i, each in zip(in_blocks, errors, strict=True):
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
-        sums = _join_sums(convert_units(losses.sums, most, floats), in_blocks, errors)
+        sums = _join_sums(convert_units(counted.sums, most, floats), in_blocks, errors)
+        if isinstance(losses, Sample):
+            sums = lax.select(lax.broadcast(losses.is_whole, sums.shape), sums, _scale_up(sums, extremes, exponent))
         return Record(
             words,
-            _convert_extremes(extremes.bits, self.dtype),
-            find_exponent(most, dtype),
+            _convert_extremes(jnp.stack([most, extremes.least]), self.dtype),
+            exponent,
             lax.convert_element_type(sums, self.dtype),
         )
 
@@ -217,6 +253,23 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 def _add_axis(x: jax.Array) -> jax.Array:
     return lax.expand_dims(x, (0,))
+
+
+def _choose_extremes(sample: Sample, extremes: Extremes) -> Extremes:
+    """Returns the extremes of the sample if it is the whole tensor."""
+    found = find_extremes(sample.values)
+    zeros, nans, infinities = found.low
+    own = found._replace(low=[zeros, nans - sample.padding, infinities])
+    return jax.tree.map(functools.partial(lax.select, sample.is_whole), own, extremes)
+
+
+def _scale_up(sums: jax.Array, extremes: Extremes, exponent: jax.Array) -> jax.Array:
+    """Replaces the sum of the squares of a sample by that of all elements, and scales errors by the same factor."""
+    square, of_sample = join_squares(extremes.squares, exponent), lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
+    ratio = lax.select(lax.gt(of_sample, lax.full_like(of_sample, 0)), square / of_sample, lax.full_like(square, 0))
+    exact = lax.pad(lax.broadcast(square, (1, 1)), sums.dtype.type(0), [(0, 0, 0), (0, 1, 0)])
+    errors = lax.slice_in_dim(sums, 1, sums.shape[0]) * lax.broadcast(ratio, (sums.shape[0] - 1, 2))
+    return lax.concatenate([exact, errors], 0)
 
 
 def _join_sums(sums: Sums, in_blocks: Sequence[int], errors: Sequence[BlockErrors]) -> jax.Array:

@@ -185,7 +185,7 @@ class Row:
       dtype: the name of its dtype.
       shape: its shape.
       count: the number of elements, in all measurements.
-      sampled: the number of elements that `rms`, `histogram` and `formats` are of; `count` if that was all of them.
+      sampled: the number of elements that `histogram` and `formats` are of; `count` if that was all of them.
       times: the number of measurements.
       amax: the largest finite magnitude.
       min_nonzero: the smallest nonzero finite magnitude; `None` if there is none.
@@ -299,7 +299,6 @@ def _make_row(
     if sampled < count:
         _raise_proven(shares, formats, amax, least, 1 / count)
     square, *errors = sums
-    finite = (count - nans - infs) * (sampled / max(1, count))
     relative = [math.sqrt(error / square) if square > 0 else 0.0 for error in errors]
     fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares.tolist()))
     return Row(
@@ -309,7 +308,7 @@ def _make_row(
         times=times,
         amax=amax,
         min_nonzero=None if math.isinf(least) else least,
-        rms=_take_root(square, finite, unit, amax),
+        rms=_take_root(square, count - nans - infs, unit, amax),
         zeros=zeros / max(1, count),
         nans=nans,
         infs=infs,

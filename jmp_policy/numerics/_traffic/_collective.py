@@ -131,12 +131,8 @@ def add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
     return tuple(dataclasses.replace(row, count=count, bytes=bytes) for row, (count, bytes) in table.items())
 
 
-Shape = Mapping[str, int]
-"""Sizes of mesh axes by name."""
-
-
-def find_group(attributes: str, meshes: Iterable[Shape], devices: int) -> Group:
-    """Finds the device group in the attributes of an instruction. The first matching mesh names the axes."""
+def find_group(attributes: str, meshes: Iterable[Mapping[str, int]], devices: int) -> Group:
+    """Finds the device group in the attributes of an instruction. The first mesh (sizes by axis) that fits names it."""
     pairs = re.search(r"source_target_pairs=(\{[\d{},]*\})", attributes)
     groups = _read_groups(attributes, devices) if pairs is None else _read_lists(pairs[1])
     members = {number for group in groups for number in group}

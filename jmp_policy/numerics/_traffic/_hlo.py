@@ -1,5 +1,6 @@
 """Compiles a program up to XLA's SPMD partitioner, and parses its HLO text."""
 
+import dataclasses
 import re
 import tempfile
 import uuid
@@ -94,64 +95,59 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
 
-class Computation(NamedTuple):
-    """A computation: instructions by name, the root's name, and names of parameters by number."""
+@dataclasses.dataclass
+class Computation:
+    """Names of the instructions of a computation in order, of its root, and of its parameters by number."""
 
-    name: str
-    instructions: dict[str, Instruction]
-    root: str
-    parameters: dict[int, str]
+    names: list[str] = dataclasses.field(default_factory=list)
+    root: str = ""
+    parameters: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-class Module(NamedTuple):
-    """An HLO module. `frames` are stacks by frame id, innermost frame first."""
+@dataclasses.dataclass
+class Module:
+    """An HLO module, in which XLA makes the names of instructions unique."""
 
-    computations: dict[str, Computation]
-    entry: str
-    frames: dict[int, tuple[Frame, ...]]
+    frames: dict[int, tuple[Frame, ...]]  # stacks by frame id, innermost frame first
+    entry: str = ""
+    computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
 
 
 def parse_module(text: str) -> Module:
     """Parses HLO text."""
-    computations: dict[str, Computation] = {}
-    entry, current = "", None
+    module, current = Module(_read_frames(text)), None
     for line in text.splitlines():
         if (header := _HEADER.match(line)) is not None:
-            current = Computation(header[2], {}, "", {})
-            entry = header[2] if header[1] else entry
-        elif line.startswith("}") and current is not None:
-            computations[current.name] = current
+            current = module.computations[header[2]] = Computation()
+            module.entry = header[2] if header[1] else module.entry
+        elif line.startswith("}"):
             current = None
         elif current is not None and " = " in line:
-            current = _add_instruction(current, line)
-    return Module(computations, entry, _read_frames(text))
+            made = _read_instruction(line)
+            module.instructions[made.name] = made
+            current.names.append(made.name)
+            if line.lstrip().startswith("ROOT "):
+                current.root = made.name
+            if made.opcode == "parameter":
+                current.parameters[int(made.literal)] = made.name
+    return module
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 
-def _add_instruction(computation: Computation, line: str) -> Computation:
+def _read_instruction(line: str) -> Instruction:
     left, _, right = _COMMENT.sub("", line).partition(" = ")
-    is_root, name = "ROOT " in left, left.split("%")[-1].strip().removeprefix("ROOT ")
+    name = left.split("%")[-1].strip().removeprefix("ROOT ")
     type, rest = _split_type(right)
     opcode, _, rest = rest.partition("(")
     literal, attributes = _split_closing(rest)
     op_name, frame = _OP_NAME.search(attributes), _FRAME.search(attributes)
-    operands = [Reference(to, int(index) if index else None) for to, index in _OPERAND.findall(literal)]
-    computation.instructions[name] = Instruction(
-        name,
-        type,
-        opcode.strip(),
-        tuple(operands),
-        literal,
-        attributes,
-        op_name[1] if op_name else "",
-        int(frame[1]) if frame else 0,
-    )
-    if opcode.strip() == "parameter":
-        computation.parameters[int(literal)] = name
-    return computation._replace(root=name) if is_root else computation
+    operands = tuple(Reference(to, int(index) if index else None) for to, index in _OPERAND.findall(literal))
+    stack, frame_id = op_name[1] if op_name else "", int(frame[1]) if frame else 0
+    return Instruction(name, type, opcode.strip(), operands, literal, attributes, stack, frame_id)
 
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

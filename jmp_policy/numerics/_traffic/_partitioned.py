@@ -2,54 +2,49 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._jaxpr import choose_line
-from ._collective import KINDS, REDUCING, Collective, Shape, find_group
+from ._collective import KINDS, REDUCING, Collective, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, Node, choose_direction
+from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
-def count_iterations(module: Module, around: Computation, loop: Instruction) -> int | None:
+def count_iterations(module: Module, loop: Instruction) -> int | None:
     """Returns the trip count of a `while` that counts up from one constant to another, else None."""
-    test = module.computations.get(loop.find_called("condition"))
-    body = module.computations.get(loop.find_called("body"))
-    if test is None or body is None:
+    test, body = (module.computations.get(loop.find_called(name)) for name in ("condition", "body"))
+    compared = None if test is None else module.instructions.get(test.root)
+    if body is None or compared is None or compared.opcode != "compare" or compared.find_called("direction") != "LT":
         return None
-    compared = test.instructions.get(test.root)
-    if compared is None or compared.opcode != "compare" or compared.find_called("direction") != "LT":
-        return None
-    index = _find_carried(test, compared.operands[0])
+    index = _find_carried(module, compared.operands[0])
     if index is None:
         return None
-    start, step = _read_constant(around, Reference(loop.operands[0].name, index)), _find_step(body, index)
-    end = _read_end(around, loop, test, body, compared.operands[1])
+    start, step = _read_constant(module, Reference(loop.operands[0].name, index)), _find_step(module, body, index)
+    end = _read_end(module, loop, body, compared.operands[1])
     return None if start is None or step is None or end is None else max(0, -(-(end - start) // step))
 
 
-def _read_end(
-    around: Computation, loop: Instruction, test: Computation, body: Computation, last: Reference
-) -> int | None:
+def _read_end(module: Module, loop: Instruction, body: Computation, last: Reference) -> int | None:
     """Returns the end of a loop: a constant in the condition, or an unchanged carry."""
-    if (found := _read_constant(test, last)) is not None:
+    if (found := _read_constant(module, last)) is not None:
         return found
-    index = _find_carried(test, last)
-    if index is None or _find_carried(body, Reference(body.root, index)) != index:
+    index = _find_carried(module, last)
+    if index is None or _find_carried(module, Reference(body.root, index)) != index:
         return None
-    return _read_constant(around, Reference(loop.operands[0].name, index))
+    return _read_constant(module, Reference(loop.operands[0].name, index))
 
 
-def _find_step(body: Computation, index: int) -> int | None:
+def _find_step(module: Module, body: Computation, index: int) -> int | None:
     """Returns the sum that one iteration adds to a carry. XLA adds twice if it unrolled the loop by two."""
     step, value = 0, Reference(body.root, index)
-    while _find_carried(body, value) != index:
-        added = _find_maker(body, value)
+    while _find_carried(module, value) != index:
+        added = _find_maker(module, value)
         if not isinstance(added, Instruction) or added.opcode != "add":
             return None
-        amounts = [_read_constant(body, operand) for operand in added.operands]
+        amounts = [_read_constant(module, operand) for operand in added.operands]
         if amounts.count(None) != 1:
             return None
         value = added.operands[amounts.index(None)]
@@ -57,23 +52,23 @@ def _find_step(body: Computation, index: int) -> int | None:
     return step if step > 0 else None
 
 
-def _find_carried(computation: Computation, reference: Reference) -> int | None:
+def _find_carried(module: Module, reference: Reference) -> int | None:
     """Returns the index of a value in the parameter tuple, or None if it is computed."""
-    found = _find_maker(computation, reference)
+    found = _find_maker(module, reference)
     return found if isinstance(found, int) else None
 
 
-def _read_constant(computation: Computation, reference: Reference) -> int | None:
-    found = _find_maker(computation, reference)
+def _read_constant(module: Module, reference: Reference) -> int | None:
+    found = _find_maker(module, reference)
     if not isinstance(found, Instruction) or found.opcode != "constant":
         return None
     return int(found.literal) if found.literal.strip().lstrip("-").isdecimal() else None
 
 
-def _find_maker(computation: Computation, reference: Reference) -> Instruction | int | None:
+def _find_maker(module: Module, reference: Reference) -> Instruction | int | None:
     """Finds the instruction that makes a value, or its index in the parameter, through copies and tuples."""
     name, index = reference
-    while (made := computation.instructions.get(name)) is not None:
+    while (made := module.instructions.get(name)) is not None:
         if made.opcode == "parameter":
             return index
         if made.opcode == "get-tuple-element" and index is None:
@@ -92,40 +87,33 @@ _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "pr
 _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
 
-def read_module(module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace) -> FoundCollectives:
+def read_module(
+    module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace
+) -> FoundCollectives:
     """Lists the collectives of a partitioned module. The meshes name the axes."""
-    module = _complete_names(module)
+    _complete_names(module)
     reader = _Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for site in _list_sites(module, module.computations[module.entry], 1, ()):
         rows += reader.describe(site)
-        for computation, loop in site.loops:
-            loops.setdefault(reader.find_line(computation, loop))
+        for loop in site.loops:
+            loops.setdefault(reader.find_line(loop))
     return FoundCollectives([row for row in rows if row.devices > 1], list(loops))
 
 
-def _complete_names(module: Module) -> Module:
+def _complete_names(module: Module) -> None:
     """Prepends the outer scopes of each `shard_map` to the op names inside, which XLA prints without them."""
-    scopes = {module.entry: ""}
-    waiting = [module.entry]
-    for name in waiting:
-        for made in module.computations[name].instructions.values():
-            scope = _join_names(scopes[name], made.op_name) if made.opcode == "call" else scopes[name]
-            for body in _list_called(module, made, (*_CALLS, "condition", "body")):
-                if body.name not in scopes:
-                    scopes[body.name] = scope
-                    waiting.append(body.name)
-
-    def complete(computation: Computation) -> Computation:
-        scope = scopes.get(computation.name, "")
-        instructions = {
-            name: made._replace(op_name=_join_names(scope, made.op_name))
-            for name, made in computation.instructions.items()
-        }
-        return computation._replace(instructions=instructions)
-
-    return module._replace(computations={name: complete(body) for name, body in module.computations.items()})
+    reached, waiting = {module.entry}, [(module.entry, "")]
+    for computation, scope in waiting:
+        for name in module.computations[computation].names:
+            made = module.instructions[name]
+            made = module.instructions[name] = made._replace(op_name=_join_names(scope, made.op_name))
+            inner = made.op_name if made.opcode == "call" else scope
+            for called in _list_called(made, (*_CALLS, "condition", "body")):
+                if called in module.computations and called not in reached:
+                    reached.add(called)
+                    waiting.append((called, inner))
 
 
 def _join_names(scope: str, name: str) -> str:
@@ -137,56 +125,62 @@ def _join_names(scope: str, name: str) -> str:
 class _Site(NamedTuple):
     """A collective, how often it runs, and the loops around it with an unknown trip count."""
 
-    computation: Computation
     instruction: Instruction
     runs: int
-    loops: tuple[tuple[Computation, Instruction], ...]
+    loops: tuple[Instruction, ...]
 
 
 def _list_sites(module: Module, computation: Computation, runs: int, loops: tuple) -> Iterator[_Site]:
-    for instruction in computation.instructions.values():
+    for instruction in map(module.instructions.__getitem__, computation.names):
         if instruction.opcode in _OPCODES:
-            yield _Site(computation, instruction, runs, loops)
+            yield _Site(instruction, runs, loops)
         elif instruction.opcode == "while":
-            count = count_iterations(module, computation, instruction)
-            inside = loops if count is not None else (*loops, (computation, instruction))
-            for body in _list_called(module, instruction, ("condition", "body")):
-                yield from _list_sites(module, body, runs * (1 if count is None else count), inside)
+            count = count_iterations(module, instruction)
+            inside = loops if count is not None else (*loops, instruction)
+            for body in _list_called(instruction, ("condition", "body")):
+                yield from _list_sites(
+                    module, module.computations[body], runs * (1 if count is None else count), inside
+                )
         elif instruction.opcode in ("call", "fusion", "conditional", "async-start"):
-            for body in _list_called(module, instruction, _CALLS):
-                yield from _list_sites(module, body, runs, loops)
+            for body in _list_called(instruction, _CALLS):
+                yield from _list_sites(module, module.computations[body], runs, loops)
 
 
-def _list_called(module: Module, instruction: Instruction, attributes: Sequence[str]) -> list[Computation]:
+def _list_called(instruction: Instruction, attributes: Sequence[str]) -> list[str]:
+    """Lists the names of the computations that an instruction calls."""
     branches = re.search(r"branch_computations=\{(.*?)\}", instruction.attributes)
     names = re.findall(r"%([\w.\-]+)", branches[1]) if branches else map(instruction.find_called, attributes)
-    return [module.computations[name] for name in names if name in module.computations]
+    return [name for name in names if name]
 
 
 class _Reader:
     """Makes rows of the collectives of a module."""
 
-    def __init__(self, module: Module, meshes: Sequence[Shape], devices: int, find_place: FindPlace):
+    def __init__(self, module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace):
         self._module, self._meshes, self._devices, self._find_place = module, meshes, devices, find_place
-        self._readers = {computation.name: _list_readers(computation) for computation in module.computations.values()}
-        self._flow = self._follow()
+        self._readers: dict[str, list[Instruction]] = {}
+        for instruction in module.instructions.values():
+            for operand in instruction.operands:
+                self._readers.setdefault(operand.name, []).append(instruction)
+        self._flow = Flow()
+        for instruction in module.instructions.values():
+            self._follow(instruction)
 
     def describe(self, site: _Site) -> list[Collective]:
         """Makes one row for each array of a collective."""
         instruction = site.instruction
         kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
         group = find_group(instruction.attributes, self._meshes, self._devices)
-        named = self._find_named(site.computation, instruction)
+        named = self._find_named(instruction)
         primitive = named.op_name.rpartition("/")[2]
-        place, line = self._find_place(read_stack(named.op_name)), self.find_line(site.computation, instruction)
-        node = _node(site.computation, Reference(instruction.name, 0 if instruction.is_tuple else None))
-        operand = _node(site.computation, instruction.operands[0])
-        direction = choose_direction(place.direction, kind, reduction, operand, self._flow)
-        sums = kind in REDUCING and reduction == "sum" and direction == "backward"
+        place, line = self._find_place(read_stack(named.op_name)), self.find_line(instruction)
+        result = Reference(instruction.name, 0 if instruction.is_tuple else None)
+        operand = instruction.operands[0]
+        direction, is_gradient = judge(place.direction, kind, reduction, operand, result, self._flow)
         return [
             Collective(
                 kind, reduction, array.dtype, group.axes, group.devices, array.shape, direction,
-                is_gradient=sums and not self._flow.is_summed_on(node),
+                is_gradient=is_gradient,
                 inserted=primitive not in PRIMITIVES,
                 source=line,
                 path=place.path,
@@ -196,18 +190,17 @@ class _Reader:
             for array in _list_sent(instruction, kind, group.devices)
         ]  # fmt: skip
 
-    def find_line(self, computation: Computation, instruction: Instruction) -> str:
+    def find_line(self, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
-        named = self._find_named(computation, instruction)
-        return choose_line(self._module.frames.get(named.frame, ()))
+        return choose_line(self._module.frames.get(self._find_named(instruction).frame, ()))
 
-    def _find_named(self, computation: Computation, instruction: Instruction) -> Instruction:
+    def _find_named(self, instruction: Instruction) -> Instruction:
         """Returns the instruction if it has a name stack, else its nearest reader with one."""
         seen, waiting = {instruction.name}, [instruction]
         for candidate in waiting:
             if candidate.op_name:
                 return candidate
-            readers = self._readers[computation.name].get(candidate.name, [])
+            readers = self._readers.get(candidate.name, [])
             waiting += [reader for reader in readers if reader.name not in seen]
             seen.update(reader.name for reader in readers)
         return instruction
@@ -217,78 +210,56 @@ class _Reader:
         if instruction.opcode not in REDUCING or function is None:
             return ""
         # In a shard_map with auto axes, the function returns a copy of the sum.
-        opcodes = [instruction.opcode for instruction in function.instructions.values()]
+        opcodes = [self._module.instructions[name].opcode for name in function.names]
         return next((_REDUCTIONS[opcode] for opcode in opcodes if opcode in _REDUCTIONS), opcodes[-1])
 
-    def _follow(self) -> Flow:
-        flow = Flow()
-        for computation in self._module.computations.values():
-            for instruction in computation.instructions.values():
-                self._follow_instruction(flow, computation, instruction)
-        return flow
-
-    def _follow_instruction(self, flow: Flow, here: Computation, made: Instruction) -> None:
-        result, operands = Reference(made.name), made.operands
+    def _follow(self, made: Instruction) -> None:
+        """Adds an instruction to the dataflow."""
+        flow, operands = self._flow, made.operands
         if made.opcode == "tuple":
             for i, operand in enumerate(operands):
-                flow.join(_node(here, Reference(made.name, i)), _node(here, operand))
+                flow.join(Reference(made.name, i), operand)
         elif made.opcode == "get-tuple-element":
-            flow.join(_node(here, result), _node(here, Reference(operands[0].name, int(made.find_called("index")))))
+            flow.join(Reference(made.name), Reference(operands[0].name, int(made.find_called("index"))))
         elif made.opcode == "while":
             test, body = (self._module.computations[made.find_called(name)] for name in ("condition", "body"))
             for inner in (test, body):
-                self._join(flow, here, operands[0], inner, inner.parameters[0], made)
-                self._join(flow, body, Reference(body.root), inner, inner.parameters[0], made)
-            self._join(flow, body, Reference(body.root), here, made.name, made)
+                _join(flow, operands[0], inner.parameters[0], made)
+                _join(flow, Reference(body.root), inner.parameters[0], made)
+            _join(flow, Reference(body.root), made.name, made)
         elif made.opcode in ("call", "fusion", "conditional"):
-            bodies = _list_called(self._module, made, _CALLS)
-            branches = made.opcode == "conditional"
-            for n, body in enumerate(bodies):
-                given = [operands[n + 1]] if branches else operands
+            for n, name in enumerate(_list_called(made, _CALLS)):
+                body = self._module.computations[name]
+                given = [operands[n + 1]] if made.opcode == "conditional" else operands
                 for i, operand in enumerate(given):
                     if i in body.parameters:
-                        parameter = body.parameters[i]
-                        self._join(flow, here, operand, body, parameter, body.instructions[parameter])
-                self._join(flow, body, Reference(body.root), here, made.name, made)
+                        _join(flow, operand, body.parameters[i], self._module.instructions[body.parameters[i]])
+                _join(flow, Reference(body.root), made.name, made)
         elif made.opcode != "parameter":
             direction = self._find_place(read_stack(made.op_name)).direction if made.op_name else None
-            parts = range(len(made.arrays)) if made.is_tuple else (None,)
-            results = [_node(here, Reference(made.name, part)) for part in parts]
-            sizes = (_measure_first(here, made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
-            flow.add(made.opcode, direction, results, [_node(here, operand) for operand in operands], sizes)
+            results = [Reference(made.name, part) for part in _list_parts(made)]
+            sizes = (self._measure_first(made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
+            flow.add(made.opcode, direction, results, list(operands), sizes)
 
-    def _join(
-        self, flow: Flow, source: Computation, value: Reference, target: Computation, name: str, typed: Instruction
-    ) -> None:
-        """Joins a value to the same value in another computation, element by element of a tuple."""
-        for part in range(len(typed.arrays)) if typed.is_tuple else (None,):
-            index = value.part if part is None else part
-            flow.join(_node(target, Reference(name, part)), _node(source, Reference(value.name, index)))
+    def _measure_first(self, instruction: Instruction) -> int:
+        """Returns the number of elements of the first operand."""
+        name, part = instruction.operands[0]
+        arrays = self._module.instructions[name].arrays
+        return _measure(arrays if part is None else arrays[part : part + 1])
 
 
-def _measure_first(computation: Computation, instruction: Instruction) -> int:
-    """Returns the number of elements of the first operand."""
-    if not instruction.operands:
-        return 0
-    name, part = instruction.operands[0]
-    arrays = computation.instructions[name].arrays
-    return _measure(arrays if part is None else arrays[part : part + 1])
+def _join(flow: Flow, value: Reference, name: str, typed: Instruction) -> None:
+    """Joins a value to the same value under another name, element by element of a tuple."""
+    for part in _list_parts(typed):
+        flow.join(Reference(name, part), Reference(value.name, value.part if part is None else part))
+
+
+def _list_parts(made: Instruction) -> Iterable[int | None]:
+    return range(len(made.arrays)) if made.is_tuple else (None,)
 
 
 def _measure(arrays: Iterable[Array]) -> int:
     return sum(math.prod(array.shape) for array in arrays)
-
-
-def _node(computation: Computation, reference: Reference) -> Node:
-    return computation.name, *reference
-
-
-def _list_readers(computation: Computation) -> dict[str, list[Instruction]]:
-    readers: dict[str, list[Instruction]] = {}
-    for instruction in computation.instructions.values():
-        for operand in instruction.operands:
-            readers.setdefault(operand.name, []).append(instruction)
-    return readers
 
 
 def _list_sent(instruction: Instruction, kind: str, devices: int) -> list[Array]:

@@ -142,16 +142,9 @@ class Collectives(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers."""
-        return {
-            "rows": [make_plain(row) | {"moved_bytes": row.moved_bytes} for row in self.rows],
-            "devices": self.devices,
-            "axes": list(self.axes),
-            "compiled": self.compiled,
-            "uncounted_loops": list(self.uncounted_loops),
-            "count": self.total_count(),
-            "bytes": self.total_bytes(),
-            "moved_bytes": self.total_moved_bytes(),
-        }
+        rows = [make_plain(row) | {"moved_bytes": row.moved_bytes} for row in self.rows]
+        totals = {"count": self.total_count(), "bytes": self.total_bytes(), "moved_bytes": self.total_moved_bytes()}
+        return make_plain(self) | {"rows": rows} | totals
 
     def __repr__(self) -> str:
         amount = f"{self.total_count()} collectives of {format_bytes(self.total_bytes()) or '0 B'}"

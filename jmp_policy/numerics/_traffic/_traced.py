@@ -95,10 +95,7 @@ class Flow:
         return name in _KEEPING and not is_lookup
 
     def _find_feeding(self) -> set[Node]:
-        """Finds the values that reach a sum of the backward pass within that pass.
-
-        Stopping at its start keeps out the previous step of a loop over training steps.
-        """
+        """Finds the values that reach a sum of the backward pass within that pass, not in an earlier training step."""
         sums = [node for node, (_, direction) in self._makers.items() if direction == "backward" and self._is_sum(node)]
         operands = [source for node in sums for source in self._sources.get(node, ())]
         return set(self._trace(operands, lambda node: self._makers.get(node, ("", None))[1] in ("backward", None)))
@@ -207,7 +204,7 @@ def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Itera
     place, line = find_place(step.scope), find_line(find_origin(step))
     for operand, result in zip(step.operands, step.results, strict=False):
         aval = result.aval if kind == "all-gather" else operand.aval
-        direction = choose_direction(place.direction, kind, reduction, id(operand), flow)
+        direction, is_gradient = judge(place.direction, kind, reduction, id(operand), id(result), flow)
         yield Collective(
             kind,
             reduction,
@@ -216,7 +213,7 @@ def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Itera
             group.devices,
             tuple(aval.shape),
             direction,
-            direction == "backward" and kind in REDUCING and reduction == "sum" and not flow.is_summed_on(id(result)),
+            is_gradient,
             inserted=False,
             source=line,
             path=place.path,
@@ -225,10 +222,13 @@ def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Itera
         )
 
 
-def choose_direction(direction: Pass, kind: str, reduction: str, operand: Any, flow: Flow) -> Pass:
-    """Returns the pass of a collective. A sum of gradients is backward, also if it follows `jax.grad`."""
-    sums = kind in REDUCING and reduction == "sum"
-    return "backward" if direction == "forward" and sums and flow.is_gradient(operand) else direction
+def judge(direction: Pass, kind: str, reduction: str, operand: Node, result: Node, flow: Flow) -> tuple[Pass, bool]:
+    """Returns the pass of a collective, which for gradients is backward also after `jax.grad`, and `is_gradient`."""
+    if kind not in REDUCING or reduction != "sum":
+        return direction, False
+    if direction == "forward" and flow.is_gradient(operand):
+        direction = "backward"
+    return direction, direction == "backward" and not flow.is_summed_on(result)
 
 
 def _find_group(step: Step) -> Group:

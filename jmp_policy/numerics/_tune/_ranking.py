@@ -26,10 +26,7 @@ class Ranking(NamedTuple):
 
 
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
-    """Ranks scopes: first the culprits of `numerics.predict`, then by rounding error times the gradient norm.
-
-    If `loss_scale` is None, takes the one that `predict` chooses.
-    """
+    """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
     low = find_format(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())

@@ -18,11 +18,7 @@ from ...policy import Policy, PolicyMap
 
 
 def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_policy: Policy) -> PolicyMap:
-    """Makes the map that gives `kept` scopes the policy `kept_policy` and the others `policy`.
-
-    A rule also covers inner paths, so only a scope that differs from its parent gets one, and inner rules come first.
-    Only the root casts its outputs to the output dtype.
-    """
+    """Makes the map that gives `kept` scopes `kept_policy` and the others `policy`; only the root casts its outputs."""
     wanted = {"": False} | {scope: scope in kept for scope in scopes}
     outer = {
         path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in wanted) for path in wanted if path
@@ -77,10 +73,7 @@ class Subject:
     def make_run(
         self, policy: Policy | PolicyMap | None, scale: LossScale, look: Callable[..., Any] = lambda fun: fun
     ) -> tuple[Callable[..., Any], PyTree]:
-        """Returns a function of one tree of arrays, and that tree. Writes to nnx objects are lost.
-
-        `look` transforms the function of the arguments, as `collect` does.
-        """
+        """Returns a function of one tree of arrays, seen through `look`, and that tree. Writes to objects are lost."""
         observe, args = self._make_observed(policy, scale)
         arrays, rebuild = _take_apart(args)
         observed = look(observe)

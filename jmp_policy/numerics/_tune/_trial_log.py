@@ -29,11 +29,7 @@ class Trial:
 
 
 class TrialLog:
-    """Known trials by their kept scopes, stored in a file if `path` is given. `header` identifies the tuned function.
-
-    The tolerance is not in the header, so a search with another tolerance can use the same trials. `ranking` is the
-    one that an earlier run stored, if any.
-    """
+    """Known trials and the ranking of an earlier run, stored in a file that `header` identifies."""
 
     def __init__(self, path: Path | None, header: dict[str, Any]):
         self._known: dict[frozenset[str], Trial] = {}

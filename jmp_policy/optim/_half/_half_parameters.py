@@ -1,6 +1,7 @@
 """Shared parts of optimizers of half-precision parameters, which compute in float32 and store less."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +24,11 @@ from .._steps import (
 
 
 class Storage(abc.ABC):
-    """Storage of float32 values in half-precision parameters and a memory beside them.
+    """Storage of float32 values in half-precision parameters and a memory beside them."""
 
-    Parameters of other dtypes are stored unchanged. The optimizer inside sees the decoded parameters.
-
-    Attributes:
-      name: the public name of the transformation.
-      state_type: the type of its state, made from an inner state and a memory.
-      is_exact: true if `decode` returns every bit that `encode` stored.
-    """
-
-    name: str
-    state_type: Any
-    is_exact: bool = False
+    name: str  # of the public transformation
+    state_type: Any  # made from an inner state and a memory
+    is_exact: bool = False  # true if `decode` returns every bit that `encode` stored
 
     @abc.abstractmethod
     def init(self, params: PyTree) -> Any:
@@ -48,6 +41,39 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         """Returns new parameters in the dtypes of `params`, and their memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedStorage(Storage):
+    """Storage whose memory has one array per half-precision parameter."""
+
+    name: str
+    state_type: Any
+    memory_name: str  # for errors
+    begin: Callable[[jax.Array], jax.Array]  # the memory of a fresh parameter
+    join: Callable[[jax.Array, jax.Array], jax.Array]  # parameter and memory to float32
+    split: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]  # float32 and dtype to parameter and memory
+    dtypes: tuple[Any, ...] = (jnp.float16, jnp.bfloat16)
+    is_exact: bool = False
+
+    def init(self, params: PyTree) -> Any:
+        for path, param in jax.tree_util.tree_leaves_with_path(params):
+            if is_half(param) and param.dtype not in self.dtypes:
+                raise ValueError(
+                    f"mode='split' needs bfloat16 parameters, the high half of a float32, got {param.dtype} for "
+                    f"{jax.tree_util.keystr(path) or 'the parameter'}. For float16: master_weights(inner)."
+                )
+        return map_half(self.begin, params, otherwise=no_memory)
+
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
+        check_fits(params, memory, self.memory_name)
+        return map_half(self.join, params, memory, otherwise=lambda p, _: p)
+
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+        del memory
+        pairs = map_half(lambda p, w: self.split(w, p.dtype), params, wide, otherwise=lambda p, w: (w, no_memory()))
+        narrowed = jax.tree.map(lambda p, pair: pair[0], params, pairs)
+        return narrowed, jax.tree.map(lambda p, pair: pair[1], params, pairs)
 
 
 def half_parameters(inner: Transformation, storage: Storage) -> optax.GradientTransformationExtraArgs:
@@ -82,7 +108,8 @@ class _HalfParametersUpdate(ParameterUpdate):
         target, memory = self._storage.encode(wide, params, state[1])
         if self._storage.is_exact:  # the stored value; XLA may compute `wide` differently for each use
             wide = self._storage.decode(target, memory)
-        updates = map_half(_difference, params, target, wide_updates, otherwise=lambda p, t, update: update)
+        subtract = lambda p, t, _: widen(t) - widen(p)
+        updates = map_half(subtract, params, target, wide_updates, otherwise=lambda p, t, update: update)
         # A float32 sum misses its target if a parameter shrinks to a small fraction of itself in one step, and at -0.0.
         # The memory must match the parameter that results.
         with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
@@ -137,11 +164,6 @@ def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
                 f"{has}, but the parameter has the shape {param.shape}. Differentiate with respect to all parameters, "
                 "and make their state with tx.init(params)."
             )
-
-
-def _difference(param: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
-    del update
-    return widen(target) - widen(param)
 
 
 def _where_reached(landed: jax.Array, target: jax.Array, wide: jax.Array) -> jax.Array:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._base import PyTree, cast_floating, did_you_mean, is_half, join_float32, quote, round_to_half, split_float32
+from ..._base import PyTree, cast_floating, did_you_mean, join_float32, quote, round_to_half, split_float32
 from ...loss_scale import strip_variables
 from .._steps import Transformation
-from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen, widen_half
+from ._half_parameters import PairedStorage, Storage, check_fits, half_parameters, map_half, widen, widen_half
 from ._stochastic_rounding import COMPENSATED, KahanState, StochasticRoundingState
 
 
@@ -60,8 +60,8 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     chain or by a loop that clips weights. Do it in `inner`, or change both with `with_master_params`.
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`: with
-    `update` and `optax.apply_updates`, a parameter that shrinks to less than about 2**-16 (float16: 2**-13) of itself
-    in one step misses its target by a float32 rounding, and its float32 value moves with it.
+    `update` and `optax.apply_updates`, a parameter that shrinks to a small fraction of itself in one step (2**-16;
+    float16: 2**-13) misses its target by a float32 rounding.
 
     Args:
       inner: the transformation to wrap.
@@ -91,53 +91,25 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     return half_parameters(inner, _STORAGES[mode])
 
 
-class _Copies(Storage):
-    name = "master_weights"
-    state_type = MasterWeightsState
-
-    def init(self, params: PyTree) -> Any:
-        return map_half(widen, params, otherwise=no_memory)
-
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        check_fits(params, memory, "master weights")
-        return map_half(lambda p, master: master, params, memory, otherwise=lambda p, _: p)
-
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        del memory
-        narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
-        return narrowed, map_half(lambda p, w: w, params, wide, otherwise=no_memory)
-
-
-class _Split(Storage):
-    name = "master_weights"
-    state_type = SplitWeightsState
-    is_exact = True
-
-    def init(self, params: PyTree) -> Any:
-        for path, param in jax.tree_util.tree_leaves_with_path(params):
-            if is_half(param) and param.dtype != jnp.bfloat16:
-                raise ValueError(
-                    f"mode='split' needs bfloat16 parameters, the high half of a float32, got {param.dtype} for "
-                    f"{jax.tree_util.keystr(path) or 'the parameter'}. For float16: master_weights(inner)."
-                )
-        return map_half(lambda p: jnp.zeros_like(p, jnp.uint16), params, otherwise=no_memory)
-
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        check_fits(params, memory, "remainders")
-        return map_half(join_float32, params, memory, otherwise=lambda p, _: p)
-
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        del memory
-        halves = map_half(lambda p, w: split_float32(w), params, wide, otherwise=lambda p, w: (w, no_memory()))
-        narrowed = jax.tree.map(lambda p, pair: pair[0], params, halves)
-        return narrowed, jax.tree.map(lambda p, pair: pair[1], params, halves)
-
-
-COPIES: Storage = _Copies()
-SPLIT: Storage = _Split()
+COPIES: Storage = PairedStorage(
+    "master_weights",
+    MasterWeightsState,
+    "master weights",
+    begin=widen,
+    join=lambda param, master: master,
+    split=lambda wide, dtype: (round_to_half(wide, dtype), wide),
+)
+SPLIT: Storage = PairedStorage(
+    "master_weights",
+    SplitWeightsState,
+    "remainders",
+    begin=lambda param: jnp.zeros_like(param, jnp.uint16),
+    join=join_float32,
+    split=lambda wide, dtype: split_float32(wide),
+    dtypes=(jnp.bfloat16,),
+    is_exact=True,
+)
 _STORAGES = {"float32": COPIES, "split": SPLIT}
-
-
 _STORAGE_OF_STATE = {MasterWeightsState: COPIES, SplitWeightsState: SPLIT, KahanState: COMPENSATED}
 
 
@@ -155,8 +127,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Returns:
       A tree like `params`, with float32 in place of half precision. Float32 masters are the arrays of the state itself:
-        a
-      step to which the state is donated deletes them.
+      a step to which the state is donated deletes them.
 
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.
@@ -180,9 +151,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
 def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tuple[PyTree, PyTree]:
     """Returns half-precision parameters and their state for given float32 values.
 
-    The inverse of `master_params`: continues a run with float32 parameters, or with another of these transformations,
-    in half precision. `master_weights` keeps every bit, `kahan` as much as two half-precision numbers can hold;
-    `stochastic_rounding` rounds to nearest. In nnx, pass the results of `nnx.as_pure`, and write back with
+    The inverse of `master_params`. `master_weights` keeps every bit, `kahan` as much as two half-precision numbers can
+    hold; `stochastic_rounding` rounds to nearest. In nnx, pass the results of `nnx.as_pure`, and write back with
     `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
 
     Args:

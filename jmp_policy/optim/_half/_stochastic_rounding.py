@@ -21,7 +21,7 @@ from ..._base import (
     spread_specs,
 )
 from .._steps import Transformation
-from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen, widen_half
+from ._half_parameters import PairedStorage, Storage, half_parameters, widen, widen_half
 
 
 class KahanState(NamedTuple):
@@ -76,29 +76,14 @@ def kahan(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     return half_parameters(inner, COMPENSATED)
 
 
-class _Compensated(Storage):
-    name = "kahan"
-    state_type = KahanState
-
-    def init(self, params: PyTree) -> Any:
-        return map_half(jnp.zeros_like, params, otherwise=no_memory)
-
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        check_fits(params, memory, "compensations")
-        return map_half(lambda p, c: widen(p) + widen(c), params, memory, otherwise=lambda p, _: p)
-
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        del memory
-        narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
-        return narrowed, map_half(_compensation, params, wide, otherwise=no_memory)
+def _compensate(wide: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    lost = wide - round_as_float32(wide, dtype)
+    return round_to_half(wide, dtype), jnp.where(jnp.isfinite(lost), lost, 0.0).astype(dtype)
 
 
-def _compensation(param: jax.Array, wide: jax.Array) -> jax.Array:
-    lost = wide - round_as_float32(wide, param.dtype)
-    return jnp.where(jnp.isfinite(lost), lost, 0.0).astype(param.dtype)
-
-
-COMPENSATED: Storage = _Compensated()
+COMPENSATED: Storage = PairedStorage(
+    "kahan", KahanState, "compensations", jnp.zeros_like, lambda p, c: widen(p) + widen(c), _compensate
+)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -123,14 +108,13 @@ def stochastic_rounding(
     """Rounds half-precision parameters to one of their two neighbors; the nearer one is more likely.
 
     The average over many roundings is the float32 result, so updates that rounding to nearest would lose add up,
-    without any memory beside the parameters. The remaining noise is about one unit in the last place. `inner` sees
-    parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer
-    bytes.
+    without any memory beside the parameters. `inner` sees parameters and gradients as float32, and its state has
+    float32 moments; `optim.cast_state` stores them in fewer bytes.
 
     The result depends on the key alone. Under `jit` it has the same bits on any mesh, and also in `jax.shard_map` with
     `specs`, where each device takes its shard of the noise of the whole array. Without `specs`, replicated parameters
-    are rounded alike on all devices, and shards independently, so the noise depends on the mesh. (With
-    `check_vma=False` JAX does not know which is which, and shards with equal values are rounded alike.)
+    are rounded alike on all devices, and shards independently (with `check_vma=False`, shards with equal values are
+    rounded alike too).
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as by `inner`
     alone.

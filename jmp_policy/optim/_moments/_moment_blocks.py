@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -107,27 +108,26 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     # Compares integers with the sign in the last bit, because a maximum of floats may lose a nan on CPUs.
     words = lax.bitcast_convert_type(x, jnp.uint32)
     bits = (words << 1) | (words >> 31)
+    # Columns last: XLA:CPU reduces leading axes as vectors, and columns one number after the other.
+    for axis, side in enumerate(sides[:-1]):
+        bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
     # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
     # and then copy all arrays in each iteration of a loop.
-    by_shifts, by_reshape = (functools.partial(form, sides=sides) for form in (_find_by_shifts, _find_by_reshape))
+    by_shifts, by_reshape = (functools.partial(form, side=sides[-1]) for form in (_join_by_shifts, _join_by_reshape))
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
 
 
-def _find_by_reshape(bits: jax.Array, sides: Shape) -> jax.Array:
-    split = [n for length, side in zip(bits.shape, sides, strict=True) for n in (length // side, side)]
-    return bits.reshape(split).max(tuple(range(1, len(split), 2)))
+def _join_by_reshape(bits: jax.Array, side: int) -> jax.Array:
+    return bits.reshape(*bits.shape[:-1], -1, side).max(-1)
 
 
-def _find_by_shifts(bits: jax.Array, sides: Shape) -> jax.Array:
-    for axis, side in enumerate(sides[:-1]):
-        if side > 1:
-            bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
+def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
     step = 1
-    while step < sides[-1]:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
+    while step < side:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
         bits = lax.max(bits, _shift(bits, -step))
         step *= 2
-    return bits[..., :: sides[-1]]
+    return bits[..., ::side]
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -162,6 +162,20 @@ def _repeat_by_shifts(bits: jax.Array, times: int) -> jax.Array:
 def _shift(bits: jax.Array, by: int) -> jax.Array:
     """Moves each column by `by` places and fills with zeros."""
     return lax.pad(bits, bits.dtype.type(0), [*[(0, 0, 0)] * (bits.ndim - 1), (by, -by, 0)])
+
+
+def number_positions(shape: Shape) -> jax.Array:
+    return lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+
+
+def scramble(words: jax.Array) -> jax.Array:
+    """Hashes uint32 to 16 bits that look random.
+
+    Source: the finalizer of MurmurHash3, by Appleby.
+    """
+    words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
+    return (words >> 16).astype(jnp.uint16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,9 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 # A code has 256 entries in [-1, 1], and is the index of its entry in ascending order. The caller divides each block by
 # its element with the largest magnitude, with its sign: every code has 1, and none has -1. `encode` rounds float32 to
-# the nearest entry (ties to the lower one), or with uniformly random uint8 or uint16 `noise` to one of both neighbors.
-# The average over all noise of n bits is right within 2**-n of their distance. Larger inputs are clipped.
+# the nearest entry (ties to the lower one; within 2**-22 of a tie, `DynamicCode` to either), or with uniformly random
+# uint8 or uint16 `noise` to one of both neighbors. The average over all noise of n bits is right within 2**-n of their
+# distance. Larger inputs are clipped.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,36 +156,35 @@ class DynamicCode:
         """Finds the index of the nearest entry from the bits of a magnitude. If `is_negative`, ties round up in
         magnitude.
         """
-        # Find the decade: its border is half way between its first entry and the one before.
+        # Find the decade, 0 for zero and 7 for the last one, by a binary search. The border of a decade is half way
+        # between its first entry and the one before.
+        magnitude = jnp.minimum(magnitude, _ONE)
+        doubled = magnitude * 2 + is_negative.astype(jnp.int32)
         entries = self.values[_ZERO:].astype(np.float64)
-        borders = (entries[:-1] + entries[1:]) / 2
-        shift, tens = jnp.int32(0), jnp.float32(_UNIT)
-        for count, each in _DECADES:
-            is_above = _is_above(magnitude, is_negative, borders[count - 1])
-            shift = jnp.where(is_above, np.int32(8 - count.bit_length()), shift)
-            tens = jnp.where(is_above, each, tens)
+        borders = [_double((entries[n - 1] + entries[n]) / 2) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+        high = doubled > borders[3]
+        middle = doubled > jnp.where(high, borders[5], borders[1])
+        low = doubled > jnp.where(
+            high, jnp.where(middle, borders[6], borders[4]), jnp.where(middle, borders[2], borders[0])
+        )
+        choices: list[Any] = [np.float32(_UNIT), *(each for _, each in _DECADES)]
+        decade = jnp.int32(0)
+        for weight, bit in ((1, low), (2, middle), (4, high)):
+            choices = [jnp.where(bit, upper, lower) for lower, upper in zip(choices[::2], choices[1::2], strict=True)]
+            decade += jnp.where(bit, np.int32(weight), np.int32(0))
+        (tens,) = choices
 
-        # Find the nearest end between two of its intervals, and both their entries. A quotient is precise enough for
-        # that on every platform.
+        # Find the nearest end between two of its intervals, and compare with it. A quotient is precise enough for the
+        # former on every platform. In the latter, one rounding of a product is the same on all.
         x = lax.bitcast_convert_type(magnitude, jnp.float32)
+        shift = 8 - decade
         count, length = 128 >> shift, 1 << shift
         distance = (x / tens * np.float32(_UNIT / 0.9 * 128) - np.float32(0.1 / 0.9 * 128)).astype(jnp.int32)
         nearest = jnp.maximum(jnp.minimum((distance + (length >> 1)) >> shift, count - 1), 1)
-        end = _find_end(nearest << shift)
-        lower = (_find_end((nearest << shift) - length) + end) * tens
-        upper = (end + _find_end((nearest << shift) + length)) * tens
-
-        # Choose the nearer one in integers: multiples of the last bit of a number at the start of the decade.
-        exponent = lax.bitcast_convert_type(tens, jnp.int32) & 0x7F800000
-        scale = lax.bitcast_convert_type(np.int32(250 << 23) - exponent, jnp.float32)
-        both = (lower * scale).astype(jnp.int32) + (upper * scale).astype(jnp.int32)
-        twice = (x * scale).astype(jnp.int32) * 2 + is_negative.astype(jnp.int32)
-        place = count + nearest - (twice <= both).astype(jnp.int32)
-        place = jnp.minimum(place, 2 * count - 1)  # a decade of one entry has no end between two
-
-        is_above_zero = _is_above(magnitude, is_negative, borders[0])
-        is_top = _is_above(magnitude, is_negative, borders[-1])
-        return jnp.where(is_top, _TOP, jnp.where(is_above_zero, place, 0))
+        border = ((nearest << shift) * _LENGTH + _FIRST_END).astype(jnp.float32) * (tens * 2)
+        is_below = doubled <= lax.bitcast_convert_type(border, jnp.int32) * 2
+        place = jnp.minimum(count + nearest - is_below.astype(jnp.int32), 2 * count - 1)
+        return jnp.where(doubled > borders[7], _TOP, jnp.where(decade > 0, place, 0))
 
     def _choose_neighbour(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
         value = self._find_value(nearest)
@@ -245,12 +245,14 @@ def _find_end(k: Array) -> Array:
     return (k * _LENGTH + (k >= 64).astype(np.int32) * _CORRECTION + _FIRST_END).astype(np.float32)
 
 
-def _is_above(magnitude: jax.Array, is_negative: jax.Array, border: float) -> jax.Array:
-    """Compares bits of float32 with a float64 number; on a tie, negative numbers are above it."""
+def _double(border: float) -> np.int32:
+    """Returns twice the bits of a float64 border, so that `2 * bits + is_negative` of a float32 compares with it.
+
+    On a tie, negative numbers are above the border.
+    """
     nearest = np.float32(border)
-    if nearest == border:
-        return magnitude + is_negative.astype(jnp.int32) > nearest.view(np.int32)
-    return magnitude > nearest.view(np.int32) - np.int32(nearest > border)
+    bits = 2 * int(nearest.view(np.int32))
+    return np.int32(bits if nearest == border else bits + 1 - 2 * int(nearest > border))
 
 
 def _make_chance(noise: jax.Array) -> jax.Array:

@@ -16,7 +16,17 @@ from jax.sharding import AxisType
 from ..._base import PyTree, is_half
 from .._steps import Transformation, keep_dtypes, with_extra_args
 from ._elementwise import describe_mixing, find_mixing
-from ._moment_blocks import Blocks, Chunks, Shape, dequantize, plan_chunks, quantize, read_sides
+from ._moment_blocks import (
+    Blocks,
+    Chunks,
+    Shape,
+    dequantize,
+    number_positions,
+    plan_chunks,
+    quantize,
+    read_sides,
+    scramble,
+)
 from ._moment_codes import MomentCode, list_roles
 
 # Of all quantized moments together. The update of a chunk takes 8 bytes per element, and one of `_SMALL` 512 KB.
@@ -107,7 +117,7 @@ class _Call:
     def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
         new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
-            new[i] = self._write(i, new[i], self._sides(i), noise, _number(new[i].shape))
+            new[i] = self._write(i, new[i], self._sides(i), noise, number_positions(new[i].shape))
         return self._join(new)
 
     def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
@@ -142,7 +152,9 @@ class _Call:
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
                 # The results overwrite their inputs.
-                positions = None if key is None else chunks.take(chunks.split(_number(self._leaves[owner].shape)), n)
+                positions = (
+                    None if key is None else chunks.take(chunks.split(number_positions(self._leaves[owner].shape)), n)
+                )
                 write = lambda i: self._write(i, new[i], sides, key, positions) if i in self._codes else new[i]
                 chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
@@ -238,20 +250,10 @@ def _widen(x: Any) -> Any:
     return lax.convert_element_type(x, jnp.float32) if is_half(x) else x
 
 
-def _number(shape: Shape) -> jax.Array:
-    return lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-
-
 def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:
-    """Makes 16 random bits of each position, the same in all partitions of an array.
-
-    Source: the finalizer of MurmurHash3, by Appleby.
-    """
+    """Makes 16 random bits of each position, the same in all partitions of an array."""
     first, second = jax.random.bits(key, (2,), jnp.uint32)
-    words = (positions ^ first) * np.uint32(0x9E3779B1) + second
-    words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
-    return (words >> 16).astype(jnp.uint16)
+    return scramble((positions ^ first) * np.uint32(0x9E3779B1) + second)
 
 
 def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:

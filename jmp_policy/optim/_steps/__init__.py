@@ -6,7 +6,6 @@ from ._origin import NonfiniteOriginState as NonfiniteOriginState, take_origin a
 from ._skip import (
     SkippedStep as SkippedStep,
     find_origin as find_origin,
-    is_search as is_search,
     last_skip as last_skip,
     raise_if_stuck as raise_if_stuck,
 )

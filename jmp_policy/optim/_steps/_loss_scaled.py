@@ -18,7 +18,6 @@ from ...loss_scale import (
     register_with_flax,
     suggest_loss_scale,
 )
-from ...numerics._nonfinite import NonfiniteOrigin
 from ._origin import NonfiniteOriginState, add_origin, carry_origin, records_origin, take_origin
 from ._skip import Operands, Result, make_skippable
 from ._step import (
@@ -44,10 +43,10 @@ class LossScaledUpdate(ParameterUpdate):
         self._inner = inner
         self._axis_name = axis_name
         self._debug_nonfinite = debug_nonfinite
-        self._update, self._update_and_apply = _update(inner, {}), _update_and_apply(inner, {})
+        # Built once, for steps without extra arguments that `jax.jit` cannot receive.
+        self._built = {build: build(inner, {}) for build in (_update, _update_and_apply)}
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        origin, extra = self._open(state, extra)
         updates, gradient = split_state(updates, MASKED)
         if gradient is not None and params is None:
             raise ValueError(
@@ -57,10 +56,7 @@ class LossScaledUpdate(ParameterUpdate):
         # Without state among the gradients, the inner optimizer sees the state among the parameters.
         params, old = (params, None) if gradient is None else split_state(params, MASKED)
         zeros = zero_float0(updates)
-        arrays, others = _split(extra)
-        take_or_skip = _update(self._inner, others) if others else self._update
-        operands = Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
-        new_updates, after = self._unless_nonfinite(take_or_skip, operands, state, origin)
+        new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
         # Adding the difference to float8 state gives the next state, up to rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
         return join_state(restore_float0(updates, new_updates, zeros), difference), after
@@ -74,32 +70,39 @@ class LossScaledUpdate(ParameterUpdate):
         self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, LossScaledState]:
         """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
-        origin, extra = self._open(state, extra)
         (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
-        arrays, others = _split(extra)
-        take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
-        operands = Operands(grads, scale, state.inner_state, params, arrays)
-        new_params, after = self._unless_nonfinite(take_or_skip, operands, state, origin)
+        new_params, after = self._take_or_skip(_update_and_apply, grads, scale, state, params, extra)
         return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 
-    def _open(self, state: LossScaledState, extra: dict[str, Any]) -> tuple[NonfiniteOrigin | None, dict[str, Any]]:
-        """Checks a state, and takes the origin of the step out of the extra arguments."""
-        _check_state(state)
-        if self._debug_nonfinite and not records_origin(state):
-            raise TypeError(_WITHOUT_ORIGIN)
-        return take_origin(state, extra)
-
-    def _unless_nonfinite(
+    def _take_or_skip(
         self,
-        take_or_skip: Callable[[jax.Array, Operands], Result],
-        operands: Operands,
+        build: Callable[..., Callable[[jax.Array, Operands], Result]],
+        grads: PyTree,
+        scale: LossScale,
         state: LossScaledState,
-        origin: NonfiniteOrigin | None,
+        params: PyTree,
+        extra: dict[str, Any],
     ) -> tuple[PyTree, LossScaledState]:
-        finite = all_finite(operands.grads)
+        """Returns the updates or parameters of a step that is skipped if a gradient is not finite, and the state."""
+        if not isinstance(state, LossScaledState):
+            raise TypeError(
+                f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
+                "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
+                "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
+            )
+        if self._debug_nonfinite and not records_origin(state):
+            raise TypeError(
+                "This optimizer records the origin of non-finite gradients, but its state was made without. Convert "
+                "it: opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
+            )
+        origin, extra = take_origin(state, extra)
+        arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
+        others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
+        take_or_skip = build(self._inner, others) if others else self._built[build]
+        finite = all_finite(grads)
         if self._axis_name is not None:
             finite = lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
-        out, inner_state = take_or_skip(finite, operands)
+        out, inner_state = take_or_skip(finite, Operands(grads, scale, state.inner_state, params, arrays))
         skipped = (~finite).astype(jnp.int32)
         after = LossScaledState(
             inner_state,
@@ -111,22 +114,12 @@ class LossScaledUpdate(ParameterUpdate):
         return out, carry_origin(state, after, origin, self._axis_name)
 
 
-def _check_state(state: PyTree) -> None:
-    if not isinstance(state, LossScaledState):
-        raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
-            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
-            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
-        )
-
-
 def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     update = with_extra_args(inner).update
 
     @jax.jit  # skip needs its shapes too
     def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra | others)
         return updates, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: Operands) -> Result:
@@ -139,20 +132,16 @@ def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Arra
 def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     @jax.jit
     def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
-        params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
+        params = operands.params
+        like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
+        params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
         return params, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: Operands) -> Result:
         return operands.params, operands.inner_state
 
     return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _differentiated(params: PyTree) -> PyTree:
-    """Returns the parameters that gradients match: one of the two trees that `optax.lookahead` trains."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _as_wide(grad: Any, param: Any) -> Any:
@@ -169,20 +158,8 @@ def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
     return lax.full_like(update, zero)  # keeps the sharding; both branches of the cond must have the same one
 
 
-def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits extra arguments into trees of arrays, and others (such as functions) that `jax.jit` cannot receive."""
-    arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
-    return arrays, {name: value for name, value in extra.items() if name not in arrays}
-
-
 def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
-
-
-_WITHOUT_ORIGIN = (
-    "This optimizer records the origin of non-finite gradients, but its state was made without. Convert it: "
-    "opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
-)
 
 
 if TYPE_CHECKING:

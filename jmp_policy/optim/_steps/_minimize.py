@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.typing import ArrayLike
 
 from ..._base import (
     Aux,
@@ -60,14 +59,10 @@ def minimize(
 ) -> Callable[..., tuple[Any, ...]]:
     """Builds the training step of a loss function that moves the fewest bytes.
 
-    It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them, so they do not have to
-    be true: gradients of parameters that the model casts to half precision stay half-precision and scaled until the
-    branch that takes the step. There they become float32 without being written to memory. Code that reads true
-    gradients belongs in the optimizer (`optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`); otherwise use
-    the two functions.
-
-    If `tx` has `debug_nonfinite`, the step finds the origin, and its gradients are true. They are true with a
-    `reduce_dtype` too: gradients that were reduced in float32 are not rounded before the step.
+    It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them: gradients of parameters
+    that the model casts to half precision stay half-precision and scaled until the step, where they become float32
+    without being written to memory. Code that reads true gradients, such as clipping, belongs in the optimizer;
+    otherwise use the two functions. With a `reduce_dtype`, or `debug_nonfinite` in `tx`, gradients are true.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -80,8 +75,7 @@ def minimize(
 
     Returns:
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary data
-      as
-      a fourth with `has_aux`. The loss is taken at the parameters before the step.
+      as a fourth with `has_aux`. The loss is taken at the parameters before the step.
 
     Raises:
       ValueError: at the step, as `value_and_grad` and `optim.step`: `opt_state` holds no loss scale but `tx` is
@@ -121,11 +115,8 @@ def minimize(
 
 
 def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
-    """Declares the signature of the step: `jit` needs it for static and donated arguments.
-
-    `functools.wraps` sets the signature of `fun`, in which each argument is one place earlier.
-    """
-    for name in ("__wrapped__", "__signature__"):
+    """Declares the signature of the step: `jit` needs it for static and donated arguments."""
+    for name in ("__wrapped__", "__signature__"):  # of `fun`, in which each argument is one place earlier
         vars(minimizing_step).pop(name, None)
     step_signature = inspect.signature(minimizing_step)
     # `fun` may have no signature, or an argument named like one of ours: jit then sees `*args`.
@@ -180,12 +171,7 @@ def _find_origin(
 
 
 def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:
-    """Takes the casts of parameters to half precision out of `fun`. Returns the cast parameters, and a function of
-    them.
-
-    A cast is taken out only if it is the only use of a parameter. The gradients of several uses must be summed in the
-    dtype of the parameter.
-    """
+    """Takes out the casts to half precision that are the only use of a parameter. Returns casts and function."""
     leaves, structure = jax.tree.flatten(params)
     trees = []
 
@@ -195,9 +181,11 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[Py
         return out
 
     traced = jax.make_jaxpr(call_on_leaves)(leaves)
+    # The gradients of several uses must be summed in the dtype of the parameter.
     casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
-    copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]
+    cast_like = lambda leaf, cast: lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
+    copies = [leaf if cast is None else cast_like(leaf, cast) for leaf, cast in zip(leaves, casts, strict=True)]
     return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
 
 
@@ -220,8 +208,3 @@ def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> cor
     taken = {id(cast) for cast in casts if cast is not None}
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
     return traced.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))
-
-
-def _replay(cast: core.JaxprEqn, leaf: ArrayLike) -> jax.Array:
-    copy: Any = cast.outvars[0].aval
-    return lax.convert_element_type(leaf, copy.dtype)

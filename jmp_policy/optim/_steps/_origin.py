@@ -55,13 +55,10 @@ def add_origin(state: LossScaledState) -> NonfiniteOriginState:
 def carry_origin(
     before: LossScaledState, after: LossScaledState, origin: NonfiniteOrigin | None, axis_name: Any
 ) -> LossScaledState:
-    """Adds to `after` the records of `before`, and `origin` if the step was skipped.
-
-    Along `axis_name` the origin may differ between devices; the first device that has one decides.
-    """
+    """Adds to `after` the records of `before`, and `origin` if the step was skipped."""
     if origin is None or not isinstance(before, NonfiniteOriginState):
         return after
-    if axis_name is not None:
+    if axis_name is not None:  # the origin may differ between devices; the first one that has an origin decides
         origin = _share(origin, axis_name)
     steps, kept = before.steps + 1, (before.nonfinite_step, before.origin)
     noted = jax.tree.map(lambda new, old: lax.select(after.grads_finite, old, new), (steps, origin), kept)
@@ -73,10 +70,19 @@ def take_origin(state: PyTree, extra: dict[str, Any]) -> tuple[NonfiniteOrigin |
     given = extra.get("origin")
     if not records_origin(state):
         if isinstance(given, NonfiniteOrigin):
-            raise ValueError(_NOT_CARRIED.format(type(state).__name__))
+            raise ValueError(
+                f"The step got an origin, but its state, a {type(state).__name__}, does not record it. Make the "
+                "optimizer with debug_nonfinite: loss_scaled(optax.adamw(1e-3), policy.loss_scale(), "
+                "debug_nonfinite=True)."
+            )
         return None, extra
     if not isinstance(given, NonfiniteOrigin):
-        raise TypeError(_MISSING.format("none" if given is None else describe(given)))
+        raise TypeError(
+            "This optimizer records the origin of non-finite gradients, and got "
+            f"{'none' if given is None else describe(given)}. Compose jmp_policy.numerics.first_nonfinite around the "
+            "gradient, and pass its second result: (loss, grads), origin = first_nonfinite(grad_fn)(params, batch), "
+            "and params, opt_state = jmp_policy.optim.step(tx, grads, opt_state, params, origin=origin)."
+        )
     return given, {name: value for name, value in extra.items() if name != "origin"}
 
 
@@ -86,15 +92,3 @@ def _share(origin: NonfiniteOrigin, axis_name: Any) -> NonfiniteOrigin:
     decides = index == jnp.minimum(first, count - 1)
     of_one = jax.tree.map(lambda x: vary(jnp.where(decides, x, jnp.zeros_like(x)), axis_name), origin)
     return lax.psum(of_one, axis_name)
-
-
-_MISSING = (
-    "This optimizer records the origin of non-finite gradients, and got {}. Compose "
-    "jmp_policy.numerics.first_nonfinite around the gradient, and pass its second result: (loss, grads), origin = "
-    "first_nonfinite(grad_fn)(params, batch), "
-    "and params, opt_state = jmp_policy.optim.step(tx, grads, opt_state, params, origin=origin)."
-)
-_NOT_CARRIED = (
-    "The step got an origin, but its state, a {}, does not record it. Make the optimizer with debug_nonfinite: "
-    "loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True)."
-)

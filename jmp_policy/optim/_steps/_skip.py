@@ -30,21 +30,13 @@ from ._step import Transformation, check_transformation
 
 
 class Operands(NamedTuple):
-    """Inputs of a step.
+    """Inputs of a step."""
 
-    Attributes:
-      grads: the gradients, still multiplied by `scale`.
-      scale: the loss scale.
-      inner_state: the state of the wrapped transformation.
-      params: the parameters.
-      extra: extra arguments that are trees of arrays.
-    """
-
-    grads: PyTree
+    grads: PyTree  # still multiplied by `scale`
     scale: LossScale
     inner_state: PyTree
     params: PyTree
-    extra: dict[str, Any]
+    extra: dict[str, Any]  # arguments that are trees of arrays
 
 
 Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner state
@@ -53,13 +45,10 @@ Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner stat
 def make_skippable(
     take: Callable[[Operands], Result], skip: Callable[[Operands], Result], stores_half: bool
 ) -> Callable[[jax.Array, Operands], Result]:
-    """Builds the function `(finite, operands)` that takes a step or skips it, in the form of the platform it is lowered
-    for.
+    """Builds the function `(finite, operands)` that takes a step or skips it, as its platform does fastest."""
 
-    Build it once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that
-    both forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
-    """
-
+    # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
+    # forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
     def branch(finite: jax.Array, operands: Operands) -> Result:
         return lax.cond(finite, take, skip, operands)
 
@@ -67,17 +56,13 @@ def make_skippable(
         return select_tree(finite, take(operands), skip(operands))
 
     def take_or_skip(finite: jax.Array, operands: Operands) -> Result:
-        branching = ("cpu", "tpu") if stores_half or _are_mostly_half(operands.grads) else ("cpu",)
+        sizes = (leaf.size if is_half(leaf) else -leaf.size for leaf in jax.tree.leaves(operands.grads))
+        branching = ("cpu", "tpu") if stores_half or sum(sizes) > 0 else ("cpu",)  # if they are mostly half precision
         return lax.platform_dependent(finite, operands, **dict.fromkeys(branching, branch), default=select)
 
     # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
     eager = jax.jit(take_or_skip, inline=True)
     return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
-
-
-def _are_mostly_half(tree: PyTree) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return sum(leaf.size if is_half(leaf) else -leaf.size for leaf in leaves) > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +76,9 @@ class SkippedStep:
       is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
         overflowed, under a dynamic scale that can still fall.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True)
-    >>> params = jnp.ones(2)
-    >>> step = jax.jit(jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx))
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx, params = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True), jnp.ones(2)
+    >>> step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
     >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
     >>> skip = jmp.optim.last_skip(opt_state)
     >>> skip.step, skip.origin.primitive, skip.is_search
@@ -125,9 +109,8 @@ def find_origin(
 ) -> Callable[..., SkippedStep | None]:
     """Finds the origin of a skipped step on the host, at no cost to the training step.
 
-    A skipped step leaves the parameters as they were. Its batch and the state before it are enough to repeat it. The
-    search is compiled in the first call. It is a program of its own, so that the training step compiles as fast and
-    needs no more memory than without it. With `debug_nonfinite=True` the search is a part of the step instead.
+    A skipped step does not change the parameters, so its batch and the state before it are enough to repeat it. The
+    search is a program of its own, compiled in the first call. With `debug_nonfinite=True` it is a part of the step.
 
     Args:
       loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.
@@ -144,25 +127,20 @@ def find_origin(
       ValueError: `old_state` holds no loss scale, or several.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
-    >>> def loss_fn(params, x):
-    ...     with jax.named_scope("head"):
-    ...         return jnp.sum(params / x)
+    >>> tx, loss_fn = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)), lambda w, x: jnp.sum(w / x)
     >>> train_step, find = jax.jit(jmp.optim.minimize(loss_fn, tx)), jmp.optim.find_origin(loss_fn, tx)
-    >>> params = jnp.ones(2)
-    >>> opt_state = tx.init(params)
-    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
-    ...     before = opt_state
-    ...     params, opt_state, loss = train_step(params, opt_state, x)
-    ...     if not opt_state.grads_finite:
-    ...         skip = find(params, before, x)
-    ...         print(skip.origin.path, skip.origin.primitive, skip.is_search)
-    head div False
+    >>> params, old_state, x = jnp.ones(2), tx.init(jnp.ones(2)), jnp.float32([2.0, 0.0])
+    >>> params, opt_state, loss = train_step(params, old_state, x)
+    >>> if not opt_state.grads_finite:
+    ...     skip = find(params, old_state, x)
+    ...     print(skip.origin.primitive, skip.is_search)
+    div False
     """
     check_transformation(tx)
+    is_static = lambda node: isinstance(node, _Static)
 
-    def search(given: _Static, params: PyTree, scale: LossScale, arrays: list[Any]) -> NonfiniteOrigin:
-        args, kwargs = given.fill(arrays)
+    def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
+        args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
         differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
         return search_nonfinite(differentiated, lambda out: out[1], checks=False)(params, *args, **kwargs)[1]
 
@@ -170,22 +148,20 @@ def find_origin(
     def compile_for(sharding: NamedSharding | None) -> Callable[..., NonfiniteOrigin]:
         # XLA:CPU compiles the search in three quarters of the time without optimizations.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        return jax.jit(search, static_argnums=0, out_shardings=sharding, compiler_options=options)
+        return jax.jit(search, out_shardings=sharding, compiler_options=options)
 
     def find(params: PyTree, old_state: PyTree, *args: Any, **kwargs: Any) -> SkippedStep | None:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, Tracer) for leaf in (*leaves, *jax.tree.leaves((params, old_state)))):
+        given = jax.tree.map(lambda leaf: leaf if is_array(leaf) else _Static(leaf), (args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, old_state, given))):
             raise TypeError(
                 "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
                 "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
             )
         scale = get_loss_scale(old_state)
-        given = _Static(structure, tuple([None if is_array(leaf) else (leaf,) for leaf in leaves]))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        shardings = [getattr(leaf, "sharding", None) for leaf in (*jax.tree.leaves(params), *arrays)]
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, given))]
         mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
         everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found = compile_for(everywhere)(given, params, scale, arrays)
+        found = compile_for(everywhere)(params, scale, given)
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
             return None
@@ -194,15 +170,12 @@ def find_origin(
     return find
 
 
-class _Static(NamedTuple):
-    """Arguments without their arrays: `others` has `None` for an array, and the leaf in a tuple for anything else."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """An argument that is not an array."""
 
-    structure: Any
-    others: tuple[tuple[Any] | None, ...]
-
-    def fill(self, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        return self.structure.unflatten([next(given) if other is None else other[0] for other in self.others])
+    value: Any
 
 
 def _count_steps(state: PyTree) -> int | None:
@@ -235,19 +208,12 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     Raises:
       ValueError: `state` holds no such state, or several, or one without `debug_nonfinite`.
 
-    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), debug_nonfinite=True)
-    >>> def loss_fn(params, x):
-    ...     with jax.named_scope("head"):
-    ...         return jnp.sum(params / x)
-    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
-    >>> params = jnp.ones(2)
-    >>> opt_state = tx.init(params)
-    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
-    ...     params, opt_state, loss = train_step(params, opt_state, x)
-    >>> skip = jmp.optim.last_skip(opt_state)
-    >>> skip.step, skip.origin.path, skip.origin.primitive, skip.is_search
-    (2, 'head', 'div', False)
+    >>> train_step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
+    >>> params, opt_state, loss = train_step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.float32([2.0, 0.0]))
+    >>> jmp.optim.last_skip(opt_state).origin.primitive
+    'div'
     """
     found = find_scaled_state(state)
     if not isinstance(found, NonfiniteOriginState):

@@ -25,15 +25,12 @@ def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
 
 
 def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """Returns the next float8 state, or `state` itself if the step was skipped.
-
-    `before` and `after` are states of the optimizer. In the middle of `optax.MultiSteps` the amaxes of microbatches
-    combine by maximum.
-    """
+    """Returns the next float8 state, or `state` itself if the step between two optimizer states was skipped."""
     if state is None:
         return None
     if isinstance(state, optax.LookaheadParams):
         return optax.LookaheadParams(*[overwrite_state(state.fast, gradient, before, after)] * 2)
+    # In the middle of `optax.MultiSteps` the amaxes of microbatches combine by maximum.
     new = next_state(state, gradient, _is_first(before))
     if not has_scaled_state(after):
         return new
@@ -43,13 +40,9 @@ def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTr
 
 def _is_first(opt_state: PyTree) -> Any:
     """True if the step has no earlier microbatch. A step ends when all groups of parameters have taken theirs."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
-    found = [node.mini_step == 0 for node in nodes if _is_multi_steps(node)]
-    return functools.reduce(jnp.logical_and, found) if found else True
-
-
-def _is_multi_steps(node: object) -> bool:
-    return isinstance(node, optax.MultiStepsState)
+    is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
+    nodes = filter(is_multi_steps, jax.tree.leaves(opt_state, is_leaf=is_multi_steps))
+    return functools.reduce(jnp.logical_and, [node.mini_step == 0 for node in nodes] or [True])
 
 
 def has_float0(grads: PyTree) -> bool:
@@ -216,10 +209,10 @@ class ParameterUpdate(abc.ABC):
     """`update` of a transformation that can also make the new parameters itself, for `optim.step`.
 
     `loss_scaled` takes or skips update and application together, and a half-precision parameter with its own rounding
-    cannot always be reached by adding an update. `overwrites` is true if it handles float8 state itself.
+    cannot always be reached by adding an update.
     """
 
-    overwrites = False
+    overwrites = False  # true if it handles float8 state itself
 
     @abc.abstractmethod
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
@@ -234,9 +227,8 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """Updates the parameters.
 
     If `tx` is `loss_scaled` or `skip_nonfinite`, a non-finite step skips update and application together, so that every
-    bit of the parameters stays, and a finite step writes no array of updates. Depending on the platform, this is a
-    branch or a select. Transformations for half-precision parameters round them here, bit for bit. For any other
-    transformation this is `tx.update` followed by `optax.apply_updates`.
+    bit of the parameters stays, and a finite step writes no array of updates. Transformations for half-precision
+    parameters round them here. For any other transformation this is `tx.update` and `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.
@@ -279,7 +271,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         if isinstance(tx.update, ParameterUpdate):
             new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
         else:
-            check_outermost(opt_state)
+            check_outermost(opt_state, in_step=True)
             update: Any = with_extra_args(tx).update
             updates, after = update(filled_grads, opt_state, filled, **extra)
             new_params = optax.apply_updates(filled, updates)

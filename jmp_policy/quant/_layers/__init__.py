@@ -1,5 +1,6 @@
 """Replacements for the matmul in the fields of Flax layers."""
 
+from .._attention import attention_format_of as attention_format_of, multiply_padded as multiply_padded
 from ._layer import (
     WHY_AS_NUMBERS as WHY_AS_NUMBERS,
     LayerProduct as LayerProduct,

@@ -44,20 +44,12 @@ WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
 
 @dataclasses.dataclass(frozen=True)
 class WeightedLayer:
-    """The matmul of a type of Flax layer: a row of linen's or nnx's table.
+    """The matmul of a type of Flax layer: a row of linen's or nnx's table."""
 
-    To add a layer, add a row to `linen/_layer_table.py` or `nnx/_layer_table.py`.
-
-    Attributes:
-      weight: the name of its weight, one of `WEIGHT_NAMES`.
-      operation: the key in `OPERATIONS` of its matmul, or `None` if that cannot be replaced.
-      field: the field or attribute that holds the matmul, or `None` if a method calls it.
-      layout: `(attributes, shape of the weight) -> Layout`; `None` infers it from the weight's name and the bias.
-    """
-
-    weight: str
-    operation: str | None = None
-    field: str | None = None
+    weight: str  # its name, one of `WEIGHT_NAMES`
+    operation: str | None = None  # the key in `OPERATIONS` of its matmul, or `None` if that cannot be replaced
+    field: str | None = None  # the field or attribute that holds the matmul, or `None` if a method calls it
+    # `(attributes, shape of the weight) -> Layout`; `None` infers it from the weight's name and the bias.
     layout: Callable[[Any, tuple[int, ...]], Layout] | None = None
 
     @property
@@ -72,34 +64,21 @@ class WeightedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct:
-    """Describes the matmul of one layer under a policy, for `Promote` and `Multiply`.
+    """The matmul of one layer under a policy, for `Promote` and `Multiply`.
 
-    Layers with equal descriptions share compiled programs, so the fields that differ between such layers are not
-    compared.
-
-    Attributes:
-      operation: as in `WeightedLayer`. With `None`, a stored weight is dequantized before the layer's own matmul.
-      format: the format of the weight, or float8, or `None` if only the accumulate dtype differs.
-      accumulate: the accumulate dtype, or `None`.
-      promote: the `promote_dtype` of the layer.
-      as_tuple: true if `promote` takes a tuple of arrays (nnx), false if it takes each array (linen).
-      layout: the layout of the weight; `None` infers it from the weight and the bias.
-      returns_sums: true to return results in the accumulate dtype, false to cast them down at once.
-      key: returns a PRNG key for stochastic rounding, or `None`.
-      state: returns the float8 state of the layer.
-      where: the path of the weight, for errors.
+    Layers with equal descriptions share compiled programs, so fields that differ between such layers are not compared.
     """
 
-    operation: str | None
-    format: StoredFormat | Float8 | None
+    operation: str | None  # as in `WeightedLayer`; `None` dequantizes a stored weight before the layer's own matmul
+    format: StoredFormat | Float8 | None  # `None` if only the accumulate dtype differs
     accumulate: np.dtype | None
-    promote: Callable[..., Any]
-    as_tuple: bool
-    layout: Layout | None = None
-    returns_sums: bool = True
+    promote: Callable[..., Any]  # the `promote_dtype` of the layer
+    as_tuple: bool  # true if `promote` takes a tuple of arrays (nnx), false if it takes each array (linen)
+    layout: Layout | None = None  # `None` infers it from the weight and the bias
+    returns_sums: bool = True  # true to return results in the accumulate dtype, false to cast them down at once
     key: Callable[[], jax.Array | None] | None = dataclasses.field(default=None, compare=False)
     state: Callable[[], State] | None = dataclasses.field(default=None, compare=False)
-    where: str = dataclasses.field(default="", compare=False)
+    where: str = dataclasses.field(default="", compare=False)  # the path of the weight, for errors
 
     @property
     def stored_format(self) -> StoredFormat | None:
@@ -170,7 +149,8 @@ class Multiply:
         if dtype is not None and not is_narrower(call.lhs, dtype):
             dtype = None
         wide_options = options if dtype is None else options | {"preferred_element_type": dtype}
-        if is_stored and (dtype is None or _multiplies_stored(call)):
+        # With an accumulate dtype, a weight whose stored values cannot be multiplied is dequantized for `wide_product`.
+        if is_stored and (dtype is None or is_block_product(*call) or is_integer_product(call.operation, call.rhs)):
             out = kind.quantized(*operands, **self._add_key(wide_options))
         elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
             operation = kind.describe(*operands, **wide_options).operation
@@ -187,12 +167,6 @@ class Multiply:
         return options if self.product.key is None else options | {"key": self.product.key()}
 
 
-def _multiplies_stored(call: Call) -> bool:
-    """True if the matmul takes the quantized values, not the dequantized weight."""
-    is_block = is_block_product(call.operation, call.lhs, call.rhs)
-    return is_block or is_integer_product(call.operation, call.rhs)
-
-
 def _dequantize(weight: Any) -> jax.Array:
     if isinstance(weight, QuantizedArray):
         return lax.stop_gradient(weight.dequantize())
@@ -200,10 +174,7 @@ def _dequantize(weight: Any) -> jax.Array:
 
 
 def attend(product: LayerProduct, query: jax.Array, table: Any, dtype: Any, out_sharding: Any = None) -> Any:
-    """Multiplies a query by the table of an embedding; returns `None` if the layer's own method does the same.
-
-    A quantized table is not dequantized first. Any other is multiplied with sums in the accumulate dtype.
-    """
+    """Multiplies a query by the table of an embedding; returns None if the layer's own method does the same."""
     # The dtype of the table counts in the promotion, its values stay.
     inputs = product.promote_arrays(query, jnp.zeros((), table.dtype), dtype=dtype)[0]
     if isinstance(table, QuantizedArray | FakeQuantized):
@@ -228,19 +199,12 @@ def is_own(function: object) -> bool:
 
 
 def is_narrower(x: jax.Array, dtype: np.dtype) -> bool:
-    """True for a floating operand whose sums `dtype` holds more precisely.
-
-    >>> is_narrower(jnp.ones(1, jnp.bfloat16), np.dtype("float32")), is_narrower(jnp.ones(1), np.dtype("float32"))
-    (True, False)
-    """
+    """True for a floating operand whose sums `dtype` holds more precisely."""
     return is_floating_dtype(x.dtype) and x.dtype.itemsize < dtype.itemsize
 
 
 def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype | None:
-    """Returns the accumulate dtype of a policy, unless a layer computes in it anyway.
-
-    It is float32 instead of float64, unless x64 is enabled.
-    """
+    """Returns the accumulate dtype of a policy (float64 needs x64), unless a layer computes in it anyway."""
     if policy.accumulate_dtype is None:
         return None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(policy.accumulate_dtype))
@@ -248,26 +212,14 @@ def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype
 
 
 def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
-    """Returns the row of a class of layers, or of its nearest base class in the table.
-
-    >>> find_row({list: WeightedLayer("kernel")}, type("Layer", (list,), {})).weight
-    'kernel'
-    """
+    """Returns the row of a class of layers, or of its nearest base class in the table."""
     return next((table[base] for base in kind.__mro__ if base in table), None)
 
 
 def why_layer_wide(
     layer: WeightedLayer | None, shape: tuple[int, ...], layout: Layout, format: Float8, *, is_open: bool, groups: int
 ) -> str | None:
-    """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`.
-
-    `is_open`: its author left its matmul to the default.
-
-    >>> convolution = WeightedLayer("kernel", "conv_general_dilated", "conv_general_dilated")
-    >>> layout, format = Layout((3, 3, 3), 1), Float8(min_size=0)
-    >>> why_layer_wide(convolution, (3, 3, 3, 64), layout, format, is_open=True, groups=1)
-    'the length 3 is not a multiple of 16'
-    """
+    """Returns the reason why a layer does not compute in float8, whatever its inputs, or None."""
     if layer is not None and layer.weight == "embedding":
         return WHY_TABLES_WIDE
     if layer is None or not is_open:
@@ -279,16 +231,7 @@ def why_layer_wide(
 
 
 def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:
-    """Describes a quantized weight for `Row.quantization`.
-
-    `why_as_numbers`: the reason why the layer dequantizes it, or `None`.
-
-    >>> from jmp_policy.quant import MXFP8
-    >>> spell_format(MXFP8(), WeightedLayer("kernel", "conv_general_dilated"), None)
-    'mxfp8, computed with as numbers: it is a convolution'
-    >>> spell_format(MXFP8(block_size=64), WeightedLayer("kernel", "dot_general"), None)
-    'mxfp8/64, in blocks that no hardware multiplies'
-    """
+    """Describes a quantized weight, and the reason why the layer dequantizes it, for `Row.quantization`."""
     if isinstance(format, Int4) or not format.activations:  # their matmuls always dequantize
         return str(format)
     is_in_blocks = isinstance(format, BlockFormat)

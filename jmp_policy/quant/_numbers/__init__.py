@@ -11,9 +11,7 @@ from ._block_numbers import (
 from ._block_operands import (
     mix_rows as mix_rows,
     pad_axis as pad_axis,
-    round_gradient as round_gradient,
-    round_input as round_input,
-    round_weight as round_weight,
+    round_operand as round_operand,
 )
 from ._numbers import (
     E4M3 as E4M3,

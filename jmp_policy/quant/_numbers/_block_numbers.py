@@ -39,14 +39,10 @@ def quantize_mx(
 ) -> Blocks:
     """Rounds to the nearest elements of a narrow format, ties to even, with a power-of-two scale (e8m0fnu) per block.
 
-    A block of zeros has the scale 2**-127. Subnormals are rounded like other values. A block with a nan or an infinity
-    has the scale nan, because e2m1 cannot represent either; its values are nan, or zero in e2m1.
+    A block of zeros has the scale 2**-127. A block with a nan or an infinity has the scale nan, because e2m1 cannot
+    represent either; its values are nan, or zero in e2m1.
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for "floor"; NVIDIA's Transformer Engine for "up".
-
-    >>> values, scale, _ = quantize_mx(jnp.array([1.0, -460.0, 0.3, 0.0]), jnp.float8_e4m3fn, 0, 2)
-    >>> values.tolist(), scale.tolist()
-    ([0.5, -224.0, 320.0, 0.0], [2.0, 0.0009765625])
     """
     x, axis, dtype = x.astype(jnp.float32), axis % x.ndim, np.dtype(dtype)
     largest = np.float32(jnp.finfo(dtype).max)
@@ -72,21 +68,16 @@ def quantize_nv(
     *,
     square_axis: int | None = None,
     tensor_axes: tuple[int, ...] | None = None,
-    amax: jax.Array | float | None = None,
     key: jax.Array | None = None,
 ) -> Blocks:
     """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
     With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. Values too large for a given `amax` are clipped. S is 1 for a
-    zero `amax`, and 2688 * 2**114 below 2**-114. A block whose scale rounds to zero has zeros. A block with a nan or an
-    infinity has the scale nan and zeros, and does not count in the tensor's amax.
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and 2688 * 2**114 below 2**-114. A block
+    whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does not
+    count in the tensor's amax.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
-
-    >>> values, scale, tensor_scale = quantize_nv(jnp.array([1.0, -12.0, 0.3, 0.0]), 0, 2)
-    >>> values.tolist(), scale.tolist(), round(1 / float(tensor_scale[0]))
-    ([0.5, -6.0, 6.0, 0.0], [448.0, 11.0], 224)
     """
     x, axis = x.astype(jnp.float32), axis % x.ndim
     axes = tuple(range(x.ndim)) if tensor_axes is None else tuple(each % x.ndim for each in tensor_axes)
@@ -99,18 +90,12 @@ def quantize_nv(
 
     # The tensor's amax is a fraction between 1 and 4 times a power of two. Everything is divided by the power first,
     # because S would overflow for small tensors, and 1 / S would be subnormal.
-    if amax is None:
-        tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
-    else:
-        tensor_amax = jnp.broadcast_to(
-            _magnitude(jnp.asarray(amax, jnp.float32)), [1 if i in axes else n for i, n in enumerate(x.shape)]
-        )
-    is_usable = (tensor_amax > 0) & (tensor_amax < _INFINITY)
+    tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
+    is_usable = tensor_amax > 0
     exponent = jnp.where(is_usable, jnp.clip((tensor_amax >> 23).astype(jnp.int32), 127 - 114, 127 + 126), 127)
     fraction = _divide(lax.bitcast_convert_type(tensor_amax, jnp.float32), exponent)
     factor = jnp.where(is_usable, jnp.minimum(_LARGEST_NV / fraction, _LARGEST_NV), 1.0)
     tensor_scale = jnp.minimum(1 / factor * _power_of_two(exponent), _LARGEST_TENSOR_SCALE)
-    tensor_scale = jnp.where(tensor_amax < _INFINITY, tensor_scale, jnp.nan)
 
     # Multiplied by 1/6: compilers may divide by a constant or multiply by its inverse, with different last bits.
     wanted = _divide(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (factor * np.float32(1 / 6))
@@ -125,14 +110,7 @@ def quantize_nv(
 
 
 def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Multiplies values by their scales in float32, and casts to `dtype`; `axis` is divided into blocks.
-
-    Scaling by a power of two is exact, except for float32 subnormals (which some backends flush) and overflow;
-    `tensor_scale` rounds once.
-
-    >>> dequantize(quantize_mx(jnp.array([1.0, -460.0, 0.3, 0.0]), jnp.float8_e4m3fn, 0, 2), 0).tolist()
-    [1.0, -448.0, 0.3125, 0.0]
-    """
+    """Multiplies values by their scales in float32, and casts to `dtype`; `axis` is divided into blocks."""
     values, scale, tensor_scale = blocks
     axis %= values.ndim
     block_size = values.shape[axis] // scale.shape[axis]
@@ -149,10 +127,8 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
 
 
 def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Draws 8 random bits per element, independent of the sharding.
-
-    Four neighbors along an axis share a word, at a quarter of the cost of `jax.random.bits` for uint8.
-    """
+    """Draws 8 random bits per element, independent of the sharding."""
+    # Four neighbors along an axis share a word, at a quarter of the cost of `jax.random.bits` for uint8.
     words = jax.random.bits(key, (*shape[:axis], -(-shape[axis] // 4), *shape[axis + 1 :]), jnp.uint32)
     quarters = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.uint8), -1, axis + 1)
     joined = quarters.reshape(*shape[:axis], 4 * words.shape[axis], *shape[axis + 1 :])
@@ -160,26 +136,27 @@ def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def pack(values: jax.Array, axis: int) -> jax.Array:
-    """Packs values of a 4-bit dtype two to a byte (uint8), the first in the low half. An axis of odd length is padded.
+    """Packs 4-bit values two to a byte (uint8). An axis of odd length is padded.
 
-    >>> pack(jnp.array([1, 2, 3]).astype(jnp.uint4), 0).tolist()
-    [33, 3]
+    Of floats, the first of two neighbors is in the low half of a byte. Of integers, the first half of the axis is in
+    the low halves: XLA for TPUs fuses a concatenation into a matmul, but writes interleaved values to memory.
     """
     axis %= values.ndim
     if values.shape[axis] % 2:
         values = jnp.pad(values, [(0, int(i == axis)) for i in range(values.ndim)])
-    pairs = values.reshape(*values.shape[:axis], values.shape[axis] // 2, 2, *values.shape[axis + 1 :])
+    half = values.shape[axis] // 2
+    if values.dtype == jnp.uint4:
+        low, high = jnp.split(values.astype(jnp.uint8), 2, axis)
+        return low | (high << 4)
+    pairs = values.reshape(*values.shape[:axis], half, 2, *values.shape[axis + 1 :])
     return lax.bitcast_convert_type(jnp.moveaxis(pairs, axis + 1, -1), jnp.uint8)
 
 
 def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """Inverse of `pack`. Padding of an axis of odd length remains.
-
-    >>> unpack(jnp.array([33, 15], jnp.uint8), 0, jnp.uint4).tolist()
-    [1, 2, 15, 0]
-    """
+    """Inverse of `pack`; integers as uint8. Padding of an axis of odd length remains."""
     axis %= packed.ndim
-    # A bitcast, because XLA for TPUs fuses it into a matmul, but writes the result of masks and shifts to memory.
+    if dtype == jnp.uint4:
+        return jnp.concatenate([packed & 15, packed >> 4], axis)
     # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
     pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
@@ -219,12 +196,10 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Divides float32 by `2 ** (exponent - 127)`, for 0 <= exponent < 254; exact unless the result is subnormal.
-
-    Subnormal inputs are read as the integers of their bits, because some backends flush them.
-    """
+    """Divides float32 by `2 ** (exponent - 127)`, for 0 <= exponent < 254; exact unless the result is subnormal."""
     words = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = words & _MAGNITUDE
+    # Subnormal inputs are read as the integers of their bits, because some backends flush them.
     integer = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32) | (words & ~np.uint32(_MAGNITUDE))
     is_subnormal = magnitude < 0x00800000
     number = jnp.where(is_subnormal, lax.bitcast_convert_type(integer, jnp.float32), x)
@@ -234,11 +209,8 @@ def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds to the nearest value of a narrow format, ties to even, saturating; non-finite blocks become nan (e2m1: 0).
-
-    Scales that are rounded up need saturation too: XLA may read `x` here with more precision than its amax was measured
-    in.
-    """
+    """Rounds to the nearest value of a format, ties to even, saturating; non-finite blocks become nan (e2m1: 0)."""
+    # Scales that are rounded up need saturation too: XLA may read `x` more precisely than its amax was measured.
     limit = float(jnp.finfo(dtype).max)
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
     # An array and not a literal, so that tracing a nan back to its origin does not end here.

@@ -11,13 +11,7 @@ from jax import lax
 
 
 def measure_amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns the largest magnitude in float32: infinity if an element is not finite, zero for an empty array.
-
-    Reduced axes stay with length 1; without `axes` the result is a scalar.
-
-    >>> measure_amax(jnp.array([[1.0, -3.0], [jnp.nan, 0.0]]), (1,)).tolist()
-    [[3.0], [inf]]
-    """
+    """Returns the largest magnitude in float32, over `axes` (kept) or all: infinite for a nan, zero for no elements."""
     # XLA's float32 `max` over a few thousand elements loses a nan on CPUs, so nans become infinities first.
     magnitudes = lax.select(jnp.isnan(x), lax.full_like(x, jnp.inf), jnp.abs(x))
     least = None if x.size else 0
@@ -46,10 +40,6 @@ def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     non-finite scale, because the integers cannot represent it.
 
     Source: Jacob et al., CVPR 2018, section 2.1, with the zero point at 0 and the range symmetric.
-
-    >>> values, scale, _ = quantize_symmetric(jnp.array([1.0, -2.0, 0.5]), jnp.array([2.0]))
-    >>> values.tolist(), scale.tolist()
-    ([64, -127, 32], [0.015748031437397003])
     """
     # Multiplied: XLA divides by a constant under `jit` and by an argument outside, with different last bits.
     scale = jnp.maximum(amax * np.float32(1 / INT8_MAX), _TINY)
@@ -67,16 +57,11 @@ def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.
 
 
 def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
-    """Rounds to the nearest of 16 values from `low` to `high`, including zero, as uint8 from 0 to 15.
+    """Rounds to the nearest of 16 values from `low` (at most 0) to `high` (at least 0), as uint8 from 0 to 15.
 
-    `low` (at most 0) and `high` (at least 0) are float32, broadcastable to `x`. Where either is not finite, the scale
-    is not. Scale (float32) and zero point (uint8) have the shape of `low`.
+    Where a bound is not finite, the scale is not.
 
     Source: Jacob et al., CVPR 2018, section 2.1.
-
-    >>> values, scale, zero = quantize_asymmetric(jnp.array([1.0, 3.0, 2.0]), jnp.array([0.0]), jnp.array([3.0]))
-    >>> values.tolist(), zero.tolist()
-    ([5, 15, 10], [0])
     """
     # Halved first, because the width may overflow. Halving is exact, so a fused multiply-add changes nothing.
     scale = jnp.maximum((high * 0.5 - low * 0.5) * np.float32(2 / UINT4_MAX), _TINY)
@@ -102,17 +87,12 @@ class Scaled(NamedTuple):
 
 
 def compute_current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
-    """Returns the scale that maps `amax` to the largest value of `dtype`, divided by `2**margin`.
-
-    It is tiny for zeros, and non-finite for a non-finite `amax`.
-    """
+    """Returns the scale that maps `amax` to the largest value of `dtype`, divided by `2**margin`."""
     return jnp.maximum(amax / _largest_number(dtype, margin), _TINY)
 
 
 def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
-    """Like `compute_current_scale`, for the amax of earlier steps.
-
-    `otherwise` is the scale for a zero or non-finite amax.
+    """Like `compute_current_scale`, for the amax of earlier steps; `otherwise` for a zero or non-finite amax.
 
     Source: `compute_scale` of NVIDIA's Transformer Engine, whose scales are reciprocals. Flax and Keras order the ops
     in the same way, so the scales agree bit for bit.
@@ -123,10 +103,7 @@ def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Casts `x / scale` to float8, clipped to the largest value of `dtype`: a cast to e4m3 beyond 448 gives nan.
-
-    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.1 (saturation).
-    """
+    """Casts `x / scale` to float8, clipped to the largest value of `dtype`: a cast to e4m3 beyond 448 gives nan."""
     limit = _largest_number(dtype)
     return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
 

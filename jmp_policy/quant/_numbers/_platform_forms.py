@@ -20,13 +20,8 @@ from ._numbers import measure_amax
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)  # eager calls then compile the branches once
 def measure_row_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the largest magnitude over `axes`, as `measure_amax` does.
-
-    >>> measure_row_amax(jnp.array([[1.0, -3.0], [jnp.nan, 0.0]]), (1,)).tolist()
-    [[3.0], [inf]]
-    """
-    forms = (_measure_by_bits, measure_amax)
-    by_bits, by_select = (functools.partial(form, axes=axes) for form in forms)
+    """Returns the largest magnitude over `axes`, as `measure_amax` does."""
+    by_bits, by_select = functools.partial(_measure_by_bits, axes=axes), functools.partial(measure_amax, axes=axes)
     return lax.platform_dependent(x, cuda=by_bits, default=by_select)
 
 
@@ -41,11 +36,7 @@ def _measure_by_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def narrow_sums(sums: jax.Array) -> jax.Array:
-    """Rounds float32 sums to bfloat16 and back on CUDA; the output is then rounded twice (at most 2**-7).
-
-    >>> narrow_sums(jnp.float32([258, 259])).tolist()  # on a CPU
-    [258.0, 259.0]
-    """
+    """Rounds float32 sums to bfloat16 and back on CUDA; the output is then rounded twice (at most 2**-7)."""
     return lax.platform_dependent(sums, cuda=_round_behind_barrier, default=lambda sums: sums)
 
 

@@ -1,6 +1,11 @@
 """Matmuls and convolutions of quantized operands, and their derivatives."""
 
-from ._amax_history import State as State, needs_state as needs_state, new_state as new_state
+from ._amax_history import (
+    State as State,
+    needs_state as needs_state,
+    new_state as new_state,
+    varying_axes as varying_axes,
+)
 from ._bilinear import (
     Bilinear as Bilinear,
     Call as Call,

@@ -1,14 +1,14 @@
 """Amax histories of delayed scaling."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..._base import read_leaf, write_leaf
+from ..._base import read_leaf, vary, write_leaf
 from ...policy import DelayedScaling, Float8, Quantization
 from .._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
@@ -16,7 +16,7 @@ DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}  # of the operands
 
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each operand, float32,
-as in Flax's float8 ops."""
+as in Flax's float8 ops. A history is in the order newest, oldest, ..., second newest."""
 
 
 def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
@@ -25,11 +25,7 @@ def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
 
 
 def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
-    """Returns the initial state of a layer, or of a stack of layers of shape `stack`.
-
-    >>> {name: leaf.shape for name, leaf in new_state(Float8(amax_history_length=4)).items() if "input" in name}
-    {'input_scale': (1,), 'input_amax_history': (4,)}
-    """
+    """Returns the initial state of a layer, or of a stack of layers of shape `stack`."""
     state = {}
     for name in DTYPES:
         state[f"{name}_scale"] = jnp.ones((*stack, 1), jnp.float32)
@@ -37,51 +33,33 @@ def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
     return state
 
 
-class Memory(NamedTuple):
-    """Scale and amax history of one operand, float32."""
-
-    scale: jax.Array  # (1,)
-    amax_history: jax.Array  # (amax_history_length,), in the order newest, oldest, ..., second newest
-
-
-def read_memory(state: State, name: str) -> Memory:
-    return Memory(state[f"{name}_scale"], state[f"{name}_amax_history"])
-
-
-def join_memories(memories: dict[str, Memory]) -> State:
-    state = {}
-    for name, memory in memories.items():
-        state[f"{name}_scale"], state[f"{name}_amax_history"] = memory
-    return state
-
-
-def scale_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
+def scale_by_history(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
     """Casts an operand, a key of `DTYPES`, to float8 by the scale of its history.
 
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    used, _ = _compute_scales(name, memory, format)
+    used, _ = _compute_scales(name, state, format)
     seen = select(jnp.isfinite(x), x, jnp.nan)  # saturation would hide an infinity
     return Scaled(saturate(seen, used, DTYPES[name]), used)
 
 
-def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
-    """Like `scale_by_history`, and also returns the memory of the next step."""
-    used, made = _compute_scales(name, memory, format)
-    history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
+def scale_and_record(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
+    """Like `scale_by_history`, and updates the scale and history of the operand for the next step."""
+    used, made = _compute_scales(name, state, format)
+    scale, amax_history = state[f"{name}_scale"], state[f"{name}_amax_history"]
+    history = jnp.maximum(read_leaf(amax_history), 0.0)
     history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
-    after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
-    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
+    state[f"{name}_scale"] = write_leaf(made[None], scale)
+    state[f"{name}_amax_history"] = write_leaf(history, amax_history)
+    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan))
 
 
-def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale of this step, and the scale to store.
-
-    The state of a layer that did not run may be zero, or the least float if it was in a branch that was not taken.
-    """
+def _compute_scales(name: str, state: State, format: Float8) -> tuple[jax.Array, jax.Array]:
+    """Returns the scale of this step, and the scale to store."""
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
-    stored, history = read_leaf(memory.scale)[0], read_leaf(memory.amax_history)
+    stored, history = read_leaf(state[f"{name}_scale"])[0], read_leaf(state[f"{name}_amax_history"])
+    # The state of a layer that did not run may be zero, or the least float after a branch that was not taken.
     stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = compute_scale(largest, stored, DTYPES[name], format.margin)
@@ -90,11 +68,8 @@ def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Arra
 
 @custom_vmap
 def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition.
-
-    A history with more than one axis belongs to an ensemble, whose axes lead in the array too.
-    """
-    members = history.shape[:-1]
+    """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition."""
+    members = history.shape[:-1]  # of an ensemble, whose axes lead in the array too
     of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
     amax = take_maximum(of_each, varying_axes(x) - varying_axes(history))
     is_finite = jnp.isfinite(amax)
@@ -116,6 +91,12 @@ def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Arr
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """Returns the mapped axes along which any of the arrays varies; empty outside of `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary_together(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Marks two arrays as varying over the axes of either: in `shard_map`, custom derivatives need that."""
+    axes = tuple(varying_axes(left, right))
+    return vary(left, axes), vary(right, axes)  # JAX then sums the gradient of a replicated weight over devices
 
 
 def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:

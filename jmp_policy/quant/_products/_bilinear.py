@@ -5,7 +5,7 @@ Labels that are not in the output are summed over. The other labels place the sc
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._base import DTypeLike
 
 Labels = tuple[str, ...]
+Side = Literal["left", "right"]
 Sharding = NamedSharding | PartitionSpec
 
 
@@ -101,11 +102,7 @@ def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, An
 
 
 def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
-    """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right.
-
-    >>> label_dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
-    ('l0', 'r1')
-    """
+    """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right."""
     (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
     left = [f"l{i}" for i in range(left_ndim)]
     right = [f"r{i}" for i in range(right_ndim)]
@@ -118,10 +115,7 @@ def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
 
 
 def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
-    """Labels `lax.conv_general_dilated`: batch and output features.
-
-    Windows overlap, so all positions of an example share a scale of the input.
-    """
+    """Labels `lax.conv_general_dilated`. Windows overlap, so all positions of an example share a scale."""
     numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
     left, right, out = ([f"{side}{i}" for i in range(left_ndim)] for side in ("left", "right", "out"))
     left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "example"
@@ -130,11 +124,7 @@ def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
 
 
 def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
-    """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels.
-
-    >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
-    ('.0', '.1', 'n')
-    """
+    """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels."""
     equation = compute.equation.replace(" ", "")
     operands, arrow, out = equation.partition("->")
     twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")
@@ -168,31 +158,15 @@ class Call(NamedTuple):
 
 
 def describe_dot_general(
-    lhs: jax.Array,
-    rhs: Any,
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: Sharding | None = None,
+    lhs: jax.Array, rhs: Any, dimension_numbers: lax.DotDimensionNumbers, *args: Any, **options: Any
 ) -> Call:
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
-    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
+    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, *args, **options)), lhs, rhs)
 
 
-def describe_einsum(
-    equation: str,
-    lhs: jax.Array,
-    rhs: Any,
-    *,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | None = None,
-) -> Call:
-    return Call(
-        label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
-    )
+def describe_einsum(equation: str, lhs: jax.Array, rhs: Any, **options: Any) -> Call:
+    return Call(label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, **options)), lhs, rhs)
 
 
 def describe_convolution(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from ..._base import vary
 from ..._jaxpr import ROUNDING_SCOPE
 from ...policy import NVFP4, BlockFormat, needs_rng
-from .._numbers import Blocks, dequantize, fence_on_cpu, mix_rows, pad_axis, round_gradient, round_input, round_weight
+from .._numbers import Blocks, dequantize, fence_on_cpu, mix_rows, pad_axis, round_operand
 from .._weights import QuantizedArray
 from ._amax_history import varying_axes
 from ._bilinear import Bilinear, Labels
@@ -31,9 +31,7 @@ def block_product(
 ) -> jax.Array:
     """Computes `operation(left, weight)` with both operands in blocks, and likewise in the backward pass.
 
-    The caller has checked `reason_unquantized` and `is_matmul`. A floating weight is rounded from its own dtype; its
-    gradient is summed in float32 and has the dtype of the weight. The output has the dtype of `left`, or the
-    operation's preferred one.
+    The caller has checked `reason_unquantized` and `is_matmul`. The gradient of a floating weight is summed in float32.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
@@ -49,11 +47,8 @@ def block_product(
 def _find_out_sharding(
     operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray
 ) -> NamedSharding | None:
-    """Returns the sharding of the output on a mesh with explicit axes; None without one.
-
-    Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises ShardingTypeError if it needs
-    `out_sharding`, as it does without blocks.
-    """
+    """Returns the sharding of the output on a mesh with explicit axes; None without one."""
+    # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
     if AxisType.Explicit not in jax.typeof(left).sharding.mesh.axis_types:
         return None
     numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
@@ -140,8 +135,8 @@ def _multiply_rows(
 def _forward(
     format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    inputs, is_stored = round_input(rows, format, 2), isinstance(weight, Blocks)
-    right = weight if isinstance(weight, Blocks) else round_weight(weight, format, -2)
+    inputs, is_stored = round_operand(rows, None, format, 2, "input"), isinstance(weight, Blocks)
+    right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
     # Only the gradient of the weight needs the rows; the dtype is enough for their own.
     return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
 
@@ -173,8 +168,8 @@ _multiply_rows.defvjp(_forward_for_gradient, _backward)
 
 def _grad_rows(format: BlockFormat, grad: jax.Array, weight: jax.Array, key: jax.Array | None) -> jax.Array:
     block = format.block_size
-    grads = round_gradient(pad_axis(grad, 2, block), key, format, 2)
-    columns = round_weight(pad_axis(weight, 2, block), format, -1)
+    grads = round_operand(pad_axis(grad, 2, block), key, format, 2, "gradient")
+    columns = round_operand(pad_axis(weight, 2, block), None, format, -1, "weight")
     return _multiply(grads, _transpose(columns), jnp.float32)
 
 
@@ -183,8 +178,8 @@ def _grad_weight(format: BlockFormat, grad: jax.Array, rows: jax.Array, key: jax
     rows, grad = pad_axis(rows, 1, block), pad_axis(grad, 1, block)
     if isinstance(format, NVFP4) and format.hadamard:
         rows, grad = mix_rows(rows, block), mix_rows(grad, block)
-    inputs = round_input(rows, format, 1)
-    return _multiply(_transpose(inputs), round_gradient(grad, key, format, 1), jnp.float32)
+    inputs = round_operand(rows, None, format, 1, "input")
+    return _multiply(_transpose(inputs), round_operand(grad, key, format, 1, "gradient"), jnp.float32)
 
 
 def _transpose(blocks: Blocks) -> Blocks:

@@ -14,20 +14,11 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._base import OBSERVING, remember_weakly, vary, warn_once
-from ...policy import MULTIPLE, CurrentScaling, DelayedScaling, Float8, Policy, PolicyMap, list_policies
+from ..._base import OBSERVING, remember_weakly, warn_once
+from ...policy import MULTIPLE, CurrentScaling, Float8, Policy, PolicyMap, list_policies
 from .._numbers import Scaled, compute_current_scale, measure_amax, saturate
-from ._amax_history import (
-    DTYPES,
-    Memory,
-    State,
-    join_memories,
-    read_memory,
-    scale_and_record,
-    scale_by_history,
-    varying_axes,
-)
-from ._bilinear import Bilinear, Convolution, Labels, Sharding, is_matmul
+from ._amax_history import DTYPES, State, needs_state, scale_and_record, scale_by_history, vary_together
+from ._bilinear import Bilinear, Convolution, Labels, Sharding, Side, is_matmul, without_preferred_dtype
 
 # Row counts and dtypes of the matmuls with eligible weights in the running call of a model.
 _ROWS: contextvars.ContextVar[list[tuple[int, np.dtype]] | None] = contextvars.ContextVar("_ROWS", default=None)
@@ -39,22 +30,19 @@ def float8_product(
     """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
     If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
-    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
-    `left`, or the operation's preferred one.
+    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
     output is scaled, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
     """
+    assert needs_state(format) == (state is not None)
     right = right.astype(left.dtype)
     rows, seen = _count_rows(operation, left.shape), _ROWS.get()
     if seen is not None:
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
         return operation.compute(left, right)
-    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs. Marking a replicated
-    # weight as varying makes JAX sum its gradients over devices.
-    axes = tuple(varying_axes(left, right))
-    left, right = vary(left, axes), vary(right, axes)
+    left, right = vary_together(left, right)
     spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
     return _product(spec, left, right, state)
 
@@ -89,40 +77,41 @@ def _forward(
     spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
 ) -> tuple[jax.Array, Any]:
     operation = spec.operation
-    # Scale both operands; with delayed scaling, also update their histories.
-    memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
-    inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
-    weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
+    # With delayed scaling, this also updates the histories of both operands.
+    state = None if state is None else dict(state)
+    inputs = _scale_operand(spec, state, "input", left, operation.summed_axes(operation.left), records=records)
+    weight = _scale_operand(spec, state, "kernel", right, operation.summed_axes(operation.right), records=records)
     # Float8 values are multiplied, and the sums are scaled. A wide output is not rounded in between.
     dtype = np.dtype(operation.compute.preferred_element_type or spec.dtype)
     sums = spec.sums if dtype == spec.dtype else np.dtype(np.float32)
-    values = multiply(operation, inputs.values, weight.values, sums)
+    values = _multiply(operation, inputs.values, weight.values, sums)
     out = _undo_scales(values, operation, inputs, weight).astype(dtype)
     # Row scales serve one direction only, and a weight gradient in the compute dtype needs the unrounded input.
     keeps_left = spec.by_row or not spec.format.weight_grad
-    return out, (left if keeps_left else inputs, right if spec.by_row else weight, memories)
+    return out, (left if keeps_left else inputs, right if spec.by_row else weight, state)
 
 
 def _backward(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    left, right, memories = residuals
-    memories = dict(memories)  # of input and kernel for the next step, of the gradient for this one
-    to_left, to_right = left_transpose(spec.operation), right_transpose(spec.operation)
-    scale = functools.partial(_scale_operand, spec, memories)
+    left, right, state = residuals
+    state = None if state is None else dict(state)  # of input and kernel for the next step, of the gradient for this
+    operation = spec.operation
+    to_left = dataclasses.replace(operation, left=operation.out, out=operation.left)
+    to_right = dataclasses.replace(operation, right=operation.out, out=operation.right)
+    scale = functools.partial(_scale_operand, spec, state)
     # Gradient of the input: output gradient times weight, which is in float8 already unless scaled by row.
     grads = scale("output_grad", grad, to_left.summed_axes(to_left.left))
     weight = scale("kernel", right, to_left.summed_axes(to_left.right))
-    values = grad_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
+    values = differentiate(operation, "left", grads.values, weight.values, spec.left, spec.sums)
     left_grad = _undo_scales(values, to_left, grads, weight).astype(spec.dtype)
     if isinstance(left, Scaled) or spec.format.weight_grad:
         # Gradient of the weight: input times output gradient, scaled again if by row.
         inputs = scale("input", left, to_right.summed_axes(to_right.left))
         grads = scale("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
-        values = grad_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)
+        values = differentiate(operation, "right", grads.values, inputs.values, spec.right, spec.sums)
         right_grad = _undo_scales(values, to_right, inputs, grads).astype(spec.dtype)
     else:
-        right_grad = grad_right(spec.operation, grad.astype(spec.dtype), left, spec.right, spec.dtype)
-    # The gradient of the state is the next state.
-    return left_grad, right_grad, join_memories(memories) if memories else None
+        right_grad = differentiate(operation, "right", grad.astype(spec.dtype), left, spec.right, spec.dtype)
+    return left_grad, right_grad, state  # the gradient of the state is the next state
 
 
 _product.defvjp(_forward, _backward)
@@ -130,24 +119,21 @@ _product.defvjp(_forward, _backward)
 
 def _scale_operand(
     spec: _Float8Spec,
-    memories: dict[str, Memory],
+    state: State | None,
     name: str,
     x: jax.Array | Scaled,
     summed: tuple[int, ...],
     *,
     records: bool = True,
 ) -> Scaled:
-    """Scales an operand to float8; with `records`, also replaces its memory by the next step's."""
+    """Scales an operand to float8; with `records`, also replaces its entries of the state by the next step's."""
     if isinstance(x, Scaled):
         return x
-    if not isinstance(spec.format.recipe, DelayedScaling):
+    if state is None:
         amax = measure_amax(x, summed if spec.by_row else None)
         scale = compute_current_scale(amax, DTYPES[name], spec.format.margin)
         return Scaled(saturate(x, scale, DTYPES[name]), scale)
-    if not records:
-        return scale_by_history(x, name, memories[name], spec.format)
-    scaled, memories[name] = scale_and_record(x, name, memories[name], spec.format)
-    return scaled
+    return (scale_and_record if records else scale_by_history)(x, name, state, spec.format)
 
 
 def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
@@ -167,10 +153,7 @@ def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
 
 @contextlib.contextmanager
 def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
-    """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8.
-
-    A call that `initializes` parameters does not warn: its input is often a single example.
-    """
+    """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8."""
     if not has_float8(given):
         yield
         return
@@ -180,6 +163,7 @@ def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: b
         yield
     finally:
         _ROWS.reset(token)
+    # An initialization does not warn: its input is often a single example.
     if not seen or initializes or OBSERVING.value is not None or not all(rows % MULTIPLE for rows, _ in seen):
         return
     rows, dtype = seen[0]
@@ -199,7 +183,11 @@ def has_float8(given: Policy | PolicyMap) -> bool:
 def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
     """Returns the reason why matmuls with a weight stay in the compute dtype whatever the input, or None."""
     if isinstance(operation.compute, Convolution):
-        return _why_convolution_wide(dict(operation.compute.options), right, format)
+        options = dict(operation.compute.options)
+        if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
+            return "its convolution is one of groups"
+        outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+        return why_sizes_wide(math.prod(right), format, inputs, outputs)
     if not is_matmul(operation, left, right):
         return "its equation sums one operand alone, or repeats one"
     lengths = dict(zip(operation.right, right, strict=True))
@@ -209,83 +197,41 @@ def reason_not_float8(operation: Bilinear, left: tuple[int, ...], right: tuple[i
 
 
 def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
-    """Returns the reason if a weight is too small or a length is not a multiple of 16, else None.
-
-    >>> why_sizes_wide(16384, Float8(), 128, 128), why_sizes_wide(25600, Float8(), 256, 100)
-    (None, 'the length 100 is not a multiple of 16')
-    """
+    """Returns the reason if a weight is too small or a length is not a multiple of 16, else None."""
     if size < format.min_size or size == 0:
         return f"{size} elements are fewer than min_size={format.min_size}"
     odd = next((length for length in lengths if length % MULTIPLE), None)
     return None if odd is None else f"the length {odd} is not a multiple of {MULTIPLE}"
 
 
-def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], format: Float8) -> str | None:
-    if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
-        return "its convolution is one of groups"
-    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
-    return why_sizes_wide(math.prod(right), format, inputs, outputs)
-
-
-def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:
+def _multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:
     """Multiplies float8 values with sums in `dtype`. Convolutions cast first, because XLA has no float8 convolution."""
     compute = operation.compute
     if isinstance(compute, Convolution):
-        return _without_dtype(compute)(left.astype(dtype), right.astype(dtype))
+        return without_preferred_dtype(operation).compute(left.astype(dtype), right.astype(dtype))
     return _contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
 
 
-def grad_left(
+def differentiate(
     operation: Bilinear,
+    side: Side,
     grad: jax.Array,
-    right: jax.Array,
+    other: jax.Array,
     like: core.ShapedArray,
     dtype: np.dtype,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Computes the gradient of the left operand, of type `like`, from the gradient of the output."""
+    """Computes the gradient of one operand, of type `like`, from the gradient of the output and the other operand."""
     if isinstance(operation.compute, Convolution):
-        convolve = _without_dtype(operation.compute)
-        transpose = jax.linear_transpose(lambda left: convolve(left, right.astype(dtype)), like.update(dtype=dtype))
-        return transpose(grad.astype(dtype))[0]
-    sharding = _explicit_sharding(like)
-    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding, precision)
-
-
-def grad_right(
-    operation: Bilinear,
-    grad: jax.Array,
-    left: jax.Array,
-    like: core.ShapedArray,
-    dtype: np.dtype,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Computes the gradient of the right operand, of type `like`, from the gradient of the output."""
-    if isinstance(operation.compute, Convolution):
-        convolve = _without_dtype(operation.compute)
-        transpose = jax.linear_transpose(lambda right: convolve(left.astype(dtype), right), like.update(dtype=dtype))
-        return transpose(grad.astype(dtype))[0]
-    sharding = _explicit_sharding(like)
-    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding, precision)
-
-
-def left_transpose(operation: Bilinear) -> Bilinear:
-    """Returns the labels of `grad_left`, which maps output and right operand to the left operand."""
-    return dataclasses.replace(operation, left=operation.out, out=operation.left)
-
-
-def right_transpose(operation: Bilinear) -> Bilinear:
-    """Returns the labels of `grad_right`, which maps left operand and output to the right operand."""
-    return dataclasses.replace(operation, right=operation.out, out=operation.right)
-
-
-def _without_dtype(convolution: Convolution) -> Convolution:
-    return dataclasses.replace(convolution, preferred_element_type=None)
-
-
-def _explicit_sharding(like: core.ShapedArray) -> NamedSharding | None:
-    """Returns the sharding of a gradient on a mesh with explicit axes, which JAX cannot infer."""
-    return like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
+        convolve, other = without_preferred_dtype(operation).compute, other.astype(dtype)
+        convolve_with = (lambda x: convolve(x, other)) if side == "left" else (lambda x: convolve(other, x))
+        return jax.linear_transpose(convolve_with, like.update(dtype=dtype))(grad.astype(dtype))[0]
+    # JAX cannot infer the sharding on a mesh with explicit axes.
+    sharding = like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
+    out = operation.out
+    if side == "left":
+        return _contract(grad, out, other, operation.right, operation.left, dtype, sharding, precision)
+    return _contract(other, operation.left, grad, out, operation.right, dtype, sharding, precision)
 
 
 def _contract(

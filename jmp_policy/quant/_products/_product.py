@@ -20,16 +20,12 @@ from ._block_product import block_product, has_stored_order
 def multiply_quantized(
     operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None = None
 ) -> jax.Array:
-    """Computes `operation(left, weight)` with a quantized weight.
+    """Computes `operation(left, weight)` with a quantized weight, and straight-through derivatives.
 
-    - `Int8` with activations: each row of `left` is quantized, int8 values are multiplied into int32, and the sums are
-      scaled in float32. This needs one weight scale per sum.
-    - Block formats with activations: see `block_product`. This needs blocks along all summed axes, and the axis order
-      of stored blocks.
+    - `Int8` with activations: each row of `left` is quantized, or all of it by one static scale; int8 values are
+      multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
+    - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
-
-    The derivative passes straight through the rounding, to `left` and to an `FakeQuantized` weight. The output has the
-    dtype of `left`, or the operation's preferred one. `key` is for `NVFP4` with `stochastic_rounding`.
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
@@ -71,9 +67,11 @@ def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
 
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
-    """Quantizes each row of an input to int8 by its largest magnitude, or by the calibrated clip."""
+    """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
+    if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
+        return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
     amax = measure_row_amax(left, summed)
     if clip is not None:
         # Clipping would hide an infinity. All clips of a stack are equal; they are repeated to be sliced with it.

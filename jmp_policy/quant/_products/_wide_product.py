@@ -10,11 +10,11 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32, vary
+from ..._base import at_least_float32
 from ..._jaxpr import PRODUCT_SCOPE
-from ._amax_history import varying_axes
-from ._bilinear import Bilinear, Convolution, is_matmul, without_preferred_dtype
-from ._float8_product import grad_left, grad_right
+from ._amax_history import vary_together
+from ._bilinear import Bilinear, Convolution, Side, is_matmul, without_preferred_dtype
+from ._float8_product import differentiate
 
 
 def wide_product(
@@ -27,20 +27,12 @@ def wide_product(
     of a replicated weight is summed in the dtype of the weight. The operation's `preferred_element_type` is ignored.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3.
-
-    >>> import jax.numpy as jnp
-    >>> from jmp_policy.quant._products._bilinear import Einsum, label_einsum
-    >>> x, w = jnp.full((1, 3), 1 / 256, jnp.bfloat16), jnp.full((3, 1), 1 + 1 / 128)
-    >>> wide_product(label_einsum(2, 2, Einsum("ab,bc->ac")), x, w, jnp.float32, jnp.bfloat16).tolist()
-    [[0.011810302734375]]
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
     operation = without_preferred_dtype(operation)
     if not isinstance(operation.compute, Convolution) and not is_matmul(operation, left.shape, right.shape):
         return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
-    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
-    axes = tuple(varying_axes(left, right))
-    left, right = vary(left, axes), vary(right, axes)
+    left, right = vary_together(left, right)
     types, config = (jax.typeof(left), jax.typeof(right)), cast(Any, jax.config)
     spec = _WideSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
     return _product(spec, left, right)
@@ -76,58 +68,42 @@ def _forward(spec: _WideSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Ar
 
 def _backward(spec: _WideSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     left, right = residuals
-    grad, compute = grad.astype(spec.compute_dtype), spec.operation.compute
+    grad = grad.astype(spec.compute_dtype)
     with jax.default_matmul_precision(spec.precision):
-        if isinstance(compute, Convolution):
-            left_grad, right_grad = _grads_of_convolution(spec, left, right, grad)
-        else:
-            options = {"dtype": spec.sums, "precision": compute.precision}
-            to_left = lambda grad, right: grad_left(spec.operation, grad, right, spec.left, **options)
-            to_right = lambda grad, left: grad_right(spec.operation, grad, left, spec.right, **options)
-            left_grad = _choose_form(spec, to_left, grad, right)
-            right_grad = _choose_form(spec, to_right, grad, left)
+        left_grad = _differentiate(spec, "left", grad, right, spec.left)
+        right_grad = _differentiate(spec, "right", grad, left, spec.right)
     return left_grad.astype(spec.left.dtype), right_grad.astype(spec.right.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first.
+def _differentiate(spec: _WideSpec, side: Side, grad: jax.Array, other: jax.Array, like: core.ShapedArray) -> jax.Array:
+    """Computes the gradient of one operand with sums in float32."""
+    compute = spec.operation.compute
 
-    XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
-    in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For the others it casts as well.
-    """
+    def transpose(grad: jax.Array, other: jax.Array) -> jax.Array:
+        if isinstance(compute, Convolution):
+            run = functools.partial(differentiate, spec.operation, side, like=like, dtype=grad.dtype)
+            return _run_with_sums(spec.sums, run, grad, other)
+        return differentiate(spec.operation, side, grad, other, like, spec.sums, compute.precision)
+
+    return _choose_form(spec, transpose, grad, other)
+
+
+def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first."""
     if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
+    # XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
+    # F32" in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For others it casts as well.
     widen = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
     with jax.named_scope(PRODUCT_SCOPE):
         return lax.platform_dependent(*operands, cpu=widen, default=compute)
 
 
-def _grads_of_convolution(
-    spec: _WideSpec, left: jax.Array, right: jax.Array, grad: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of both operands with sums in float32.
-
-    JAX's transpose outputs the dtype of the operands, so its convolutions are rebound with another
-    `preferred_element_type`. Its other ops only move data.
-    """
-    convolve = spec.operation.compute
-    to_left = lambda grad, right: jax.linear_transpose(
-        lambda left: convolve(left, right), spec.left.update(dtype=right.dtype)
-    )(grad)
-    to_right = lambda grad, left: jax.linear_transpose(
-        lambda right: convolve(left, right), spec.right.update(dtype=left.dtype)
-    )(grad)
-    run = functools.partial(_run_with_sums, spec.sums)
-    return (
-        _choose_form(spec, functools.partial(run, to_left), grad, right),
-        _choose_form(spec, functools.partial(run, to_right), grad, left),
-    )
-
-
 def _run_with_sums(dtype: np.dtype, transpose: Callable[..., Any], *operands: jax.Array) -> jax.Array:
+    """Runs the transpose of a convolution with its sums in `dtype`; JAX's outputs the dtype of the operands."""
     program = jax.make_jaxpr(transpose)(*operands)
     values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values.update(zip(program.jaxpr.invars, operands, strict=True))

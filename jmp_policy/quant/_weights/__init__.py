@@ -4,7 +4,9 @@ from ._array import (
     ARRAYS as ARRAYS,
     Misread as Misread,
     QuantizedArray as QuantizedArray,
+    describe_arrays as describe_arrays,
     is_quantized as is_quantized,
+    list_arrays as list_arrays,
     quantize_array as quantize_array,
     register_with_flax as register_with_flax,
 )

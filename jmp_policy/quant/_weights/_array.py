@@ -26,7 +26,7 @@ from .._numbers import (
     pack,
     quantize_asymmetric,
     quantize_symmetric,
-    round_weight,
+    round_operand,
     unpack,
 )
 from ._layout import Layout, block_length, stack_shape
@@ -42,7 +42,8 @@ class QuantizedArray(Uncast):
 
     Attributes:
       values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two 4-bit
-        values to a byte, or the e4m3 of `MXFP8`.
+        values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the first half of its block in its low
+        half, and one of the second half in its high half; bytes of floats have two neighbors.
       scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
         float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`.
       zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
@@ -53,11 +54,8 @@ class QuantizedArray(Uncast):
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> w = jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
-    >>> w
+    >>> jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
     QuantizedArray(int8, shape=(2, 2), dtype=float32)
-    >>> jnp.allclose(w.dequantize(), jnp.array([[1.0, -4.0], [0.504, 2.016]]), atol=0.005).item()
-    True
     """
 
     values: jax.Array
@@ -103,12 +101,7 @@ class QuantizedArray(Uncast):
 
     @jax.named_scope(ROUNDING_SCOPE)
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """Returns the weight as a floating array.
-
-        Args:
-          dtype: the floating dtype of the result; `None` for the original one. Values and scales are multiplied in
-            float32, and the result is rounded once.
-        """
+        """Returns the weight as a floating array, rounded once from float32 to `dtype` (default: the original)."""
         dtype = self.dtype if dtype is None else parse_dtype(dtype)
         if isinstance(self.format, Int8):
             wide = self.values.astype(jnp.float32) * self.scale
@@ -134,11 +127,9 @@ class QuantizedArray(Uncast):
         return Blocks(values.reshape(shape), scale, tensor_scale)
 
     def shard(self, sharding: NamedSharding) -> "QuantizedArray":
-        """Places the weight on devices: values by `sharding`, and each scale beside its values.
+        """Places values by the sharding of the weight, and each scale beside its values.
 
-        Args:
-          sharding: of the weight, with an entry for each of its axes. For block formats, the entry of the first summed
-            axis applies to the blocks.
+        For block formats, the entry of the first summed axis applies to the blocks.
         """
         spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
         if not isinstance(self.format, Int8):
@@ -214,14 +205,12 @@ def quantize_array(
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, it is quantized already, or `quantization` or `clip` is not valid.
+      ValueError: blocks do not divide it, it is quantized already, `quantization` or `clip` is not valid, or
+        `act_scale="static"` has no `input_clip`. For a `jax.ShapeDtypeStruct` it needs none.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
-    >>> w = jmp.quant.quantize_array(jnp.ones((256, 8)), "nvfp4")
-    >>> w.values.dtype, w.scale.dtype, w.scale.shape, 8 * w.nbytes / w.size
-    (dtype('uint8'), dtype(float8_e4m3fn), (16, 1, 8), 4.515625)
     """
     format = stored_format_of(parse_quantization(quantization))
     if format is None:
@@ -230,6 +219,10 @@ def quantize_array(
             f"quantize_array needs a format that stores weights, got {given!r}. For example: quantize_array(w, 'int8')."
         )
     _check_quantizable(array, where)
+    if isinstance(format, Int8) and format.act_scale == "static" and input_clip is None:
+        if not isinstance(array, jax.ShapeDtypeStruct):
+            raise UncalibratedError(format, where)
+        input_clip = 0.0  # its value does not matter
     if isinstance(array, jax.ShapeDtypeStruct):
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
@@ -251,6 +244,18 @@ def quantize_array(
     if input_clip is not None and isinstance(format, Int8) and format.activations:
         clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
+
+
+class UncalibratedError(ValueError):
+    """Raised for a static scale of inputs that were not calibrated."""
+
+    def __init__(self, format: Int8, where: str):
+        super().__init__(
+            f"{str(format)!r} scales the inputs of a layer by a calibrated magnitude, and the weight{where} has none. "
+            "For example: quantize(variables, policy, input_clips=calibrate(model, batches, variables=variables)). "
+            "calibrate leaves out layers that no batch reaches: give those another policy by a rule of a PolicyMap, or "
+            "a magnitude of your own: input_clips={..., 'path': 6.0}."
+        )
 
 
 def _check_quantizable(array: Any, where: str) -> None:
@@ -280,7 +285,7 @@ def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, w
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2)
+    made = round_operand(array.reshape(*stack, layout.length, math.prod(channels)), None, format, -2, "weight")
     blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
     values = blocks if format.bits == 8 else pack(blocks, len(stack) + 1)
     scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
@@ -322,17 +327,17 @@ def register_with_flax() -> None:
     """Registers quantized weights with Flax's serialization, once."""
     from flax import serialization
 
-    serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)
+    serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
 
 
-def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
+def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
     return {name: array for name in ARRAYS if (array := getattr(weight, name)) is not None}
 
 
 def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
-    wanted = _describe_arrays(_save_arrays(target))
-    found = _describe_arrays(state) if isinstance(state, dict) and "values" in state else None
+    wanted = describe_arrays(list_arrays(target))
+    found = describe_arrays(state) if isinstance(state, dict) and "values" in state else None
     if found != wanted:
         saved = f"a weight that is not quantized: {_describe_array(state)}" if found is None else f"{found}"
         from flax import serialization
@@ -345,7 +350,7 @@ def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     return dataclasses.replace(target, **{name: jnp.asarray(array) for name, array in state.items()})
 
 
-def _describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
+def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
     return {name: _describe_array(array) for name, array in sorted(arrays.items())}
 
 

@@ -8,15 +8,10 @@ from ...policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Axes of a weight: first a stack or batch, then the summed axes, then the output channels.
+    """Axes of a weight: first a stack or batch, then the summed axes, then the output channels."""
 
-    Attributes:
-      contracted: lengths of the summed axes, which are adjacent.
-      channels: number of axes after these.
-    """
-
-    contracted: tuple[int, ...]
-    channels: int
+    contracted: tuple[int, ...]  # lengths of the summed axes, which are adjacent
+    channels: int  # number of axes after these
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -38,13 +33,10 @@ def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = N
 
     A shape alone is ambiguous: `(4, 8, 16)` may be a query projection of an attention with 8 heads, an output
     projection, a convolution, or a stack of four Dense layers. The bias tells these apart. `stacked` is the number of
-    leading axes of a stack (`nn.scan`, `nn.vmap`); it is needed without a bias, or if the stack is as deep as its
-    layers are wide.
+    leading axes of a stack; it is needed without a bias, or if the stack is as deep as its layers are wide.
 
     >>> kernel_layout((64, 4, 16), (4, 16)), kernel_layout((4, 16, 64), (64,))
     (Layout(contracted=(64,), channels=2), Layout(contracted=(4, 16), channels=1))
-    >>> kernel_layout((12, 64, 256), (12, 256)), kernel_layout((12, 64, 256), stacked=1)
-    (Layout(contracted=(64,), channels=1), Layout(contracted=(64,), channels=1))
     """
     shape = shape[stacked:]
     bias = () if bias_shape is None else bias_shape[stacked:]
@@ -69,32 +61,18 @@ def weight_layout(
 
 
 def layer_size(shape: tuple[int, ...], layout: Layout) -> int:
-    """Returns the number of elements of a weight; for a stack, of one layer.
-
-    >>> layer_size((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
-    16384
-    """
+    """Returns the number of elements of a weight; for a stack, of one layer."""
     return math.prod(shape[len(stack_shape(shape, layout)) :])
 
 
 def stack_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """Returns the leading axes that form a stack or batch; the rows of a table do not.
-
-    >>> stack_shape((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
-    (12,)
-    >>> stack_shape((256, 64), table_layout((256, 64)))
-    ()
-    """
+    """Returns the leading axes that form a stack or batch; the rows of a table do not."""
     own = len(layout.contracted) + max(layout.channels, 1)
     return shape[: max(len(shape) - own, 0)]
 
 
 def choose_format(quantization: StoredFormat, layout: Layout) -> StoredFormat:
-    """Returns the format of a weight under a policy, which may differ for tables.
-
-    >>> str(choose_format(Int4(), table_layout((256, 64)))), str(choose_format(Int4(), kernel_layout((256, 64))))
-    ('int8(activations=false)', 'int4/128')
-    """
+    """Returns the format of a weight under a policy, which may differ for tables."""
     if layout.channels or isinstance(quantization, BlockFormat):
         return quantization
     return quantization.for_tables
@@ -104,14 +82,7 @@ WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bit
 
 
 def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat) -> str | None:
-    """Returns the reason why a weight stays in the compute dtype, or None if it is quantized.
-
-    >>> reason_unquantized((8, 8), kernel_layout((8, 8)), Int4())
-    '64 elements are fewer than min_size=4096'
-    >>> from jmp_policy.quant import MXFP8
-    >>> reason_unquantized((100, 128), kernel_layout((100, 128)), MXFP8())
-    'blocks of 32 do not divide its 100 inputs'
-    """
+    """Returns the reason why a weight stays in the compute dtype, or None if it is quantized."""
     if isinstance(quantization, BlockFormat) and not layout.channels:
         return WHY_TABLES_WIDE
     size = layer_size(shape, layout)
@@ -125,11 +96,7 @@ def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: Sto
 
 
 def block_length(layout: Layout, quantization: Int4 | BlockFormat, where: str = "") -> int:
-    """Returns the number of weights that share a scale; raises if it does not divide the inputs.
-
-    >>> [block_length(kernel_layout((512, 8)), Int4(block_size)) for block_size in (128, 1024, -1)]
-    [128, 512, 512]
-    """
+    """Returns the number of weights that share a scale; raises if it does not divide the inputs."""
     block, length = quantization.block_size, layout.length
     if isinstance(quantization, Int4) and (block == PER_CHANNEL or length <= block):
         return length

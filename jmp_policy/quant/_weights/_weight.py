@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from ..._jaxpr import ROUNDING_SCOPE
-from ...policy import Int4, StoredFormat
-from ._array import QuantizedArray, quantize_array
+from ...policy import Int4, Int8, StoredFormat
+from ._array import QuantizedArray, UncalibratedError, quantize_array
 from ._layout import Layout, block_length, choose_format, reason_unquantized
 
 WEIGHT_NAMES = ("kernel", "embedding")  # Flax's names of weights to quantize, if they have two or more axes
@@ -45,8 +45,7 @@ StoredWeight = QuantizedArray | FakeQuantized
 def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
     """Rounds a weight to the values that its quantized form represents, with a straight-through gradient.
 
-    Source: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013 (straight-through);
-    Jacob et al., CVPR 2018, section 3 (fake quantization).
+    Source: Jacob et al., CVPR 2018, section 3 (fake quantization).
     """
     if isinstance(weight, QuantizedArray):
         return weight.dequantize(dtype)
@@ -74,6 +73,8 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
     format = choose_format(format, layout)
     if reason_unquantized(array.shape, layout, format):
         return array
+    if isinstance(format, Int8):  # only stored weights have a static scale of inputs
+        format = dataclasses.replace(format, act_scale="dynamic")
     weight = FakeQuantized(array, format, layout.of(array.shape))
     if isinstance(format, Int4):
         block_length(weight.layout, format, where)  # raises here, where the name of the weight is known
@@ -81,12 +82,11 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
 
 
 def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -> QuantizedArray:
-    """Replaces the format of a quantized weight by a policy's, which may compute differently.
-
-    Raises if the policy stores other values.
-    """
+    """Replaces the format of a quantized weight by a policy's; raises if the policy stores other values."""
     format = choose_format(format, array.layout)
     if type(array.format) is type(format):
+        if isinstance(format, Int8) and format.act_scale == "static" and array.input_clip is None:
+            raise UncalibratedError(format, where)
         stored_options = {"block_size", "scale_rounding", "square_weights"}  # the others say how to compute
         names = {field.name for field in dataclasses.fields(format)} - stored_options
         if dataclasses.replace(array.format, **{name: getattr(format, name) for name in names}) == format:

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 from observed import assert_row_is, assert_same, check_collect, find, find_sites, observe
 
+from jmp_policy.numerics import collect
+
 X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(2).normal(size=(3, 4)), jnp.float32)
 
@@ -37,6 +39,39 @@ def with_own_jvp(x):
 
 
 with_own_jvp.defjvp(lambda primals, tangents: (with_own_jvp(*primals), tangents[0] @ W))
+
+
+def count_equations(program, name):
+    """Counts calls of a recorder, also inside other calls."""
+    bodies = [eqn.params["jaxpr"].jaxpr for eqn in program.eqns if eqn.primitive.name == "jit"]
+    return sum(eqn.params.get("name") == name for eqn in program.eqns) + sum(count_equations(b, name) for b in bodies)
+
+
+def test_values_with_the_same_magnitudes_are_measured_once():
+    def fun(x):
+        return jnp.sin(-x.T.reshape(2, -1)), jnp.abs(x)
+
+    def count(formats):
+        stats = jax.jit(collect(fun, formats, where="all"))(X)[1]
+        program = jax.make_jaxpr(collect(fun, formats, where="all"))(X).jaxpr
+        return stats, count_equations(program, "jmp_record_measure")
+
+    stats, measured = count(["float16"])
+    same = [row for row in stats if row.amax == jnp.max(jnp.abs(X))]
+    assert (len(stats), len(same), measured) == (8, 6, 2)
+    assert len({(row.rms, row.histogram.tobytes()) for row in same}) == 1
+    _, measured = count(["int8/2"])  # the blocks of a transposed tensor are others
+    assert measured == 4
+
+
+def test_functions_inside_do_not_gather_rows_of_their_own():
+    def fun(x):
+        return jax.nn.relu(jax.jit(lambda x: jnp.exp(jax.jit(jnp.tanh)(x)))(x)) * 2.0
+
+    collected = collect(fun, where="all", of="forward")
+    program = jax.make_jaxpr(collected)(X).jaxpr
+    assert count_equations(program, "jmp_record_gather") == 1
+    assert [row.primitive for row in collected(X)[1]] == ["tanh", "exp", "custom_jvp_call", "mul"]
 
 
 def run_kernel(x):

@@ -70,6 +70,26 @@ def test_extremes_zeros_and_what_is_not_finite_are_exact():
     assert abs(row.histogram.sum() / whole.histogram.sum() - 1) < 0.01
 
 
+def test_the_rms_of_a_heavy_tail_is_exact():
+    """Blocks of 4,096 squares are added up in float32, then their sums, each with half a unit of rounding at most."""
+    measure, shape = jax.jit(sampled(formats=("float16",)).measure), (70, 1024)
+    for kind in ("log-normal", "Cauchy", "Pareto", "sparse", "one large column"):
+        for scale in (1e-34, 1.0, 1e22):
+            x = draw(kind, shape) * np.float32(scale)
+            record = measure(x)
+            found = float(record.sums[0, 0].sum()) * 4.0 ** int(record.exponents[0])
+            normal = np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, np.asarray(x, np.float64))
+            np.testing.assert_allclose(found, (normal**2).sum(), rtol=(4096 + x.size // 4096 + 4) * 2**-24)
+
+
+@pytest.mark.slow
+def test_the_error_of_a_sample_is_relative_to_the_sample():
+    """All elements of a constant have the same relative error, in any sample."""
+    x = jnp.full((70, 1024), 1.0003).at[3, 5].set(1000.0)
+    row, exact = collect_row(x), np.abs(np.float64(np.float32(1.0003)) / np.float64(np.float16(1.0003)) - 1)
+    np.testing.assert_allclose(row.formats["float16"].error, exact, rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (4096,), (64, 64), (3, 5, 7), (31, 130)], ids=str)

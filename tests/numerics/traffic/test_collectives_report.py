@@ -224,14 +224,14 @@ ENTRY %main.1_spmd (x: (f32[2,3], /*index=1*/f8e4m3fn[4])) -> pred[] {
 def test_a_program_is_read_with_its_lines(none, parent):
     module = parse_module(HLO.replace("NONE", none).replace("PARENT", parent))
     body = module.computations[module.entry]
-    assert [(array.dtype, array.bits, array.shape) for array in body.instructions["x"].arrays] == [
+    assert [(array.dtype, array.bits, array.shape) for array in module.instructions["x"].arrays] == [
         ("float32", 32, (2, 3)),
         ("float8_e4m3fn", 8, (4,)),
     ]
-    y = body.instructions["y"]
+    y = module.instructions["y"]
     assert (y.operands, y.op_name, y.arrays[0].dtype) == ((("x", 1), ("x", None)), "jit(f)/a/y", "uint8")
     assert [frame.line_num for frame in module.frames[y.frame]] == [9, 7]
-    assert (body.root, body.parameters, body.instructions["z"].arrays[0].dtype) == ("z", {0: "x"}, "bool")
+    assert (body.root, body.parameters, module.instructions["z"].arrays[0].dtype) == ("z", {0: "x"}, "bool")
 
 
 def test_a_file_of_windows_or_beyond_ascii_has_its_name():

@@ -1,0 +1,240 @@
+"""The commands: their arguments, and the functions that run them."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ._outputs import add_files, check_files, check_folder, print_report, print_text, write_files
+from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments
+
+_ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
+
+_DOCTOR_EPILOG = """\
+--json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
+sizes; matmuls, a list (name, dtype, multiplied_in, teraflops, speedup); steps, by dtype (seconds, speedup,
+multiplied_in); recommendation (policy, reason). Speed-ups are over float32: larger is better."""
+
+_AUDIT_EPILOG = """\
+For example, where train.py has train_step(state, batch): write in it
+`def make_args(): return make_state(), jax.ShapeDtypeStruct((8, 128), jnp.float32)`, and run
+`jmp-policy audit train:train_step --args train:make_args`. --json prints one document with these keys: versions, by
+package; device (platform, name, system, half_instructions); function; findings, a list (id, message, source, path,
+dtypes, backward, count); rows (path, operation, dtype, backward, count, flops, bytes); matmuls (operation, dtypes,
+dtype, source, path, backward, count, flops); uncounted_loops; flops; bytes."""
+
+_NUMERICS_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def step(*args): return
+jax.value_and_grad(loss_fn)(*args)` and `def make_args(): return make_params(), {_ARRAY}`, and run
+`jmp-policy numerics train:step --args train:make_args --formats float16 int8`. --json prints one document with these
+keys: versions, by package; device (platform, name, system, half_instructions); function; formats; first_exponent (the
+exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
+count, sampled, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
+
+_TUNE_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
+and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
+scopes that must stay in float32, and the map as code. It also tunes Flax modules: for linen, make_args must return the
+variables first. --json prints one document with these keys: versions, by package; device (platform, name, system,
+half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_config reads it; code; scopes; candidates;
+error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
+
+
+def _add_doctor(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "doctor",
+        help="how fast this machine trains in each dtype, and which policy to use",
+        description="Measure matmuls, and forward and backward of a perceptron, in each dtype, and recommend a policy.",
+        epilog=_DOCTOR_EPILOG,
+    )
+    _add_json(parser, "tables")
+    return parser
+
+
+def _add_audit(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "audit",
+        help="which operations of a function run in which dtype, and where that loses numbers",
+        description="Trace a function without running it. Print the dtype of each operation, and the lines that are "
+        "likely to lose precision or time.",
+        epilog=_AUDIT_EPILOG,
+    )
+    _add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
+    _add_json(parser, "tables")
+    return parser
+
+
+def _add_numerics(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "numerics",
+        help="what the tensors of a function look like, and what number formats would do to them",
+        description="Run a function once. Print the range of each tensor, and the share of it that would underflow "
+        "or overflow in each number format.",
+        epilog=_NUMERICS_EPILOG,
+    )
+    _add_call(parser, "train:grad_step")
+    options = {
+        "formats": ("FORMAT", "such as float16, bf16, int4/32 or mxfp8 (default: float16 bfloat16 "
+                    "float8_e4m3fn float8_e5m2)"),
+        "where": ("WHAT", "matmuls, all, operations such as exp, and patterns of paths (default: matmuls)"),
+        "of": ("PASS", "some of forward, recomputed, backward, arguments and results (default: all but recomputed)"),
+    }  # fmt: skip
+    for name, (metavar, text) in options.items():
+        parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
+    _add_json(parser, "a table")
+    add_files(parser, page=", with all rows, that sorts", picture="the exponents")
+    return parser
+
+
+def _add_tune(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "tune",
+        help="which modules must stay in float32, found by trying",
+        description="Find the smallest set of modules and named scopes that must stay in float32 for the loss and "
+        "gradients of a function to stay within a tolerance of float32. Print it as a PolicyMap.",
+        epilog=_TUNE_EPILOG,
+    )
+    _add_call(parser, "train:loss_fn")
+    parser.add_argument("--policy", default="mixed_float16", help="what to tune (default: mixed_float16)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="ERROR", help="the largest relative error (default: 0.01)"
+    )
+    parser.add_argument(
+        "--metric",
+        metavar="MODULE:FUNCTION",
+        help="a function metric(fun, *args) that returns what to compare, such as the loss after twenty steps; fun is "
+        "the function under a trial map",
+    )
+    budget, seed = _integer_from(1), _integer_from(0)
+    parser.add_argument("--budget", type=budget, metavar="N", help="try at most N maps, each with one compilation")
+    parser.add_argument("--loss-scale", type=float, metavar="SCALE", help="multiply the loss by this for gradients")
+    parser.add_argument("--has-aux", action="store_true", help="the function returns a loss and auxiliary data")
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="seed of the random weights that turn outputs into a loss"
+    )
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="save trials here, and resume from those in it")
+    _add_json(parser, "a table")
+    add_files(parser, page="", picture="the trials")
+    return parser
+
+
+def _add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
+    """Adds the function of a command and `--args`."""
+    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"such as {example}, in this folder")
+    parser.add_argument("--args", metavar="MODULE:FUNCTION", help=returned)
+
+
+def _add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print one JSON document instead of {instead_of}")
+
+
+def _integer_from(least: int) -> Callable[[str], int]:
+    """Makes the type of an argument that is an integer from `least` to 2**32 - 1."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**32:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {2**32 - 1}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import diagnose
+
+    diagnosis = diagnose()
+    if arguments.json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        print_text(diagnosis)
+    return 0
+
+
+def _run_audit(arguments: argparse.Namespace) -> int:
+    from ..numerics import audit
+
+    def make_report() -> Any:
+        fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+        return audit(fun)(*args)
+
+    report = _show(make_report, arguments)
+    return 1 if arguments.strict and report.findings else 0
+
+
+def _run_numerics(arguments: argparse.Namespace) -> int:
+    from ..numerics import collect
+
+    chosen = {name: getattr(arguments, name) for name in ("formats", "where", "of") if getattr(arguments, name)}
+    measure = lambda fun: collect(fun, **chosen)
+
+    def make_report() -> Any:
+        try:
+            measure(len)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        fun, args = load_call(arguments, measure, example=_ARRAY)
+        check_numbers(args, arguments.args, _ARRAY)
+        try:
+            return measure(fun)(*args)[1]
+        except ValueError as error:
+            if not str(error).startswith("where has"):  # patterns can only be checked after tracing
+                raise
+            raise UserError(str(error)) from None
+
+    _show(make_report, arguments)
+    return 0
+
+
+def _run_tune(arguments: argparse.Namespace) -> int:
+    """Returns 1 if no map is within the tolerance."""
+    from ..numerics._tune import tune
+
+    def make_report() -> Any:
+        target, args = _load_target(arguments)
+        check_numbers(args, arguments.args, _ARRAY)
+        metric = None if arguments.metric is None else load_function(arguments.metric)
+        names = ("tolerance", "budget", "has_aux", "loss_scale", "seed")
+        options = {name: getattr(arguments, name) for name in names}
+        try:
+            return tune(target, args, arguments.policy, metric=metric, trials_file=arguments.trials, **options)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    check_folder("--trials", arguments.trials)
+    return 0 if _show(make_report, arguments).is_met else 1
+
+
+def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    from ..modules import find_adapter
+
+    found = load_function(arguments.function)
+    if isinstance(found, type):
+        name = arguments.function
+        raise UserError(f"{name}: tune takes a function or a module, and {found.__name__} is a class.")
+    if find_adapter(found) is not None:
+        return found, () if arguments.args is None else make_arguments(arguments.args)
+    return load_call(arguments, callable, example=_ARRAY)
+
+
+def _show(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
+    """Makes a report, writes its files, prints it and returns it."""
+    check_files(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
+        report = make_report()
+    write_files(report, arguments)
+    print_report(report, arguments)
+    return report
+
+
+COMMANDS: dict[str, tuple[Callable[[Any], argparse.ArgumentParser], Callable[[argparse.Namespace], int]]] = {
+    "doctor": (_add_doctor, _run_doctor),
+    "audit": (_add_audit, _run_audit),
+    "numerics": (_add_numerics, _run_numerics),
+    "tune": (_add_tune, _run_tune),
+}
+"""By name: adds the subparser of a command, and runs it."""

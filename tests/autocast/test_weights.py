@@ -1,0 +1,373 @@
+"""`autocast(weights=)`: which matmuls are quantized, and that they are those of `with_policy`."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiles import compiles
+from flax import linen as nn, nnx
+
+from jmp_policy import PolicyMap, autocast, explain, force_full_precision, with_policy
+from jmp_policy._jaxpr import walk
+
+POLICY = "int8_from_mixed_bfloat16"
+FORMATS = ["int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)"]
+W, X = jnp.ones((64, 64)), jnp.ones((16, 64))
+STACK = jnp.ones((2, 64, 64))
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(nn.relu(nn.Dense(128)(x)))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(nn.relu(nn.Conv(64, (3, 3))(x)).mean((1, 2)))
+
+
+class Block(nn.Module):
+    """A GPT of one block; its table is left by a rule, because `autocast` quantizes no lookups."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 64)(tokens)
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        return nn.Dense(64, use_bias=False)(nn.LayerNorm()(x))
+
+
+class NnxConvNet(nnx.Module):
+    def __init__(self, rngs):
+        self.conv, self.head = nnx.Conv(32, 64, (3, 3), rngs=rngs), nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.conv(x)).mean((1, 2)))
+
+
+IMAGES = jax.random.normal(jax.random.key(1), (16, 4, 4, 32))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
+
+
+def square(apply, params, x):
+    return (apply(params, x).astype(jnp.float32) ** 2).mean()
+
+
+def assert_equal(ours, theirs):
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.float32(a), np.float32(b), jax.tree_util.keystr(path))
+
+
+def assert_equals_with_policy(model, x, policy):
+    variables = model.init(jax.random.key(0), x)
+    theirs, ours = with_policy(model, policy).apply, autocast(model.apply, policy, weights=0)
+    steps = [jax.jit(jax.value_and_grad(functools.partial(square, apply))) for apply in (ours, theirs)]
+    assert_equal(*(step(variables, x) for step in steps))
+
+
+def list_quantization(fun, *args):
+    return {row.path: row.quantization for row in explain(fun, *args).rows}
+
+
+def is_int8(fun, *args):
+    return "preferred_element_type=int32" in str(jax.make_jaxpr(fun)(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_mlp_has_the_bits_of_with_policy(format):
+    assert_equals_with_policy(MLP(), jax.random.normal(jax.random.key(1), (32, 64)), f"{format}_from_mixed_bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "mxfp8", "float8(min_size=0,recipe=current)"])
+def test_a_convnet_has_the_bits_of_with_policy(format):
+    assert_equals_with_policy(ConvNet(), IMAGES, f"{format}_from_mixed_bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "mxfp8"])
+def test_a_transformer_has_the_bits_of_with_policy(format):
+    """In float32: in bfloat16 the norms and the softmax of both differ, quantized or not."""
+    assert_equals_with_policy(Block(), TOKENS, PolicyMap({"Embed_0": "float32"}, f"{format}_from_float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "int4/32"])
+def test_an_nnx_convnet_has_the_bits_of_with_policy(format):
+    policy, model = f"{format}_from_mixed_bfloat16", NnxConvNet(nnx.Rngs(0))
+    ours = autocast(lambda model, x: model(x), policy, weights=0)
+    step = nnx.jit(nnx.value_and_grad(lambda model, x: square(lambda model, x: model(x), model, x)))
+    theirs = step(with_policy(model, policy), IMAGES)
+    assert_equal(nnx.jit(nnx.value_and_grad(functools.partial(square, ours)))(model, IMAGES), theirs)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_multiplies_as_with_policy(format):
+    """By the operations of the forward and backward pass; the slow tests compare bits."""
+    policy, variables = f"{format}_from_mixed_bfloat16", {"params": {"kernel": W}}
+    model, plain = nn.Dense(64, use_bias=False), lambda variables, x: x @ variables["params"]["kernel"]
+
+    def count_operations(apply):
+        program = jax.make_jaxpr(jax.grad(functools.partial(square, apply)))(variables, X).jaxpr
+        steps = (step for step in walk(program) if step.name not in ("link", "constant"))
+        return collections.Counter((step.name, *(var.aval.str_short() for var in step.results)) for step in steps)
+
+    operations = count_operations(autocast(plain, policy, weights=0))
+    assert operations == count_operations(with_policy(model, policy).apply)
+    assert operations != count_operations(autocast(plain, "mixed_bfloat16"))
+
+
+def scan(body, *args, **options):
+    return jax.lax.scan(body, *args, **options)[0]
+
+
+WAYS = {
+    "transpose": (lambda w, x: x @ w.T, W),
+    "reshape": (lambda w, x: x @ w.reshape(64, 64), jnp.ones((8, 8, 64))),
+    "cast": (lambda w, x: x @ w.astype(jnp.bfloat16).astype(jnp.float32), W),
+    "slice": (lambda w, x: x @ w[1], STACK),
+    "dynamic slice": (lambda w, x: x @ jax.lax.dynamic_index_in_dim(w, x[0, 0].astype(int), keepdims=False), STACK),
+    "new axis": (lambda w, x: x[None] @ w[None], W),
+    "several": (lambda w, x: x @ jnp.concatenate([w[0], w[1]], 1), STACK),
+    "split": (lambda w, x: x @ jnp.split(w, 2)[0][0], STACK),
+    "left operand": (lambda w, x: w @ x.T, W),
+    "einsum": (lambda w, x: jnp.einsum("bd,hdk->bhk", x, w), STACK),
+    "scanned": (lambda w, x: scan(lambda x, w: (x @ w, None), x, w), STACK),
+    "constant of a scan": (lambda w, x: scan(lambda x, _: (x @ w, None), x, length=2), W),
+    "carried": (lambda w, x: scan(lambda c, _: ((c[0] @ c[1], c[1]), None), (x, w), length=2)[0], W),
+    "rotated": (lambda w, x: scan(lambda c, w: ((c[0] @ c[1], w), None), (x, w[0]), w)[0], STACK),
+    "while": (lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ w, x), W),
+    "branch": (lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x, w), W),
+    "jit": (jax.jit(lambda w, x: x @ jax.jit(jnp.transpose)(w)), W),
+    "remat": (jax.checkpoint(lambda w, x: x @ w), W),
+    "vmap": (jax.vmap(lambda w, x: w @ x, (None, 0)), W),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_is_followed(way):
+    fun, w = WAYS[way]
+    quantized = autocast(fun, POLICY, weights=0)
+    assert is_int8(quantized, w, X)
+    assert list_quantization(quantized, w, X) == {"0": "int8"}
+
+
+def test_transformations_work_around_it():
+    quantized = autocast(lambda w, x: x @ w, POLICY, weights=0)
+    assert is_int8(jax.jit(lambda w, x: jax.jit(quantized)(w, jnp.float32(quantized(w, x)))), W, X)
+    assert is_int8(jax.vmap(quantized, (0, None)), STACK, X)
+    assert is_int8(jax.grad(lambda w: jax.checkpoint(quantized)(w, X).astype(jnp.float32).sum()), W)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_is_entered(check_vma):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data"), "check_vma": check_vma}
+    inside = jax.shard_map(autocast(lambda w, x: x @ w, POLICY, weights=0), mesh=mesh, **specs)
+    around = autocast(jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs), POLICY, weights=0)
+    for fun in (inside, around):
+        assert is_int8(jax.grad(lambda w, fun=fun: fun(w, X).astype(jnp.float32).sum()), W)
+
+
+def opaque(w, x):
+    return x @ w
+
+
+LOSSY = jax.custom_vjp(opaque)
+LOSSY.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, grad: (kept[1].T @ grad, grad @ kept[0].T))
+TANGENT = jax.custom_jvp(opaque)
+TANGENT.defjvp(lambda primals, tangents: (TANGENT(*primals), primals[1] @ tangents[0] + tangents[1] @ primals[0]))
+
+
+@pytest.mark.parametrize("fun", [LOSSY, TANGENT], ids=["custom_vjp", "custom_jvp"])
+def test_a_custom_derivative_is_opaque_unless_asked(fun):
+    also = lambda w, x: fun(w["inside"], x) + x @ w["outside"]
+    both, default = {"inside": W, "outside": W}, autocast(also, POLICY, weights=0)
+    found = list_quantization(default, both, X)
+    assert "custom_rules='inside' quantizes its forward pass" in found["0/inside"]
+    assert found["0/outside"] == "int8"
+    inside = autocast(fun, POLICY, weights=0, custom_rules="inside")
+    assert is_int8(inside, W, X)
+    assert is_int8(jax.grad(lambda w: inside(w, X).sum()), W)  # the rule's own forward pass, too
+
+
+REASONS = {
+    "both operands are weights": lambda w, x: x @ (w["other"] @ w["own"]),
+    "mul reads it": lambda w, x: x @ (w["own"] * 2),
+    "64 elements are fewer than min_size=4096": lambda w, x: x[:, :8] @ w["own"][:8, :8],
+    "it is multiplied as a vector": lambda w, x: x @ w["own"][0],
+    "it does not run in the compute dtype": force_full_precision(lambda w, x: x @ w["own"]),
+    "a rule leaves it out": jax.named_scope("half")(lambda w, x: x @ w["own"]),
+    "the rows of a table are read": lambda w, x: w["own"][x[:, 0].astype(int)] @ w["own"],
+    "it is the input of a convolution": lambda w, x: jax.lax.conv(w["own"][None, None], x[None, None], (1, 1), "SAME"),
+    "nothing reads it": lambda w, x: x,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_an_explanation_says_why_a_weight_is_left(reason):
+    fun = lambda w, x: (REASONS[reason](w, x), x @ w["other"])
+    policy = PolicyMap({"half": "mixed_bfloat16"} if reason == "a rule leaves it out" else {}, POLICY)
+    found = list_quantization(autocast(fun, policy, weights=0), {"own": W, "other": W}, X)
+    assert found["0/own"].startswith(f"left: {reason}")
+    assert found["0/other"] == ("int8" if reason != "both operands are weights" else f"left: {reason}; int8")
+
+
+def test_a_carried_weight_that_changes_is_left():
+    body = lambda c, _: ((c[0] @ c[1], c[1] * 2), None)
+    fun = autocast(lambda w, x: scan(body, (x, w[0]), length=2)[0] + x @ w[1], POLICY, weights=(0,))
+    found = list_quantization(fun, (W, W), X)
+    assert found == {"0/0": "left: a loop carries it and changes it", "0/1": "int8"}
+    assert str(jax.make_jaxpr(fun)((W, W), X)).count("preferred_element_type=int32") == 1
+
+
+def test_a_predicate_and_several_numbers_choose_weights():
+    fun = lambda x, first, *, params: x @ first + x @ params["kernel"] + x @ params["other"]
+    call = lambda weights: lambda x: autocast(fun, POLICY, weights=weights)(x, W, params={"kernel": W, "other": W})
+    choose = lambda weights: str(jax.make_jaxpr(call(weights))(X)).count("preferred_element_type=int32")
+    assert choose(1) == choose([1]) == choose(lambda path: path == "params/kernel") == choose((1,)) == 1
+    assert choose(lambda path: path in ("1", "params/other")) == 2
+
+
+def test_a_decorator_takes_weights():
+    @autocast(POLICY, weights=0)
+    def apply(w, x):
+        return x @ w
+
+    assert is_int8(apply, W, X)
+    assert list_quantization(jax.jit(apply), W, X) == {"0": "int8"}
+
+
+def test_explain_of_a_function_without_weights_is_refused():
+    with pytest.raises(TypeError, match=r"^explain takes a Flax module, got"):
+        explain(autocast(opaque, "mixed_bfloat16", weights=0), W, X)
+
+
+def test_an_explicit_mesh_keeps_shardings():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        out = jax.eval_shape(autocast(opaque, POLICY, weights=0), W, x)
+    assert out.sharding.spec == jax.P("data", None)
+
+
+@pytest.mark.slow
+def test_a_second_eager_call_compiles_nothing():
+    step = lambda x, w: (x @ w, None)
+    fun = autocast(lambda w, x: scan(step, x, w), POLICY, weights=0)
+    fun(STACK, X)
+    with compiles() as count:
+        fun(STACK, X)
+    assert count == [0]
+
+
+@pytest.mark.slow
+def test_an_equinox_model_is_quantized():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(64, 64, 3, key=jax.random.key(0)), eqx.nn.Lambda(jnp.ravel)])
+    params, static = eqx.partition((model, eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(1))), eqx.is_array)
+
+    def apply(params, images, x):
+        convolve, mlp = eqx.combine(params, static)
+        return jax.vmap(convolve)(images), jax.vmap(mlp)(x)
+
+    found = list_quantization(autocast(apply, POLICY, weights=0), params, jnp.ones((2, 64, 4, 4)), X)
+    assert {name: text for name, text in found.items() if name.endswith("weight")} == {
+        "0/0/layers/0/weight": "int8",
+        "0/1/layers/0/weight": "int8",
+        "0/1/layers/1/weight": "int8",
+    }
+
+
+@pytest.mark.slow
+def test_an_equinox_mlp_trains_like_its_flax_twin():
+    """The first losses are equal; later ones differ by one rounding, of sums over a transposed gradient."""
+    eqx = pytest.importorskip("equinox")
+    x = jax.random.normal(jax.random.key(1), (32, 64))
+    model = MLP()
+    variables = model.init(jax.random.key(0), x)
+    layers = [variables["params"][name] for name in ("Dense_1", "Dense_0")]  # the inner one is made last
+    mlp = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
+    for i, layer in enumerate(layers):
+        where = lambda mlp, i=i: (mlp.layers[i].weight, mlp.layers[i].bias)
+        mlp = eqx.tree_at(where, mlp, (layer["kernel"].T, layer["bias"]))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    ours = autocast(lambda params, x: jax.vmap(eqx.combine(params, static))(x), POLICY, weights=0)
+    losses = []
+    for apply, tree in ((with_policy(model, POLICY).apply, variables), (ours, params)):
+        step = jax.jit(jax.value_and_grad(functools.partial(square, apply)))
+        losses.append([])
+        for _ in range(5):
+            loss, grads = step(tree, x)
+            tree = jax.tree.map(lambda p, g: p - g, tree, grads)
+            losses[-1].append(float(loss))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_haiku_net_is_quantized():
+    hk = pytest.importorskip("haiku")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(64)(jax.nn.relu(hk.Conv2D(64, 3)(x)).mean((1, 2)))))
+    images = jnp.ones((2, 4, 4, 32))
+    params = jax.eval_shape(net.init, jax.random.key(0), images)
+    found = list_quantization(autocast(net.apply, POLICY, weights=0), params, images)
+    assert found == {"0/conv2_d/w": "int8", "0/linear/w": "int8"}
+
+
+@pytest.mark.slow
+def test_tied_weights_are_one_weight():
+    tied = jax.jit(jax.grad(lambda w: square(autocast(lambda w, x: x @ w @ w.T, POLICY, weights=0), w, X)))(W)
+    untied = lambda w, x: autocast(lambda a, b, x: x @ a @ b.T, POLICY, weights=(0, 1))(w, w, x)
+    assert_equal(tied, jax.jit(jax.grad(lambda w: square(untied, w, X)))(W))
+
+
+@pytest.mark.slow
+def test_a_left_operand_has_the_bits_of_a_right_one():
+    w, x = jax.random.normal(jax.random.key(0), (64, 128)), jax.random.normal(jax.random.key(1), (16, 64))
+    left = jax.jit(autocast(lambda w, x: (w.T @ x.T).T, POLICY, weights=0))(w, x)
+    assert_equal(left, jax.jit(autocast(lambda w, x: x @ w, POLICY, weights=0))(w, x))
+
+
+@pytest.mark.parametrize(
+    ("fun", "weights", "message"),
+    [
+        (lambda w, x: x @ (w * 2), 0, r"weights=0 reaches no .* as a weight: '0' \(mul reads it in .*test_weights.py:"),
+        (lambda w, x: w[x[:, 0].astype(int)], 0, r"weights=0 reaches .*: '0' \(the rows of a table are read"),
+        (LOSSY, 0, r"weights=0 reaches .* custom_rules='inside'"),
+        (opaque, 2, "weights=2 reaches .*: it names no floating array; the first paths are '0', '1'. For example:"),
+        (opaque, lambda path: "kernel" in path, "weights reaches .*: it names no floating array; the first paths"),
+    ],
+)
+def test_an_argument_that_reaches_no_matmul_is_refused(fun, weights, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(autocast(fun, POLICY, weights=weights), W, X)
+
+
+def test_blocks_that_do_not_divide_a_weight_are_refused_with_its_path():
+    fun = autocast(lambda params, x: x @ params["kernel"], "int4_from_mixed_bfloat16", weights=0)
+    with pytest.raises(ValueError, match="Blocks of 128 do not divide the 200 inputs of the weight '0/kernel'"):
+        jax.eval_shape(fun, {"kernel": jnp.ones((200, 64))}, jnp.ones((16, 200)))
+
+
+def test_a_gradient_inside_is_warned_of():
+    fun = autocast(jax.grad(lambda w, x: ((x @ w) ** 2).sum()), POLICY, weights=0)
+    with pytest.warns(UserWarning, match=r"quantizes the forward pass alone.* write grad\(autocast\(f\)\)"):
+        assert is_int8(fun, W, X)
+
+
+def test_an_accumulate_dtype_reaches_quantized_matmuls():
+    fun = autocast(lambda w, x: x @ w, "int8_from_p=f32,c=bf16,o=none,a=f32", weights=0)
+    assert is_int8(fun, W, X)
+    assert "bf16[16,64] = dot_general" not in str(jax.make_jaxpr(fun)(W, X))
+
+
+def test_a_policy_without_quantization_ignores_weights():
+    plain, named = (autocast(opaque, "mixed_bfloat16", weights=weights) for weights in (None, 0))
+    assert str(jax.make_jaxpr(plain)(W, X)) == str(jax.make_jaxpr(named)(W, X))

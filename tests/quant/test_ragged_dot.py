@@ -1,0 +1,201 @@
+"""Grouped matmuls in 8 bits: equal to a dense matmul per group, forward and in both gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+from jmp_policy import quant
+
+FORMATS = ("int8", "float8(recipe=current,min_size=0)", "mxfp8")
+VARIANTS = (
+    "float8(recipe=current/row,min_size=0)",
+    "float8(recipe=current,min_size=0,weight_grad=false)",
+    "mxfp8(block_size=16,gradients=e5m2)",
+)
+UNEVEN = (5, 0, 19, 6)  # of 32 rows
+_DENSE = (((1,), (0,)), ((), ()))
+
+
+def run_groups(x, w, g, sizes, format, **options):
+    """Returns the output and both gradients of `ragged_dot`."""
+    multiply = lambda x, w: quant.ragged_dot(x, w, jnp.array(sizes, np.int32), quantization=format, **options)
+    out, pull = jax.vjp(multiply, x, w)
+    return (out, *pull(g))
+
+
+def run_dense(x, w, g, sizes, format, **options):
+    """Returns the same from a `dot_general` per group; float8 needs rows of zeros after each group."""
+
+    def multiply(x, w):
+        outs, begin = [], 0
+        for matrix, size in zip(w, sizes, strict=True):
+            padding = -size % 16 if "float8" in format else 0
+            rows = jnp.pad(x[begin : begin + size], ((0, padding), (0, 0)))
+            outs.append(quant.dot_general(rows, matrix, _DENSE, quantization=format, **options)[:size])
+            begin += size
+        outs.append(jnp.zeros((len(x) - begin, w.shape[-1]), outs[0].dtype))
+        return jnp.concatenate(outs)
+
+    out, pull = jax.vjp(multiply, x, w)
+    return (out, *pull(g))
+
+
+def draw_exact(dtype, rows=32, groups=4, inputs=32, outputs=16):
+    """Draws integers whose rounded products have exact float32 sums, with a largest element that differs by group."""
+    draws = np.random.default_rng(0)
+    x, w, g = (
+        draws.integers(-4, 5, shape).astype(np.float32)
+        for shape in ((rows, inputs), (groups, inputs, outputs), (rows, outputs))
+    )
+    x[3:9] *= 8
+    x[:, 0] = w[:, 0] = 127  # int8 scales are powers of two
+    return jnp.array(x, dtype), jnp.array(w * 2.0 ** np.arange(groups)[:, None, None], dtype), jnp.array(g, dtype)
+
+
+def assert_equal(tree, other):
+    for x, y in zip(tree, other, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)])
+def test_groups_equal_a_dense_matmul_each(format):
+    operands = draw_exact(np.float32)
+    groups, dense = (jax.jit(run, static_argnums=(3, 4)) for run in (run_groups, run_dense))
+    assert_equal(groups(*operands, UNEVEN, format), dense(*operands, UNEVEN, format))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(32, 0, 0, 0), (0, 0, 0, 0), (8, 8, 8, 8), (1, 29, 1, 1)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_sizes_equal_dense_matmuls(format, sizes):
+    operands = draw_exact(jnp.bfloat16)
+    wide = {"preferred_element_type": np.float32}  # bfloat16 sums are rounded before or after the scales
+    x, w, g = *operands[:2], operands[2].astype(np.float32)
+    groups, dense = (
+        jax.jit(lambda x, w, g, run=run: run(x, w, g, sizes, format, **wide)) for run in (run_groups, run_dense)
+    )
+    results, expected = groups(x, w, g), dense(x, w, g)
+    assert_equal(results[:1], expected[:1])
+    for result, other in zip(results[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(
+            np.asarray(result, np.float32), np.asarray(other, np.float32), rtol=2**-7, atol=2**-7
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_numbers_differ_from_dense_by_the_order_of_sums(format):
+    draws = np.random.default_rng(1)
+    x, w, g = (jnp.array(draws.normal(size=shape), np.float32) for shape in ((32, 64), (4, 64, 48), (32, 48)))
+    groups, dense = (jax.jit(run, static_argnums=(3, 4)) for run in (run_groups, run_dense))
+    # Each sum of n products differs by at most n * 2**-24 times the sum of magnitudes, which is at most n * 4.5**2.
+    for result, other in zip(groups(x, w, g, UNEVEN, format), dense(x, w, g, UNEVEN, format), strict=True):
+        np.testing.assert_allclose(result, other, rtol=0, atol=64 * 64 * 4.5**2 * 2**-24)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_after_the_last_group_do_not_count(format):
+    x, w, g = draw_exact(np.float32)
+    sizes = (5, 0, 9, 2)
+    poisoned = x.at[16:].set(jnp.nan), w, g.at[16:].set(1e30)
+    groups = jax.jit(run_groups, static_argnums=(3, 4))
+    results = groups(*poisoned, sizes, format)
+    assert_equal(results, groups(x.at[16:].set(0), w, g, sizes, format))
+    assert not results[0][16:].any()
+    assert not results[1][16:].any()
+
+
+@pytest.mark.parametrize("format", ["int8", "float8(recipe=current,min_size=0)"])
+def test_a_bad_group_leaves_the_others_alone(format):
+    x, w, _ = draw_exact(np.float32)
+    multiply = jax.jit(lambda x: quant.ragged_dot(x.at[0, 0].set(jnp.inf), w, jnp.array(UNEVEN), quantization=format))
+    out = multiply(x)
+    assert not jnp.isfinite(out[0]).any()
+    assert jnp.isfinite(out[5:]).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "operands"),
+    [
+        ("int8", ["i8 i8 i32", "bf16 bf16 bf16", "bf16 bf16 bf16"]),
+        ("float8(recipe=current)", ["f8E4M3FN f8E4M3FN bf16", "f8E5M2 f8E4M3FN bf16", "f8E4M3FN f8E5M2 bf16"]),
+        ("mxfp8", ["bf16 bf16 f32"] * 3),  # JAX has no grouped matmul of blocks
+    ],
+)
+def test_accelerators_get_8_bit_operands(format, operands):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (4, 128, 128), (64, 128))]
+    program = jax.jit(lambda *operands: run_groups(*operands, (16, 0, 40, 8), format))
+    for platform in ("tpu", "cuda"):
+        text = export.export(program, platforms=[platform])(*shapes).mlir_module()
+        calls = [line for line in text.splitlines() if 'composite "chlo.ragged_dot"' in line]
+        types = [re.findall(r"tensor<[0-9x]+x(\w+)>", line.rpartition(" : ")[2]) for line in calls]
+        assert [f"{left} {right} {out}" for left, right, _, out in types] == operands
+
+
+def test_output_and_gradients_have_the_dtypes_of_dot_general():
+    x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 32), (4, 32, 16), (32, 16)))
+    for format in (None, *FORMATS, *VARIANTS):
+        for options in ({}, {"preferred_element_type": np.float32}):
+            arguments = x, w.update(dtype=np.float32) if format else w, g.update(dtype=np.float32) if options else g
+            outs = jax.eval_shape(lambda *operands: run_groups(*operands, UNEVEN, format, **options), *arguments)
+            assert [out.dtype for out in outs] == [arguments[2].dtype, x.dtype, arguments[1].dtype]
+
+
+def test_small_or_odd_matmuls_stay_out_of_float8():
+    x, w, _ = draw_exact(np.float32)
+    plain = lax.ragged_dot(x, w, jnp.array(UNEVEN))
+    small = quant.ragged_dot(x, w, jnp.array(UNEVEN), quantization="float8(recipe=current)")
+    np.testing.assert_array_equal(small, plain)
+    odd = quant.ragged_dot(x[:31], w, jnp.array(UNEVEN), quantization="float8(recipe=current,min_size=0)")
+    np.testing.assert_array_equal(odd, plain.at[30:].set(0)[:31])
+
+
+@pytest.mark.slow
+def test_vmap_equals_a_call_each():
+    x, w, _ = draw_exact(np.float32)
+    sizes = jnp.array([UNEVEN, (32, 0, 0, 0)])
+    multiply = lambda x, w, sizes: quant.ragged_dot(x, w, sizes, quantization="int8")
+    out = jax.vmap(multiply)(jnp.stack([x, x]), jnp.stack([w, w]), sizes)
+    assert_equal(out, [multiply(x, w, sizes[0]), multiply(x, w, sizes[1])])
+
+
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_a_second_derivative_is_an_error(format):
+    x, w, _ = draw_exact(np.float32)
+    loss = lambda x: quant.ragged_dot(x, w, jnp.array(UNEVEN), quantization=format).sum()
+    with pytest.raises(TypeError, match=r"have no second derivative\. For example"):
+        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).sum()), x)
+
+
+X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((X, W[0], SIZES), {}, ValueError, r"takes shapes \(m, k\), \(g, k, n\) and \(g,\), got \(8, 4\), \(4, 3\)"),
+        ((X, W, SIZES[:1]), {}, ValueError, r"and \(1,\)\. For example: \(64, 32\), \(4, 32, 16\) and \(4,\)\."),
+        ((X, W, SIZES.astype(np.float32)), {}, TypeError, r"integers, got 'float32'\. For example: group_sizes\.as"),
+        ((X.astype(np.int32), W, SIZES), {}, TypeError, r"got int32\[8, 4\]\. For example: ragged_dot\(x\.astype\("),
+        ((X, W, SIZES), {"group_offset": SIZES[:1]}, NotImplementedError, r"no group_offset with .*'int8'\. For exam"),
+        ((X, W, SIZES), {"quantization": "int4"}, ValueError, r"'int4/128' has 4\. For example: quantization='int8'"),
+        ((X, W, SIZES), {"quantization": "int8(activations=false)"}, ValueError, r"quantizes weights only\. For exam"),
+        ((X, W, SIZES), {"quantization": "float8"}, ValueError, r"which 'float8' needs\. For .*float8\(recipe=current"),
+        ((X, W, SIZES), {"quantization": "mxfp8"}, ValueError, r"Blocks of 32 do not divide the 4 inputs"),
+        ((X, W, SIZES), {"quantization": "int9"}, ValueError, r"Unknown quantization 'int9'"),
+    ],
+)  # fmt: skip
+def test_errors_quote_and_show_an_example(arguments, options, error, text):
+    with pytest.raises(error, match=text):
+        quant.ragged_dot(*arguments, **{"quantization": "int8"} | options)
+
+
+def test_a_stored_weight_must_be_dequantized():
+    stored = quant.quantize_array(W, "int8")
+    with pytest.raises(TypeError, match=r"got QuantizedArray\(int8, .*For example: rhs\.dequantize\(\)"):
+        quant.ragged_dot(X, stored, SIZES, quantization="int8")
