@@ -310,7 +310,8 @@ def _block_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     left_grad = _multiply_blocks(functools.partial(_multiply_groups, axis=2, **options), grads, 1, weight, 2, sizes)
     places, padded = _pad_groups(sizes, len(left), block)
     move = lambda x: jnp.take(x, places, axis=0, mode="fill", fill_value=0)
-    rows, grads = round_operand(move(left), None, format, 0, "input"), round_operand(move(grad), None, format, 0, "gradient")
+    rows = round_operand(move(left), None, format, 0, "input")
+    grads = round_operand(move(grad), None, format, 0, "gradient")
     right_grad = _multiply_blocks(functools.partial(_sum_groups, **options), rows, 0, grads, 0, padded)
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
 
