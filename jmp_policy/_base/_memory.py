@@ -138,9 +138,5 @@ def hold_given() -> AbstractContextManager:
 
 def is_wider(dtype: np.dtype, other: np.dtype) -> bool:
     """True if `dtype` has more bits, or as many and a longer mantissa."""
-    return _measure(dtype) > _measure(other)
-
-
-def _measure(dtype: np.dtype) -> tuple[int, int]:
-    info = jnp.finfo(dtype)
-    return info.bits, info.nmant
+    info, other_info = jnp.finfo(dtype), jnp.finfo(other)
+    return (info.bits, info.nmant) > (other_info.bits, other_info.nmant)

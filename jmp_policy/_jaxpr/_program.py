@@ -294,6 +294,7 @@ class JaxprBuilder:
     def __init__(self) -> None:
         self.equations: list[JaxprEqn] = []
         self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
+        self.uncast: dict[Atom, Atom] = {}  # by the output of a cast that a rule looks through: its operand
 
     def append(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None

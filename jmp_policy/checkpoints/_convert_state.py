@@ -152,12 +152,10 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
 
     - Loss scale: a dynamic one keeps its value and count, within the bounds of the target's. If none was saved, the
       target's is used. Skip counters are kept. Either state may be without `loss_scaled`.
-    - Half-precision parameters: master weights, split remainders and Kahan compensations are computed from the exact
-      saved values, and so are parameters saved with them. Parameters are rounded to nearest.
-    - Moments in 8 bits: computed from saved floats. Saved 8-bit moments are dequantized if the target needs floats, and
-      kept unchanged if the block sizes agree.
-    - Quantized weights: computed like `quant.quantize` from floating ones. Saved values and scales are dequantized, or
-      kept if the target has the same format. The input range of a layer is the saved one, or the target's.
+    - Half-precision parameters: they and their master weights, remainders or compensations are computed from the exact
+      saved values.
+    - Moments in 8 bits and quantized weights: kept if the format is the same, else computed from floats, or dequantized
+      to floats. The input range of a layer is the saved one, or the target's.
     - Float8 state: starts anew if none was saved. A history of another length keeps the newest values.
 
     Everything else must be in both states: counters, random keys, moments, running statistics. A value that float16

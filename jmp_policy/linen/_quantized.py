@@ -125,13 +125,16 @@ def _explain_as_numbers(module: nn.Module) -> str | None:
 
 def note_quantized_weights(module: nn.Module, error: ScopeParamShapeError) -> None:
     """Adds a note to Flax's error about the shape of a quantized weight under a policy without quantization."""
-    for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized):
-        if is_quantized(weight):
-            error.add_note(
-                f"The variables have quantized weights: {weight!r}. Give the model the policy that they were quantized "
-                f"with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
-            )
-            break
+    for weight in _list_quantized(module)[:1]:
+        error.add_note(
+            f"The variables have quantized weights: {weight!r}. Give the model the policy that they were quantized "
+            f"with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
+        )
+
+
+def _list_quantized(module: nn.Module) -> list[Any]:
+    leaves = jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized)
+    return [leaf for leaf in leaves if is_quantized(leaf)]
 
 
 def name_misread_weight(module: nn.Module, error: Misread) -> None:
@@ -148,14 +151,13 @@ def name_misread_weight(module: nn.Module, error: Misread) -> None:
 def check_is_rewritable(module: nn.Module) -> None:
     """Raises a `ValueError` if a wrapper such as `nn.WeightNorm` would rewrite quantized weights."""
     layer = module.layer_instance  # type: ignore[attr-defined]
-    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=is_quantized):
-        if is_quantized(weight):
-            path = path_text(layer)
-            raise ValueError(
-                f"{type(module).__name__} rewrites the weights of {path!r}, but {weight!r} is quantized. Leave that "
-                "layer out of the quantization by a rule of the map. "
-                f"For example: PolicyMap({{{path!r}: 'mixed_bfloat16'}}, 'int8_from_mixed_bfloat16')."
-            )
+    for weight in _list_quantized(layer):
+        path = path_text(layer)
+        raise ValueError(
+            f"{type(module).__name__} rewrites the weights of {path!r}, but {weight!r} is quantized. Leave that "
+            "layer out of the quantization by a rule of the map. "
+            f"For example: PolicyMap({{{path!r}: 'mixed_bfloat16'}}, 'int8_from_mixed_bfloat16')."
+        )
 
 
 def quote_path(module: nn.Module, name: str) -> str:

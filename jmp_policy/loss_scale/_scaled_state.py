@@ -188,7 +188,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
 
     Raises:
       ValueError: it holds no loss scale or several; or the loss scale is inside another transformation, such as
-        `optax.MultiSteps`, whose state would advance on a skipped step. Put `loss_scaled` outermost.
+        `optax.MultiSteps`, whose state would advance on a skipped step.
 
     >>> import jmp_policy as jmp
     >>> jmp.get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})

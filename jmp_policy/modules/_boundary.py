@@ -82,12 +82,6 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast
     >>> y, variables = model.init_with_output(jax.random.key(0), jnp.ones((1, 8)))
     >>> variables["params"]["kernel"].dtype, y.dtype
     (dtype('float32'), dtype(bfloat16))
-
-    >>> @jmp.with_policy("mixed_bfloat16", no_cast=["position"])
-    ... def dtypes(x, position):
-    ...     return str(x.dtype), str(position.dtype)
-    >>> dtypes(jnp.ones(2), position=jnp.ones(2))
-    ('bfloat16', 'float32')
     """
     target, captured = parse_target(target, policy)
     if target is NO_TARGET:

@@ -17,9 +17,8 @@ from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
 from ._layer_table import LayerWeight, find_weight
-from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_no_cast
-from ._module_spec import DtypeSource, ModuleSpec, find_spec
+from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype
 from ._products import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 

@@ -12,9 +12,15 @@ from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._weights import WEIGHT_NAMES
-from ._layers import (
+from ._methods import list_public_methods, run_method
+from ._module_spec import (
+    SPEC,
     WRAPPERS,
+    CallEffect,
+    DtypeSource,
+    ModuleSpec,
     find_dtype_source,
+    find_spec,
     has_open_linen_module,
     has_written_dtype,
     is_bridge,
@@ -23,8 +29,6 @@ from ._layers import (
     make_attributes,
     make_linen_attributes,
 )
-from ._methods import list_public_methods, run_method
-from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, find_spec
 from ._products import check_weight, choose_layer_class, find_sums_dtype, make_bound_layer, make_float8_attributes
 from ._shadow import (
     Attributes,
@@ -61,9 +65,6 @@ class Attachment:
     """One walk over a module tree that gives each module its spec.
 
     Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
-
-    Attributes:
-      types: the types of the modules met, by path.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Attachment:
     ):
         self.given = given
         self.no_cast = no_cast
-        self.types = dict(lineage)
+        self.types = dict(lineage)  # the types of the modules met, by path
         self._on_mismatch = on_mismatch
         self._owned = owned
         self._layers: dict[str, np.dtype | None] = {}  # path -> wider dtype of the author

@@ -27,8 +27,7 @@ from ..modules import (
 from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
-from ._layers import make_linen_attributes
-from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec
+from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes
 from ._products import describe_quantization
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 

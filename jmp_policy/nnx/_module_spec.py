@@ -1,14 +1,21 @@
-"""The spec of a module: the effects of its policy, stored in its class."""
+"""The effects of a policy on a module: the spec, stored in its class, and the attributes that its author left open."""
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
 
+from .._base import at_least_float32, remember_weakly
+from ..modules import find_adapter, policy_of
 from ..policy import Policy, PolicyMap
-from ._products import make_wide_layer
+from ._products import make_product_attributes, make_wide_layer
+from ._shadow import Attributes, NodeKind, find_kind
 
 SPEC = "__jmp_spec__"
 """The attribute of a policied class that holds its spec.
@@ -79,3 +86,102 @@ class ModuleSpec:
 def find_spec(module: Any) -> ModuleSpec | None:
     """Returns the spec of a module, or `None` outside of policied trees."""
     return vars(type(module)).get(SPEC)  # not getattr: a subclass of a policied class has its own methods
+
+
+WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
+"""Layers that rewrite a weight. Their `dtype` is the dtype that it is stored in."""
+
+_WRAPPED = "to_nnx__module"
+
+
+def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
+    """True if a layer has a `dtype` that its author left at the default, or that the open layer around it handed on."""
+    if "dtype" not in attributes or issubclass(base, WRAPPERS):
+        return False
+    dtype = attributes["dtype"]
+    if dtype is None:
+        return True
+    defaults = [_find_default_dtype(base), handed_on]
+    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
+        defaults.append(attributes["embedding"].get_raw_value().dtype)
+    return any(_is_same_dtype(dtype, default) for default in defaults)
+
+
+def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
+    """True if a layer has a `dtype` that its author wrote."""
+    return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
+
+
+def is_plain_layer(base: type, attributes: Attributes) -> bool:
+    """True for a Flax layer that uses its `dtype` and has no modules inside."""
+    kinds = {find_kind(type(value)) for value in attributes.values()}
+    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
+    has_inside = NodeKind.MODULE in kinds or NodeKind.PYTREE in kinds
+    return base.__module__.startswith("flax.nnx.nn.") and not own_params and not has_inside
+
+
+def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_on: bool) -> DtypeSource:
+    """Returns the place where a module reads its compute dtype. `hands_on`: its linen module has the policy."""
+    if hands_on:
+        return DtypeSource.LINEN_MODULE
+    if is_open:
+        return DtypeSource.FIELD
+    return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
+
+
+def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
+    """Returns the attributes that a policy gives a layer: those that its author would write for these dtypes."""
+    if issubclass(base, WRAPPERS):
+        return _make_wrapper_attributes(attributes, policy.param_dtype)
+    new = {}
+    if is_open and policy.compute_dtype is not None:
+        new["dtype"] = policy.compute_dtype
+    if "param_dtype" in attributes and policy.param_dtype is not None:
+        new["param_dtype"] = policy.param_dtype
+    return new | make_product_attributes(base, attributes, policy)
+
+
+def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
+    """Returns the `dtype` of a wrapper: an open one would upcast a half-precision weight to float32."""
+    if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
+        return {}
+    return {"dtype": param_dtype}
+
+
+@remember_weakly
+def _find_default_dtype(base: type) -> Any:
+    for kind in base.__mro__:  # a constructor that takes **kwargs hands them to the next
+        parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}
+        if "dtype" in parameters:
+            default = parameters["dtype"].default
+            return None if default is inspect.Parameter.empty else default
+    return None
+
+
+def _is_same_dtype(dtype: DTypeLike, default: DTypeLike | None) -> bool:
+    if default is None:
+        return False
+    try:
+        return jnp.dtype(dtype) == jnp.dtype(default)
+    except TypeError:  # the author's own attribute happens to be called `dtype`
+        return False
+
+
+def is_bridge(base: type) -> bool:
+    """True for a module that wraps a linen one, which reads its variables itself."""
+    return issubclass(base, nnx.bridge.ToNNX)
+
+
+def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec | None) -> bool:
+    """True if a module wraps a linen one without a policy of its own."""
+    if not is_bridge(base):
+        return False
+    was_handed_on = spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
+    return was_handed_on or policy_of(attributes[_WRAPPED]) is None
+
+
+def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
+    """Returns the attribute with the wrapped linen module under the policy of the model, which does the casts."""
+    module = attributes[_WRAPPED]
+    linen: Any = find_adapter(module)  # which alone has the method
+    return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.no_cast, spec.lineage, spec.casts, inferred)}

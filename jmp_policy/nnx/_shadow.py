@@ -4,7 +4,7 @@ import copy
 import enum
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -130,20 +130,13 @@ def call_on_shadow(
     return module if out is shadow else out
 
 
-class _StandIn(NamedTuple):
-    """A view of a Param or a copy of a container. Holding it keeps its id valid."""
-
-    original: Node
-    stand_in: Node
-    held: dict | list | None  # the contents of the stand-in before the call
-
-
 class _Originals:
     """Maps the values in a shadow to the values of the module."""
 
     def __init__(self, dtype: np.dtype | None):
         self.dtype = dtype
-        self.originals: dict[int, _StandIn] = {}  # by the id of the stand-in
+        # By the id of a view or copied container: the original, itself, and its contents before the call.
+        self.originals: dict[int, tuple[Node, Node, dict | list | None]] = {}
         self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
 
     def shadow(self, value: Node) -> Node:
@@ -178,7 +171,7 @@ class _Originals:
             del attributes[name]
 
     def _find_original(self, value: Node) -> Node:
-        return self.originals[id(value)].original if id(value) in self.originals else value
+        return self.originals[id(value)][0] if id(value) in self.originals else value
 
     def _view(self, param: nnx.Param) -> nnx.Param:
         if find_floating_dtypes(param) <= {self.dtype}:
@@ -189,7 +182,7 @@ class _Originals:
         return self.views[id(param)]
 
     def _remember(self, stand_in: Node, original: Node) -> Node:
-        self.originals[id(stand_in)] = _StandIn(original, stand_in, copy.copy(_get_contents(stand_in)))
+        self.originals[id(stand_in)] = original, stand_in, copy.copy(_get_contents(stand_in))
         return stand_in
 
 

@@ -163,10 +163,8 @@ class Float8(CheckedFormat):
     `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.
 
     >>> import jmp_policy as jmp
-    >>> str(jmp.quant.Float8()), str(jmp.quant.Float8(amax_history_length=16))
-    ('float8', 'float8/16')
-    >>> str(jmp.quant.Float8("current/row", margin=1))
-    'float8(recipe=current/row,margin=1)'
+    >>> str(jmp.quant.Float8(amax_history_length=16)), str(jmp.quant.Float8("current/row", margin=1))
+    ('float8/16', 'float8(recipe=current/row,margin=1)')
     """
 
     kind = "float8"

@@ -122,11 +122,7 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
 
 
 def is_policy_spec(value: Any) -> bool:
-    """True if `get_policy` accepts a value. `with_policy` takes functions and modules in the same position.
-
-    >>> is_policy_spec("mixed_bfloat16"), is_policy_spec(float), is_policy_spec(lambda x: x)
-    (True, False, False)
-    """
+    """True if `get_policy` accepts a value. `with_policy` takes functions and modules in the same position."""
     if isinstance(value, str):  # also a misspelled one, so that its error is about policies
         return True
     try:

@@ -56,11 +56,7 @@ _FLOAT32_VARS = "_with_float32_vars"
 
 
 def parse_policy(text: str) -> Policy:
-    """Reads a policy from a string. Errors quote the part that is wrong and say where it is.
-
-    >>> parse_policy("C = bf16")
-    Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
-    """
+    """Reads a policy from a string. Errors quote the part that is wrong and say where it is."""
     quantized = _QUANTIZED.match(text)
     if quantized is None:
         return _make_policy(text, _parse_plain(text))

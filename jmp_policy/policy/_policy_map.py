@@ -20,11 +20,7 @@ _SHOWN = 5  # paths in a message
 
 
 def explain_unused_key(key: str | type, hiding: str | type | None, types: Mapping[str, Any]) -> str:
-    """Explains why no module gets its policy from a rule; `hiding` is the key of the earlier rule that covers it.
-
-    >>> explain_unused_key("haed", None, {"": None, "head": None})
-    "policy rule 'haed' matches no module; the closest path is 'head'"
-    """
+    """Explains why no module gets its policy from a rule; `hiding` is the key of the earlier rule that covers it."""
     if hiding is not None:
         return f"policy rule {spell_key(key)} decides nothing: the earlier rule {spell_key(hiding)} hides it"
     if isinstance(key, type):

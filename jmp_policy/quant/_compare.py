@@ -85,13 +85,6 @@ class Comparison(Report):
     >>> comparison = jmp.quant.Comparison((head,), output_error=0.02)
     >>> comparison["head"].bytes_after, comparison.bytes_before
     (4352, 16384)
-    >>> print(comparison)
-    layer  type   format   before    after  weight error     SQNR  output error
-    ───────────────────────────────────────────────────────────────────────────
-    head   Dense  int8    16.4 kB  4.35 kB           1 %  40.0 dB           2 %
-    <BLANKLINE>
-    weights: 16.4 kB, now 4.35 kB: 26.6%
-    output of the model: 2 % off
     """
 
     rows: tuple[LayerComparison, ...]
@@ -234,6 +227,7 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     _check_same(old, new)
     wanted, got = _Outputs(old), _Outputs(old)
     whole = [_arrays(_run(*run, inputs, method, kwargs)) for run in ((before, wanted), (after, got))]
+    dequantize = lambda weight: weight.dequantize() if isinstance(weight, QuantizedArray) else weight
     rows = (
         LayerComparison(
             path=path,
@@ -241,7 +235,7 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
             quantization=_quantization(new[path], got.called.get(path)),
             bytes_before=old[path].nbytes,
             bytes_after=new[path].nbytes,
-            weight_error=_error([_numbers(old[path])], [_numbers(new[path])]) or 0.0,
+            weight_error=_error([dequantize(old[path])], [dequantize(new[path])]) or 0.0,
             output_error=_error(wanted.by_path[path], got.by_path[path]),
         )
         for path in dict.fromkeys([*wanted.called, *old])
@@ -310,10 +304,6 @@ def _quantization(weight: Any, called: tuple[str, str] | None) -> str:
     # Float8 rounds operands; weights are never stored in it.
     stored = "from an unquantized weight" if described.startswith("float8") else "and is yet to be quantized"
     return f"left: computes as {described}, {stored}"
-
-
-def _numbers(weight: Any) -> Any:
-    return weight.dequantize() if isinstance(weight, QuantizedArray) else weight
 
 
 def _arrays(out: Any) -> list[Any]:

@@ -40,7 +40,8 @@ def gptq(
     same format and computes as fast.
 
     The model runs on all batches once per matrix to round, through the matrices rounded before, one op at a time, so
-    that the layers of a scan are seen too. Each run stops at that matrix. Memory holds one Hessian at a time, a float32
+    that the layers of a scan are seen too. Each run stops at that matrix, and matrices with the same inputs, such as a
+    query and a key, share one. Memory holds one Hessian at a time, a float32
     matrix of the layer's inputs. A weight with several uses gets the sum of their Hessians; a convolution has one of
     its patches.
 
@@ -172,7 +173,11 @@ def _round_group(weight: jax.Array, hessian: jax.Array, damping: jax.Array | flo
     step = rounding.choose_step(inputs, group)
     padding = -inputs % step
     order = jnp.argsort(-jnp.diagonal(hessian)) if rounding.act_order else jnp.arange(inputs)
-    upper = jnp.eye(inputs + padding).at[:inputs, :inputs].set(factor_inverse(hessian[order][:, order], damping))
+    upper = (
+        jnp.eye(inputs + padding, dtype=jnp.float32)
+        .at[:inputs, :inputs]
+        .set(factor_inverse(hessian[order][:, order], damping))
+    )
     rows = jnp.pad(weight.reshape(inputs, -1)[order], ((0, padding), (0, 0)))
     groups = jnp.pad(order // group, (0, padding))
     begins = jnp.pad((order % group == 0) & (not rounding.act_order), (0, padding))
@@ -197,7 +202,7 @@ def _round_group(weight: jax.Array, hessian: jax.Array, damping: jax.Array | flo
         return rows, errors.at[i].set(error), values.at[at].set(made.values), low, high
 
     def round_block(n: Any, state: Any) -> Any:
-        start, errors = n * step, jnp.zeros((step, rows.shape[1]))
+        start, errors = n * step, jnp.zeros((step, rows.shape[1]), jnp.float32)
         round_next = functools.partial(round_row, start=start)
         current, errors, *others = lax.fori_loop(0, step, round_next, (state[0], errors, *state[1:]))
         is_after = jnp.arange(len(current)) >= start + step
@@ -220,7 +225,7 @@ def factor_inverse(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
     added = jnp.where(diagonal == 0, 1, damping * diagonal.mean())
     # The factor of the reversed matrix is the inverse of `u`, reversed: no inverse has to be factored.
     lower = jnp.linalg.cholesky((hessian + jnp.diag(added))[::-1, ::-1])
-    return jax.scipy.linalg.solve_triangular(lower[::-1, ::-1], jnp.eye(len(hessian)))
+    return jax.scipy.linalg.solve_triangular(lower[::-1, ::-1], jnp.eye(len(hessian), dtype=jnp.float32))
 
 
 def to_numbers(made: Quantized) -> jax.Array:

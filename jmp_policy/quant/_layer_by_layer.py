@@ -96,8 +96,9 @@ def quantize_layer_by_layer(
         if done is not None and number in done:
             matrix.store(done[number])
             continue
-        hessian, inner = passes.measure(number, times, batches)
-        made, share = _round(name, matrix, hessian, inner, round_matrix)
+        if not passes.measure(number, times, batches):
+            continue
+        made, share = _round(name, matrix, passes.hessian, passes.inner, round_matrix)
         matrix.store(made)
         log.add({"matrix": number, "path": matrix.weight.path, **_encode(made)})
         if is_shown:
@@ -193,10 +194,11 @@ class _Passes:
     def __init__(self, matrices: Sequence[_Matrix], run: Callable[[Any], None]) -> None:
         self._matrices, self._run_model = matrices, run
         self._uses: collections.Counter[int] = collections.Counter()
+        self._inputs: dict[int | None, str] = {}  # checksums for matrices that are used once
         self._number: int | None = None
         self._left = 0
-        self._hessian: jax.Array | None = None
-        self._inner = 1
+        self.hessian: Any = None
+        self.inner = 1
 
     def find_uses(self, batch: Any) -> dict[int, int]:
         """Returns how often a run uses each matrix, in the order of first uses. Only readable inputs count."""
@@ -204,14 +206,16 @@ class _Passes:
         self._run(batch)
         return dict(self._uses)
 
-    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> tuple[jax.Array, int]:
-        """Returns the Hessian `(groups, inputs, inputs)` of one matrix, and its number of inner outputs."""
-        self._number, self._hessian = number, None
+    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> bool:
+        """Finds the Hessian `(groups, inputs, inputs)` of one matrix; False if no run used it."""
+        before, self._number = self._number, number
+        if self.hessian is not None and uses == 1 and self._inputs.get(before) == self._inputs[number]:
+            return True  # as the query, key and value of an attention: one matrix is enough
+        self.hessian = None
         for batch in batches:
             self._left = uses
             self._run(batch)
-        assert self._hessian is not None
-        return self._hessian, self._inner
+        return self.hessian is not None
 
     def _run(self, batch: Any) -> None:
         with jax.disable_jit(), observe_products(self._observe), contextlib.suppress(_Enough):
@@ -229,12 +233,14 @@ class _Passes:
             found = read_inputs(operation, left, weight) if is_wanted and not isinstance(left, Tracer) else None
             if found is None:
                 return weight
-            rows, self._inner = found
+            rows, self.inner = found
             if self._number is None:
                 self._uses.update(numbers)
+                for number, inputs in zip(numbers, rows, strict=True):
+                    self._inputs[number] = sum_arrays((inputs, self.inner, self._uses[number]))
                 return weight
             new = _multiply_rows(rows[numbers.index(self._number)])
-            self._hessian = new if self._hessian is None else self._hessian + new
+            self.hessian = new if self.hessian is None else self.hessian + new
         self._left -= 1
         if self._left == 0:
             raise _Enough

@@ -135,7 +135,7 @@ def embedding_lookup(table: StoredWeight, indices: jax.Array, dtype: DTypeLike |
     """Looks up rows of a quantized embedding table, and dequantizes only these.
 
     Args:
-      table: a `QuantizedArray` of shape `(rows, features)` with a scale per row, or an `FakeQuantized`.
+      table: a `QuantizedArray` of shape `(rows, features)` with a scale per row.
       indices: integers of any shape.
       dtype: dtype of the output; by default the dtype of the table.
 

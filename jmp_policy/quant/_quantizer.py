@@ -47,21 +47,17 @@ class Quantizer:
     def check(self, unused: Collection[str]) -> None:
         """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
         if not self._quantized:
-            under, also = _describe_policy(self.given), "".join(f" The {message}." for message in unused)
-            raise ValueError(f"Nothing to quantize under {under}: {self._list_reasons()}.{also}")
+            reasons = [f"{path!r}: {why}" for path, why in [*self._left.items()][:_SHOWN]]
+            reasons += [f"and {len(self._left) - _SHOWN} more"] * (len(self._left) > _SHOWN)
+            why = "; ".join(reasons) or "there is no 'kernel' or 'embedding' of two or more axes"
+            also = "".join(f" The {message}." for message in unused)
+            raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
         for path in self._input_clips:
             if path not in self._modules:
                 known = did_you_mean(path, sorted(self._modules))
                 raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
         for message in unused:
             warn_user(message)
-
-    def _list_reasons(self) -> str:
-        if not self._left:
-            return "there is no 'kernel' or 'embedding' of two or more axes"
-        shown = [f"{path!r}: {why}" for path, why in list(self._left.items())[:_SHOWN]]
-        more = len(self._left) - len(shown)
-        return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._base import DTypeLike, quote, vary
+from .._base import DTypeLike, quote
 from .._jaxpr import PRODUCT_SCOPE
 from ..policy import MULTIPLE, MXFP8, CurrentScaling, Float8, Int8, Quantization
 from ._numbers import (
@@ -38,7 +38,7 @@ from ._numbers import (
     saturate,
 )
 from ._operations import check_floating, parse_product_format
-from ._products import varying_axes, why_sizes_wide
+from ._products import vary_together, why_sizes_wide
 from ._weights import Layout, QuantizedArray, block_length
 
 
@@ -54,9 +54,9 @@ def ragged_dot(
 ) -> jax.Array:
     """Computes `jax.lax.ragged_dot`, the matmul of a mixture of experts, with both operands in 8 bits.
 
-    The output and the gradients of each group are those of `dot_general` on its rows and its matrix, up to the order of
-    sums. JAX has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact,
-    with float32 sums.
+    Each group has the output and the gradients of `dot_general` on its rows and its matrix, up to the order of sums.
+    JAX has no grouped matmul of blocks, so `MXFP8` multiplies its rounded operands in bfloat16, which is exact, with
+    float32 sums.
 
     Args:
       lhs: floating, of shape `(m, k)`: the rows of the first group, then of the second, and so on.
@@ -96,9 +96,7 @@ def ragged_dot(
             "ragged_dot(rows, rhs[first:last], group_sizes[first:last], quantization=...)."
         )
     _check_operands(lhs, rhs, group_sizes)
-    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
-    axes = tuple(varying_axes(lhs, rhs, group_sizes))
-    lhs, rhs, sizes = vary(lhs, axes), vary(rhs, axes), vary(group_sizes, axes)
+    lhs, rhs, sizes = vary_together(lhs, rhs, group_sizes)
     rows, (_, inputs, outputs) = lhs.shape[0], rhs.shape
     groups = _find_groups(sizes, rows)
     # Rows after the last group may have any value, as padding has.
@@ -310,7 +308,8 @@ def _block_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     left_grad = _multiply_blocks(functools.partial(_multiply_groups, axis=2, **options), grads, 1, weight, 2, sizes)
     places, padded = _pad_groups(sizes, len(left), block)
     move = lambda x: jnp.take(x, places, axis=0, mode="fill", fill_value=0)
-    rows, grads = round_operand(move(left), None, format, 0, "input"), round_operand(move(grad), None, format, 0, "gradient")
+    rows = round_operand(move(left), None, format, 0, "input")
+    grads = round_operand(move(grad), None, format, 0, "gradient")
     right_grad = _multiply_blocks(functools.partial(_sum_groups, **options), rows, 0, grads, 0, padded)
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
 

@@ -21,19 +21,17 @@ from ._plots import (
     plot_histograms as plot_histograms,
 )
 from ._report import (
+    Column as Column,
     Report as Report,
+    Table as Table,
     draw_document as draw_document,
+    draw_html_note as draw_html_note,
     find_largest as find_largest,
     find_row as find_row,
-    list_lines as list_lines,
-    make_plain as make_plain,
-)
-from ._table import (
-    Column as Column,
-    Table as Table,
-    draw_html_note as draw_html_note,
     is_fitting as is_fitting,
+    list_lines as list_lines,
     make_columns as make_columns,
+    make_plain as make_plain,
 )
 from ._wording import (
     choose_byte_unit as choose_byte_unit,

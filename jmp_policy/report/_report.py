@@ -1,18 +1,51 @@
-"""The base class of reports: tables with notes below them, printed as text and shown as HTML in a notebook."""
+"""Reports: tables with notes below them, as text and as HTML. Neither breaks a line inside a name."""
 
 import abc
 import dataclasses
+import itertools
+import os
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
 
 from .._base import escape_controls
-from ._table import DEFAULT_WIDTH, Table, draw_html_note, draw_html_table, draw_table, measure_width, wrap_note
 
 Row = TypeVar("Row")
 
 # The colors of the system, dark ones too.
 _PAGE_STYLE = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5em}p{max-width:50em}"
+
+DEFAULT_WIDTH = 80
+"""The width of a table where the output is not a terminal."""
+
+_NO_WRAP = "white-space:nowrap"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    header: str  # the text above it
+    is_number: bool = False  # whether its cells are aligned right
+    wraps: bool = False  # whether a long cell continues on the next line, between two words
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of texts: a cell per column in each row, and `gap` spaces between columns where they fit."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    gap: int = 2
+
+
+def make_columns(texts: str, numbers: str = "") -> list[Column]:
+    """Makes columns of texts, and then of numbers, from headers that are separated by commas."""
+    return [*map(Column, texts.split(", ")), *(Column(name, is_number=True) for name in numbers.split(", ") if name)]
 
 
 class Report(abc.ABC):
@@ -83,3 +116,110 @@ def make_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: make_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return [*map(make_plain, value)] if isinstance(value, tuple) else value
+
+
+def measure_width() -> int | None:
+    """Returns the width of the terminal or of `COLUMNS` in the environment; None if there is neither, as for a file."""
+    columns = os.environ.get("COLUMNS", "")
+    if (columns.isdecimal() and int(columns)) or sys.stdout.isatty():
+        return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
+    return None
+
+
+def is_fitting(table: Table, width: int) -> bool:
+    """True if each row of the table fits one line."""
+    return _add_gaps(_measure_columns(table), table.gap) <= width
+
+
+def wrap_note(note: str, width: int | None) -> str:
+    """Wraps a paragraph between words and indents all lines but the first; with no width it stays one line."""
+    if width is None or len(note) <= width:
+        return note
+    return "\n".join(_wrap(note, width, indent="  "))
+
+
+def draw_table(table: Table, width: int) -> str:
+    """Draws a table as text. Columns that wrap become narrower until rows fit, but no word is cut."""
+    widths, gap = _fit_columns(table, width)
+    headers = [column.header for column in table.columns]
+    lines = _draw_rows(table.columns, [headers], widths, gap)
+    lines.append("─" * _add_gaps(widths, gap))
+    return "\n".join(lines + _draw_rows(table.columns, table.rows, widths, gap))
+
+
+def draw_html_note(note: str) -> str:
+    """Draws a paragraph as HTML."""
+    return f"<p>{_keep_words_whole(note)}</p>"
+
+
+def draw_html_table(table: Table) -> str:
+    """Draws a table as HTML, with texts on the left: notebooks align them right by default."""
+    head = _draw_html_row("th", table.columns, [column.header for column in table.columns])
+    body = "".join(_draw_html_row("td", table.columns, row) for row in table.rows)
+    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+def _draw_rows(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:
+    lines = []
+    for row in rows:
+        cells = [
+            _wrap(cell, size) if column.wraps else [cell]
+            for column, cell, size in zip(columns, row, widths, strict=True)
+        ]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = (
+                part.rjust(size) if column.is_number else part.ljust(size)
+                for column, part, size in zip(columns, parts, widths, strict=True)
+            )
+            lines.append((" " * gap).join(padded).rstrip())
+    return lines
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    wrapper = textwrap.TextWrapper(
+        max(width, 1), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(text) or [""]
+
+
+def _fit_columns(table: Table, width: int) -> tuple[list[int], int]:
+    """Returns the widths of the columns, and the gap between them."""
+    widths = _measure_columns(table)
+    if is_fitting(table, width):
+        return widths, table.gap
+    least = [
+        max((len(word) for cell in cells for word in cell.split()), default=0) if column.wraps else size
+        for column, cells, size in zip(table.columns, _list_cells(table), widths, strict=True)
+    ]
+    while _add_gaps(widths, 1) > width and widths != least:
+        widest = max(range(len(widths)), key=lambda index: (widths[index] > least[index], widths[index]))
+        widths[widest] -= 1
+    return widths, 1
+
+
+def _list_cells(table: Table) -> list[list[str]]:
+    return [[column.header, *(row[index] for row in table.rows)] for index, column in enumerate(table.columns)]
+
+
+def _measure_columns(table: Table) -> list[int]:
+    return [max(map(len, cells)) for cells in _list_cells(table)]
+
+
+def _add_gaps(widths: Sequence[int], gap: int) -> int:
+    return sum(widths) + gap * (len(widths) - 1)
+
+
+def _draw_html_row(tag: str, columns: Sequence[Column], cells: Sequence[str]) -> str:
+    drawn = []
+    for column, cell in zip(columns, cells, strict=True):
+        style = f"text-align:{'right' if column.is_number else 'left'}"
+        if column.wraps:
+            drawn.append(f'<{tag} style="{style}">{_keep_words_whole(cell)}</{tag}>')
+        else:
+            drawn.append(f'<{tag} style="{style};{_NO_WRAP}">{escape(cell)}</{tag}>')
+    return f"<tr>{''.join(drawn)}</tr>"
+
+
+def _keep_words_whole(text: str) -> str:
+    """Escapes a text, and marks the words that a browser would break."""
+    return re.sub(r"\S+[/|?!-]\S+", rf'<span style="{_NO_WRAP}">\g<0></span>', escape(text))

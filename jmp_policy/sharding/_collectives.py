@@ -11,6 +11,7 @@ from jax import lax
 from .._base import (
     AxisName,
     Uncast,
+    cast_floating,
     check_axes,
     check_divides,
     describe,
@@ -22,7 +23,7 @@ from .._base import (
 )
 from ..policy import PolicySpec
 from ._gather_params import Gathering, gather_leaf, take_maximum
-from ._state_shardings import apply_reduce_dtype, cast_leaf, read_dtype
+from ._state_shardings import apply_reduce_dtype, read_dtype
 
 T = TypeVar("T")
 
@@ -76,9 +77,7 @@ def psum_scatter(
     each device gets its maximum.
 
     Args:
-      tree: a tree of arrays.
-      axis_name: a mapped axis, or several.
-      policy: anything that `get_policy` accepts.
+      tree, axis_name, policy: as for `psum`.
       scatter_dimension: the dimension of every array that is split.
       tiled: whether the dimension is kept, divided by the number of devices. Otherwise its size must be the number of
         devices, and it is removed.
@@ -113,8 +112,7 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
     which every device has, passes by identity.
 
     Args:
-      tree: a tree of arrays.
-      axis_name: a mapped axis, or several.
+      tree, axis_name: as for `psum`.
       policy: anything that `get_policy` accepts. A policy without a compute dtype casts nothing.
       axis: the axis of each result along which shards are placed.
       tiled: whether shards are concatenated along an existing axis. Otherwise they are stacked along a new one.
@@ -150,7 +148,7 @@ def _reduce(tree: T, axis_name: AxisName, policy: PolicySpec, reduce: Callable[[
         if skips and not _is_numeric(x):
             return x
         is_cast = dtype is not None and is_floating(x)
-        return cast_leaf(reduce(cast_leaf(x, dtype)), x.dtype) if is_cast else reduce(x)
+        return cast_floating(reduce(cast_floating(x, dtype)), x.dtype) if is_cast else reduce(x)
 
     return _map_leaves(reduce_leaf, lambda state: take_maximum(state, axis_name), tree)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec, reshard
 from .._base import (
     AxisName,
     Splits,
+    cast_floating,
     check_axes,
     check_explicit,
     complete_spec,
@@ -30,7 +31,7 @@ from .._base import (
 )
 from ..policy import PolicySpec, get_policy, list_policies
 from ._reads import find_reads
-from ._state_shardings import apply_reduce_dtype, cast_leaf, read_dtype
+from ._state_shardings import apply_reduce_dtype, read_dtype
 
 
 class Gathering(NamedTuple):
@@ -78,7 +79,7 @@ def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
 
 def narrow(x: jax.Array, dtype: np.dtype | None) -> jax.Array:
     """Casts an array to a dtype with fewer bytes, or returns it."""
-    return x if dtype is None or dtype.itemsize >= x.dtype.itemsize else cast_leaf(x, dtype)
+    return x if dtype is None or dtype.itemsize >= x.dtype.itemsize else cast_floating(x, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -86,18 +87,18 @@ def _gather(x: jax.Array, how: Gathering) -> jax.Array:
     whole = narrow(x, how.compute_dtype)
     for dimension, axes in how.splits:
         whole = lax.all_gather(whole, axes, axis=dimension, tiled=how.tiled)
-    return cast_leaf(vary(whole, how.reduce_axes), x.dtype)
+    return cast_floating(vary(whole, how.reduce_axes), x.dtype)
 
 
 def _scatter(how: Gathering, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
     how.warn_of_overflow(cotangent.dtype)
-    part = cast_leaf(cotangent, how.reduce_dtype)
+    part = cast_floating(cotangent, how.reduce_dtype)
     for dimension, axes in reversed(how.splits):
         part = lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=how.tiled)
     if how.reduce_axes:
         part = lax.psum(part, how.reduce_axes)
-    return (cast_leaf(part, cotangent.dtype),)
+    return (cast_floating(part, cotangent.dtype),)
 
 
 _gather.defvjp(lambda x, how: (_gather(x, how), None), _scatter)
@@ -136,13 +137,13 @@ def _gather_explicit(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.A
     # Only of a `reduced` array is the cotangent unreduced, so that partial sums can be cast before they are summed.
     if x.ndim > 1:  # JAX cannot add an array that is `reduced`, and biases are added
         whole = PartitionSpec(*whole, reduced=frozenset(how.reduce_axes))
-    return cast_leaf(reshard(narrow(x, how.compute_dtype), whole), x.dtype)
+    return cast_floating(reshard(narrow(x, how.compute_dtype), whole), x.dtype)
 
 
 def _scatter_explicit(how: Gathering, spec: PartitionSpec, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
     how.warn_of_overflow(cotangent.dtype)
-    return (cast_leaf(reshard(cast_leaf(cotangent, how.reduce_dtype), spec), cotangent.dtype),)
+    return (cast_floating(reshard(cast_floating(cotangent, how.reduce_dtype), spec), cotangent.dtype),)
 
 
 _gather_explicit.defvjp(lambda x, how, spec: (_gather_explicit(x, how, spec), None), _scatter_explicit)

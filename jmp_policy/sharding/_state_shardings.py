@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_reduce_dtype, spread_specs
+from .._base import PyTree, Spec, describe, is_wider, meet_reduce_dtype, spread_specs
 from ..policy import PolicySpec, get_policy, list_policies
 
 
@@ -33,13 +32,6 @@ def apply_reduce_dtype(spec: PolicySpec) -> None:
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
             meet_reduce_dtype(policy.reduce_dtype)
-
-
-def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    """Casts an array to a dtype, if both are real floating."""
-    if dtype is None or leaf.dtype == dtype or not is_floating_dtype(leaf.dtype):
-        return leaf
-    return lax.convert_element_type(leaf, dtype)
 
 
 Path = tuple[Any, ...]
@@ -96,19 +88,15 @@ def _find_spec(
     if end is None:
         return replicated
     shape, spec = places[end]
-    is_like = leaf.shape == shape or (end in in_bytes and _is_scale(path, end) and _divides(spec, leaf.shape))
+    before = path[: len(path) - len(end)]  # ends with `.scales[0]` for a scale
+    is_scale = len(before) > 1 and getattr(before[-2], "name", None) == "scales"
+    is_like = leaf.shape == shape or (end in in_bytes and is_scale and _divides(spec, leaf.shape))
     return spec if is_like else replicated
 
 
 def _find_end(path: Path, places: Container[Path]) -> Path | None:
     """Returns the longest suffix of a path that is the path of a parameter."""
     return next((path[n:] for n in range(len(path) + 1) if path[n:] in places), None)
-
-
-def _is_scale(path: Path, end: Path) -> bool:
-    """True if a path is `.scales[0]` followed by the path of a parameter."""
-    before = path[: len(path) - len(end)]
-    return len(before) > 1 and getattr(before[-2], "name", None) == "scales"
 
 
 def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:

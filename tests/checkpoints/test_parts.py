@@ -360,6 +360,9 @@ def test_a_saved_range_goes_with_its_weight_and_the_target_has_one_otherwise(sav
         assert new.input_clip == clip
         assert (new.values == plain["kernel"].values).all()
     assert jmp.convert_state(saver(plain), plain)["kernel"].input_clip is None
+    static = jmp.quant.quantize({"kernel": W}, "int8(act_scale=static)_from_float32", input_clips={"": 5.0})
+    for saved in ({"kernel": W}, saver(plain)):
+        assert jmp.convert_state(saved, static)["kernel"].input_clip == 5.0
 
 
 def test_abstract_target_has_no_value_for_what_begins_anew():

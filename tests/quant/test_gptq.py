@@ -73,6 +73,13 @@ def test_rounding_is_that_of_the_loop_over_columns(rounding):
     assert error[0] < 0.8 * error[1]
 
 
+def test_rounding_is_in_float32_under_x64():
+    abstract = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 40, 1, 5), (1, 40, 40))]
+    with jax.enable_x64(True):
+        made = jax.eval_shape(lambda *arrays: round_by_hessian(*arrays, 0.01, Rounding(quant.Int4(20), 20)), *abstract)
+    assert [part.dtype for part in made] == [jnp.uint8, jnp.float32, jnp.uint8]
+
+
 def quant_numbers(made, block):
     """Returns the numbers of the only group, `(inputs, channels)`."""
     scale, zero_point = (None if x is None else jnp.repeat(x[0], block, axis=0) for x in made[1:])
@@ -218,6 +225,29 @@ def test_nnx_models_stay_tied_and_masked(capsys):
     nearest = quant.quantize(policied, "int8(min_size=0)_from_float32")
     assert jax.tree.structure(nnx.state(made)) == jax.tree.structure(nnx.state(nearest))
     assert isinstance(model.first.kernel, nnx.Param)
+
+
+class Heads(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.query, self.key, self.out = (nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        RUNS.append(len(x))
+        return self.out(nnx.relu(self.query(x) * self.key(x)))
+
+
+RUNS = []
+
+
+@pytest.mark.slow
+def test_matrices_with_the_same_inputs_share_a_run():
+    model, x = Heads(nnx.Rngs(0)), jnp.asarray(draw_inputs(16))
+    RUNS.clear()
+    made = quant.gptq(jmp.with_policy(model, POLICY), [x[:50], x[50:]])
+    assert RUNS == [50, 50, 46, 50, 46]  # one to find the order, then two for each Hessian
+    alone = quant.gptq(jmp.with_policy(model.key, POLICY), [x[:50], x[50:]])
+    values = [jax.tree.leaves(nnx.state(one, jmp.nnx.QuantizedParam))[0] for one in (made.key, alone)]
+    assert (values[0] == values[1]).all()
 
 
 def test_a_weight_is_seen_through_wide_sums():

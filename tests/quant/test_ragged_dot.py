@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 from jmp_policy import quant
 
@@ -45,7 +47,7 @@ def run_dense(x, w, g, sizes, format, **options):
 
 
 def draw_exact(dtype, rows=32, groups=4, inputs=32, outputs=16):
-    """Draws integers whose rounded products have exact float32 sums, with a largest element that differs by group."""
+    """Draws integers whose rounded products have exact float32 sums. Matrices differ in magnitude by group."""
     draws = np.random.default_rng(0)
     x, w, g = (
         draws.integers(-4, 5, shape).astype(np.float32)
@@ -64,7 +66,10 @@ def assert_equal(tree, other):
 
 @pytest.mark.parametrize("format", [*FORMATS, *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)])
 def test_groups_equal_a_dense_matmul_each(format):
-    operands = draw_exact(np.float32)
+    x, w, g = draw_exact(np.float32)
+    # A scale or a block that rows of two groups shared would round the smaller ones to fewer bits.
+    magnitudes = 2.0 ** (10 * np.repeat((0, 1, -1), (5, 19, 8)))[:, None].astype(np.float32)
+    operands = (x * magnitudes, w, g * magnitudes)
     groups, dense = (jax.jit(run, static_argnums=(3, 4)) for run in (run_groups, run_dense))
     assert_equal(groups(*operands, UNEVEN, format), dense(*operands, UNEVEN, format))
 
@@ -162,6 +167,27 @@ def test_vmap_equals_a_call_each():
     multiply = lambda x, w, sizes: quant.ragged_dot(x, w, sizes, quantization="int8")
     out = jax.vmap(multiply)(jnp.stack([x, x]), jnp.stack([w, w]), sizes)
     assert_equal(out, [multiply(x, w, sizes[0]), multiply(x, w, sizes[1])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_shard_map_sums_the_gradient_of_replicated_matrices(format):
+    x, w, g = draw_exact(np.float32, rows=64)
+    sizes, mesh = jnp.array([UNEVEN, (10, 2, 10, 10)]), make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def differentiate(x, w, g, sizes):
+        return jax.grad(lambda x, w: jnp.vdot(quant.ragged_dot(x, w, sizes, quantization=format), g), (0, 1))(x, w)
+
+    rows = P("data")
+    sharded = jax.shard_map(
+        lambda x, w, g, sizes: differentiate(x, w, g, sizes[0]),
+        mesh=mesh,
+        in_specs=(rows, P(), rows, rows),
+        out_specs=(rows, P()),
+    )
+    halves = [jax.jit(differentiate)(x[at], w, g[at], sizes[n]) for n, at in enumerate((slice(32), slice(32, 64)))]
+    expected = jnp.concatenate([halves[0][0], halves[1][0]]), halves[0][1] + halves[1][1]
+    assert_equal(jax.jit(sharded)(x, w, g, sizes), expected)
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])

@@ -17,7 +17,7 @@ from reports import NAMES, REPORTS
 import jmp_policy as jmp
 from jmp_policy.numerics._tune import Tuning
 from jmp_policy.report import Column, Report, Table
-from jmp_policy.report._table import draw_table, is_fitting, measure_width, wrap_note
+from jmp_policy.report._report import draw_table, is_fitting, measure_width, wrap_note
 
 WIDTHS = (60, 80, 200)
 HUGE = 10**4

@@ -9,21 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._base import at_least_float32
 from ..._jaxpr import (
     WRITERS,
     AbstractValue,
     Atom,
     JaxprBuilder,
     Modules,
-    Rewriter,
-    Rule,
     Value,
-    body_of,
     float_dtype,
     is_float,
 )
@@ -33,21 +28,15 @@ from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
     PRODUCTS,
-    CastState,
     Level,
     PrecisionFinder,
     as_low,
     cast_value,
-    clamp_masks,
-    find_numbers,
     is_applied_to_each,
     is_castable,
-    is_exact,
-    is_stored,
     is_sum,
     join_states,
     keeps_sums,
-    make_wide_product,
     round_sum,
     write_product,
 )
@@ -63,13 +52,11 @@ from ._weights import (
     describe_weight_product,
     follow_weights,
 )
-
-_FLOAT32 = np.dtype(np.float32)
-_TRACED, _LOW, _SUM, _FULL = (CastState(level) for level in Level)
+from ._writers import FLOAT32, FULL, LOW, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class CastingRule(Rule):
+class CastingRule(EquationWriter):
     """The rule of autocast. Its fields decide how each operation runs."""
 
     compute_dtype: np.dtype
@@ -80,9 +67,9 @@ class CastingRule(Rule):
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        self._sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
+        self.sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
         self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
-        may_have_sums = self._sums is not None or (self.scopes is not None and self.scopes.accumulates)
+        may_have_sums = self.sums is not None or (self.scopes is not None and self.scopes.accumulates)
         self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums)
         self._in_scopes: dict[Any, CastingRule] = {}
 
@@ -90,21 +77,21 @@ class CastingRule(Rule):
         return self._places.find(outer, program)
 
     def argument(self, dtype: np.dtype | None) -> AbstractValue:
-        return AbstractValue(dtype, _TRACED)
+        return AbstractValue(dtype, TRACED)
 
     def literal(self, literal: Literal) -> AbstractValue:
         is_number = np.ndim(literal.val) == 0 and (is_float(literal) or isinstance(literal.val, int | np.integer))
         numbers = (float(literal.val),) if is_number else ()
-        return AbstractValue(float_dtype(literal), _TRACED._replace(numbers=numbers))
+        return AbstractValue(float_dtype(literal), TRACED._replace(numbers=numbers))
 
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         first = kinds[0]
         if all(kind == first for kind in kinds):
             return first
         if first.dtype not in COMPUTE_DTYPES:
-            return AbstractValue(first.dtype, _TRACED)
+            return AbstractValue(first.dtype, TRACED)
         state = join_states(kinds)
-        if state.level is Level.SUM and any(kind.dtype != _FLOAT32 for kind in kinds):
+        if state.level is Level.SUM and any(kind.dtype != FLOAT32 for kind in kinds):
             state = state._replace(level=Level.LOW)
         low_dtypes = {kind.dtype for kind in kinds if kind.state.level is Level.LOW}
         if state.level is Level.LOW and len(low_dtypes) == 1:  # may be another scope's compute dtype
@@ -115,7 +102,7 @@ class CastingRule(Rule):
         return find_accumulators(program, carry)
 
     def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        return AbstractValue(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
+        return AbstractValue(FLOAT32, FULL) if kind.dtype in COMPUTE_DTYPES else kind
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: EquationPlace) -> list[AbstractValue]:
         # Residuals for the backward pass of a loop stay as small as without an accumulate dtype.
@@ -156,9 +143,9 @@ class CastingRule(Rule):
 
     def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
         dtype, state = value.kind
-        if dtype == _FLOAT32 or dtype not in COMPUTE_DTYPES:
+        if dtype == FLOAT32 or dtype not in COMPUTE_DTYPES:
             return value
-        return cast_value(value, AbstractValue(_FLOAT32, state._replace(level=Level.FULL)), eqn, body)
+        return cast_value(value, AbstractValue(FLOAT32, state._replace(level=Level.FULL)), eqn, body)
 
     def fuse(
         self,
@@ -188,7 +175,7 @@ class CastingRule(Rule):
             return False
         kinds = [as_low(value.kind, self.compute_dtype) for value in values]
         pairs = zip(values, kinds, strict=True)
-        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != _FLOAT32]
+        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
         if _shape_of(eqn.outvars[0]) not in halves:
             return False
         level = self._follow(eqn, values).state.level
@@ -205,7 +192,7 @@ class CastingRule(Rule):
         if is_sum(logits.kind):
             logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place, False)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
-        if kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
+        if kind.dtype == FLOAT32 or not is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
@@ -243,8 +230,10 @@ class CastingRule(Rule):
         elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
-            results = _WRITERS[precision](self, eqn, values, body)
+            results = self.write(precision, eqn, values, body)
         made = follow_weights(eqn, weights)
+        if eqn.primitive.name == "convert_element_type" and any(made):
+            body.uncast[results[0].atom] = values[0].atom
         return [self._mark_place(result, context, bool(own)) for result, own in zip(results, made, strict=True)]
 
     def find_weight_product(
@@ -263,7 +252,7 @@ class CastingRule(Rule):
         if all(weights):
             return "both operands are weights"
         position = 0 if weights[0] else 1
-        sums = rule._sums if rule._is_cast_in(eqn) else None
+        sums = rule.sums if rule._is_cast_in(eqn) else None
         product = describe_weight_product(eqn, position, rule.quantization, sums)
         if isinstance(product, str):
             return product
@@ -272,23 +261,23 @@ class CastingRule(Rule):
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
         """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""
         dtypes = [float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        return _FLOAT32 in dtypes[:2] or all(dtype == self.compute_dtype for dtype in dtypes)
+        return FLOAT32 in dtypes[:2] or all(dtype == self.compute_dtype for dtype in dtypes)
 
     def _write_weight_product(
         self, product: WeightProduct, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
     ) -> list[Value]:
-        """Writes a quantized matmul, which rounds the weight from its own dtype."""
+        """Writes a quantized matmul, which rounds the weight from its own dtype, before a cast of the author."""
         is_cast, made = self._is_cast_in(eqn), float_dtype(eqn.outvars[0])
         dtype = self.compute_dtype if is_cast else float_dtype(eqn.invars[1 - product.position])
         atoms = [
-            value.atom if i == product.position else self._cast(value, dtype, body, eqn)
+            body.uncast.get(value.atom, value.atom) if i == product.position else self._cast(value, dtype, body, eqn)
             for i, value in enumerate(values)
         ]
         if not is_cast:
             options = (*product.options, ("preferred_element_type", made))
-            kind = AbstractValue(made, _FULL if made == _FLOAT32 else _LOW)
+            kind = AbstractValue(made, FULL if made == FLOAT32 else LOW)
             return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
-        kind = AbstractValue(dtype, _LOW) if product.accumulate is None else AbstractValue(product.accumulate, _SUM)
+        kind = AbstractValue(dtype, LOW) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
         return write_product(product, eqn, atoms, kind, body)
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
@@ -296,7 +285,7 @@ class CastingRule(Rule):
         compute: Any = scope.compute_dtype or self.compute_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
         key = compute, find_sums_dtype(accumulate, compute), scope.quantization
-        if key == (self.compute_dtype, self._sums, self.quantization):
+        if key == (self.compute_dtype, self.sums, self.quantization):
             return self
         if key not in self._in_scopes:
             self._in_scopes[key] = dataclasses.replace(
@@ -322,15 +311,15 @@ class CastingRule(Rule):
         if dtype not in COMPUTE_DTYPES:
             return value
         if state.backward and not place.backward:  # a gradient, which is averaged, clipped and applied in float32
-            return cast_value(value, AbstractValue(_FLOAT32, _FULL), eqn, body)
+            return cast_value(value, AbstractValue(FLOAT32, FULL), eqn, body)
         output_dtype = None if state.scope is None or place.is_inside(state.scope) else state.scope.output_dtype
         if output_dtype in COMPUTE_DTYPES:
-            kind = AbstractValue(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
+            kind = AbstractValue(output_dtype, FULL if output_dtype == FLOAT32 else LOW)
             return cast_value(value, kind, eqn, body)
         # Outputs of a narrow function are cast down unless this operation needs float32.
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
-            return cast_value(value, AbstractValue(self.compute_dtype, _LOW), eqn, body)
+            return cast_value(value, AbstractValue(self.compute_dtype, LOW), eqn, body)
         return value
 
     def _mark_place(self, result: Value, place: EquationPlace, weight: bool = False) -> Value:
@@ -343,136 +332,18 @@ class CastingRule(Rule):
         kind = AbstractValue(dtype, state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight))
         return result._replace(kind=kind)
 
-    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        is_product = self._sums is not None and eqn.primitive.name in PRODUCTS
-        is_half = not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars))
-        if is_half:  # as its author wrote it
-            is_as_here = all(float_dtype(atom) == self.compute_dtype for atom in (*eqn.invars, *eqn.outvars))
-            if not is_product or not is_as_here:
-                return self._write_traced(eqn, values, body)
-        if not is_product:
-            return self._write_in(AbstractValue(self.compute_dtype, _LOW), eqn, values, body)
-        operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
-        product = make_wide_product(eqn, self._sums, self.compute_dtype)
-        return write_product(product, eqn, operands, AbstractValue(self._sums, _SUM), body)
-
-    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        return self._write_in(AbstractValue(_FLOAT32, _FULL), eqn, values, body)
-
-    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        kind = self._follow(eqn, values)
-        results = self._write_in(AbstractValue(_FLOAT32, kind.state), eqn, values, body)
-        return [
-            Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
-            for result in results
-        ]
-
-    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        return self._write_in(self._follow(eqn, values), eqn, values, body)
-
-    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        floats = [value.kind for value in values if value.kind.dtype is not None]
-        dtypes = {kind.dtype for kind in floats if not is_exact(kind.state.numbers, self.compute_dtype)}
-        return self._write_in(AbstractValue(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
-
-    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        pairs = zip(values, eqn.invars, strict=True)
-        atoms = [self._cast(value, float_dtype(atom), body, eqn) for value, atom in pairs]
-        floats = [value.kind for value in values if value.kind.dtype is not None]
-        # An output in the author's dtype has the level of that dtype, if an operand has a level.
-        has_level = any(kind.state.level is not Level.TRACED for kind in floats)
-        low = _LOW if self.compute_dtype != _FLOAT32 else _FULL
-        dtypes = [float_dtype(var) for var in eqn.outvars]
-        states = [_TRACED if not has_level else low if dtype == self.compute_dtype else _FULL for dtype in dtypes]
-        return body.append(eqn, atoms, [*map(AbstractValue, dtypes, states)])
-
-    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        """Keeps a cast of the author, unless it only makes a weak type strong."""
-        [value], target = values, eqn.params["new_dtype"]
-        source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
-        if source is None or dtype is None:
-            aval: Any = eqn.invars[0].aval
-            known = value.kind.state.numbers if source is None and value.kind.state is not None else ()
-            numbers = (0.0, 1.0) if aval.dtype == bool else known
-            return body.append(eqn, [value.atom], [AbstractValue(dtype, _TRACED._replace(numbers=numbers))])
-        if target == source:
-            return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
-        state = _FULL if target == _FLOAT32 else _LOW if target == self.compute_dtype else _TRACED
-        return body.append(eqn, [value.atom], [AbstractValue(target, state)])
-
-    def _write_in(self, kind: AbstractValue, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        """Writes an equation in the dtype of `kind`, which its floating outputs have."""
-        atoms = [self._cast(value, kind.dtype, body, eqn) for value in values]
-        kinds = [kind if is_float(var) else AbstractValue(None) for var in eqn.outvars]
-        params = self._rewrite_operators(eqn.params, kind)
-        preferred = eqn.params.get("preferred_element_type")
-        if preferred is not None and preferred != kind.dtype:
-            params = {**eqn.params, "preferred_element_type": kind.dtype}
-        return body.append(eqn, atoms, kinds, params)
-
-    def _rewrite_operators(self, params: dict[str, Any], kind: AbstractValue) -> dict[str, Any] | None:
-        """Rewrites the jaxprs with which reductions, windows and scatters combine two elements."""
-        programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
-        arguments = [var for program in programs.values() for var in body_of(program).invars]
-        if not any(is_float(var) and float_dtype(var) != kind.dtype for var in arguments):
-            return None
-        changed = {}
-        for name, program in programs.items():
-            body = body_of(program)
-            kinds = [kind if is_float(var) else AbstractValue(None) for var in body.invars]
-            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
-            changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
-        return params | changed
-
-    def _cast(self, value: Value, dtype: np.dtype, body: JaxprBuilder, eqn: JaxprEqn) -> Atom:
-        atom, source = value.atom, value.kind.dtype
-        if source is None or source == dtype:
-            return atom
-        if (
-            dtype == self.compute_dtype
-        ):  # masks that are added are clamped to half the maximum, so that sums stay finite
-            largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
-            atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
-        if at_least_float32(source) == source:  # cast down at each use, so that gradients of a weight sum in float32
-            return body.cast(atom, dtype, eqn)
-        return body.cast_once(atom, dtype, eqn)
-
-    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
-        """Returns the kind with the highest level of the operands, and its dtype."""
-        kinds = [value.kind for value in values if value.kind.dtype is not None]
-        state = join_states(kinds)
-        if state.level is not Level.TRACED:
-            return AbstractValue(self._dtype_of(state.level), state)
-        traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
-        numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
-        dtype = next((dtype for dtype in traced if dtype is not None), None)
-        return AbstractValue(dtype, state._replace(numbers=numbers))
-
-    def _dtype_of(self, level: Level) -> np.dtype:
-        return _FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
-
 
 def make_casting_rule(
     policy: Policy | PolicyMap, root: Policy, rules: AutocastRules, custom_rules: str, modules: Modules | None
 ) -> CastingRule:
     """Makes the rule for a policy or map, whose root has the policy `root`. Without `modules`, no rule is by scope."""
     scopes = None if modules is None else Scopes(policy, rules.scopes, rules.backward, modules)
-    dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else _FLOAT32
+    dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else FLOAT32
     return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype, root.quantization)
 
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
 """Precisions of operations that take matmul outputs in the compute dtype, unless `keeps_sums`."""
-
-_WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
-    Precision.LOW: CastingRule._write_low,
-    Precision.FULL: CastingRule._write_full,
-    Precision.WIDE: CastingRule._write_wide,
-    Precision.INFER: CastingRule._write_following,
-    Precision.CLEAR: CastingRule._write_following,
-    Precision.COMPARE: CastingRule._write_comparison,
-    Precision.TRACED: CastingRule._write_traced,
-}
 
 _JAX = os.path.dirname(jax.__file__)
 

@@ -55,7 +55,7 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Scopes:
-    """All rules by scope, with the user's rows before those of a map, and the modules of the jaxpr."""
+    """All rules by scope, the user's rows before a map's, and the modules of the jaxpr. Equal objects share jaxprs."""
 
     policy: Policy | PolicyMap
     rows: tuple[ScopeRow, ...]

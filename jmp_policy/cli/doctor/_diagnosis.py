@@ -326,11 +326,7 @@ def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime
 
 
 def judge(speedup: Speedup) -> str:
-    """Returns "faster", "slower" or "tie".
-
-    >>> judge(Speedup(1.5, 1.4, 1.6)), judge(Speedup(0.8, 0.7, 0.9)), judge(Speedup(1.5, 0.9, 1.6))
-    ('faster', 'slower', 'tie')
-    """
+    """Returns "faster", "slower" or "tie"."""
     if speedup.low > 1 and speedup.value > 1 + max(TIE, speedup.high - speedup.low):
         return "faster"
     return "slower" if speedup.high < 1 and speedup.value < 1 - TIE else "tie"

@@ -7,7 +7,7 @@ from typing import Any
 from ..._base import quote, shorten
 from ...policy import Policy, PolicyMap, PolicySpec
 from ._dtype_policy import DTypePolicy
-from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
+from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):
@@ -106,8 +106,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def get_config(self) -> dict[str, Any]:
         """Returns the map as dictionaries and strings; it is not changed."""
         return {
-            "default_policy": None if self._default is None else serialize_policy(self._default),
-            "policy_map": {key: serialize_policy(policy) for key, policy in self._policies.items()},
+            "default_policy": None if self._default is None else serialize(self._default),
+            "policy_map": {key: serialize(policy) for key, policy in self._policies.items()},
         }
 
     @classmethod

@@ -77,11 +77,26 @@ def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
     return _CALIBRATED.get(mode.partition("/")[0].strip().lower(), kind)(mode, source_name)
 
 
-def serialize_policy(policy: DTypePolicy) -> dict[str, Any]:
-    """Returns the dictionary of a dtype policy in Keras's files, with Keras's module."""
-    name = type(policy).__name__
+def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
+    """Returns a dtype policy or map as a dictionary for JSON, in the format of Keras's files.
+
+    Keras 3 reads it if it knows the name: `"p=f32,c=bf16,o=f32"` or `"int8(activations=false)_from_bfloat16"` are
+    errors there.
+
+    Raises:
+      TypeError: `dtype_policy` is not a dtype policy.
+
+    >>> from jmp_policy.compat import keras
+    >>> keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16"))["config"]
+    {'mode': 'int4/64', 'source_name': 'bfloat16'}
+    """
+    if not isinstance(dtype_policy, DTypePolicy):
+        raise TypeError(
+            f"Expected a dtype policy, got {quote(dtype_policy)}. For example: DTypePolicy('mixed_bfloat16')."
+        )
+    name, config = type(dtype_policy).__name__, dtype_policy.get_config()
     # For an unknown class, Keras raises only if the module is missing.
-    return {"module": _MODULES.get(name), "class_name": name, "config": policy.get_config(), "registered_name": None}
+    return {"module": _MODULES.get(name), "class_name": name, "config": config, "registered_name": None}
 
 
 def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> Any:

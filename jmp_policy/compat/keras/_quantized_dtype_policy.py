@@ -241,7 +241,7 @@ class GPTQDTypePolicy(_CalibratedDTypePolicy):
 
 
 class AWQDTypePolicy(_CalibratedDTypePolicy):
-    """A dtype policy for weights in 4 bits that a calibrating method scales, under Keras's name.
+    """A dtype policy for weights in 4 bits, under the name of Keras's AWQ. `quant.gptq` makes such weights here.
 
     Arguments, attributes and errors are as for `GPTQDTypePolicy`, with 4 bits alone.
 

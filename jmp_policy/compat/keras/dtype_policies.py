@@ -9,10 +9,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..._base import quote
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
-from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize_policy
+from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize as serialize
 from ._global_policy import dtype_policy
 from ._quantized_dtype_policy import (
     AWQDTypePolicy as AWQDTypePolicy,
@@ -44,26 +43,6 @@ def get(identifier: Any) -> DTypePolicy:
     if isinstance(identifier, dict) and "class_name" in identifier:
         return deserialize(identifier)
     return find_dtype_policy(identifier)
-
-
-def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
-    """Returns a dtype policy or map as a dictionary for JSON, in the format of Keras's files.
-
-    Keras 3 reads it if it knows the name: `"p=f32,c=bf16,o=f32"` or `"int8(activations=false)_from_bfloat16"` are
-    errors there.
-
-    Raises:
-      TypeError: `dtype_policy` is not a dtype policy.
-
-    >>> from jmp_policy.compat import keras
-    >>> keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16"))["config"]
-    {'mode': 'int4/64', 'source_name': 'bfloat16'}
-    """
-    if not isinstance(dtype_policy, DTypePolicy):
-        raise TypeError(
-            f"Expected a dtype policy, got {quote(dtype_policy)}. For example: DTypePolicy('mixed_bfloat16')."
-        )
-    return serialize_policy(dtype_policy)
 
 
 def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:

@@ -30,7 +30,12 @@ def reduce_gradients_in(
     nothing is an error, and each warning is given once.
     """
     try:
-        parsed = parse_reduce_dtype(dtype)
+        parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
+        if jax.dtypes.canonicalize_dtype(parsed) != parsed:
+            raise ValueError(
+                f"reduce_dtype={str(parsed)!r} needs jax.config.update('jax_enable_x64', True): without it, JAX "
+                "computes in float32. For example: reduce_dtype='float32'."
+            )
     except ValueError as error:
         if on_opaque is not None:
             raise
@@ -147,16 +152,6 @@ def _list_needs(names: Sequence[str | None]) -> tuple[Need, ...]:
 def _spell_path(path: KeyPath) -> str:
     is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
     return jax.tree_util.keystr(path[:-1] if is_value else path, simple=True, separator="/")
-
-
-def parse_reduce_dtype(dtype: DTypeLike) -> np.dtype:
-    parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
-    if jax.dtypes.canonicalize_dtype(parsed) != parsed:
-        raise ValueError(
-            f"reduce_dtype={str(parsed)!r} needs jax.config.update('jax_enable_x64', True): without it, JAX computes "
-            "in float32. For example: reduce_dtype='float32'."
-        )
-    return parsed
 
 
 _SHOWN = 5

@@ -17,10 +17,7 @@ _SCOPE = "jmp_policy_module_"
 
 
 class Observation:
-    """Dtypes of the inputs and outputs of each module of a model, by path, in the order of their first calls.
-
-    Does not record PRNG keys and Flax's own objects.
-    """
+    """Dtypes of the inputs and outputs of each module of a model, by path, without PRNG keys and Flax's own objects."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, tuple[str, ...]] = {}  # the dtypes of the arrays that each module was called with

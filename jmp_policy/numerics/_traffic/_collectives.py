@@ -1,7 +1,7 @@
 """`numerics.collectives`: traces and partitions a program, and counts its collectives."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,11 @@ import jax
 from ..._base import TRACING, describe
 from ..._jaxpr import ModulePaths, Register, find_direction, flatten_function
 from .._ends import Results, check_function
-from ._collective import Meshes, OpLocation, add_up, find_meshes
+from ._collective import Collective, Meshes, OpLocation, add_up, find_meshes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collectives
-from ._traced import FoundCollectives, read_program
+from ._traced import read_program
 
 
 def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Callable[..., Collectives]:
@@ -76,11 +76,11 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             compiles = meshes.devices > 1 and _choose(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
-                found = read_module(parse_module(partition(traced.lower())), shapes, meshes.devices, find_place)
+                rows, loops = read_module(parse_module(partition(traced.lower())), shapes, meshes.devices, find_place)
             else:
-                found = read_program(program, find_place) if meshes.devices > 1 else FoundCollectives([], [])
-                _check_abstract(found, meshes, compiled)
-        return Collectives(add_up(found.rows), meshes.devices, meshes.axes, compiles, tuple(found.uncounted_loops))
+                rows, loops = read_program(program, find_place) if meshes.devices > 1 else ([], [])
+                _check_abstract(rows, meshes, compiled)
+        return Collectives(add_up(rows), meshes.devices, meshes.axes, compiles, tuple(loops))
 
     return find_collectives
 
@@ -94,8 +94,8 @@ def _choose(compiled: bool | None, meshes: Meshes) -> bool:
     return bool(meshes.concrete) and not meshes.abstract if compiled is None else compiled
 
 
-def _check_abstract(found: FoundCollectives, meshes: Meshes, compiled: bool | None) -> None:
-    if compiled is None and meshes.abstract and not found.rows:
+def _check_abstract(rows: Sequence[Collective], meshes: Meshes, compiled: bool | None) -> None:
+    if compiled is None and meshes.abstract and not rows:
         raise ValueError(
             "The program has no explicit collectives, and XLA can only insert them for devices, which "
             f"{_describe_mesh(meshes)} does not have. Write them in jax.shard_map, or use a mesh of devices. "

@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from ..._jaxpr import choose_line
 from ._collective import KINDS, REDUCING, Collective, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
-from ._traced import PRIMITIVES, FindPlace, Flow, FoundCollectives, judge
+from ._traced import PRIMITIVES, FindPlace, Flow, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
@@ -89,17 +88,17 @@ _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
 def read_module(
     module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace
-) -> FoundCollectives:
-    """Lists the collectives of a partitioned module. The meshes name the axes."""
+) -> tuple[list[Collective], list[str]]:
+    """Lists the collectives of a partitioned module, as `read_program` does. The meshes name the axes."""
     _complete_names(module)
     reader = _Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
-    for site in _list_sites(module, module.computations[module.entry], 1, ()):
-        rows += reader.describe(site)
-        for loop in site.loops:
+    for instruction, runs, around in _list_sites(module, module.computations[module.entry], 1, ()):
+        rows += reader.describe(instruction, runs)
+        for loop in around:
             loops.setdefault(reader.find_line(loop))
-    return FoundCollectives([row for row in rows if row.devices > 1], list(loops))
+    return [row for row in rows if row.devices > 1], list(loops)
 
 
 def _complete_names(module: Module) -> None:
@@ -122,18 +121,13 @@ def _join_names(scope: str, name: str) -> str:
     return name if is_complete else f"{scope}/{name}"
 
 
-class _Site(NamedTuple):
-    """A collective, how often it runs, and the loops around it with an unknown trip count."""
-
-    instruction: Instruction
-    runs: int
-    loops: tuple[Instruction, ...]
-
-
-def _list_sites(module: Module, computation: Computation, runs: int, loops: tuple) -> Iterator[_Site]:
+def _list_sites(
+    module: Module, computation: Computation, runs: int, loops: tuple[Instruction, ...]
+) -> Iterator[tuple[Instruction, int, tuple[Instruction, ...]]]:
+    """Yields each collective, how often it runs, and the loops around it with an unknown trip count."""
     for instruction in map(module.instructions.__getitem__, computation.names):
         if instruction.opcode in _OPCODES:
-            yield _Site(instruction, runs, loops)
+            yield instruction, runs, loops
         elif instruction.opcode == "while":
             count = count_iterations(module, instruction)
             inside = loops if count is not None else (*loops, instruction)
@@ -166,9 +160,8 @@ class _Reader:
         for instruction in module.instructions.values():
             self._follow(instruction)
 
-    def describe(self, site: _Site) -> list[Collective]:
+    def describe(self, instruction: Instruction, runs: int) -> list[Collective]:
         """Makes one row for each array of a collective."""
-        instruction = site.instruction
         kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
         group = find_group(instruction.attributes, self._meshes, self._devices)
         named = self._find_named(instruction)
@@ -184,8 +177,8 @@ class _Reader:
                 inserted=primitive not in PRIMITIVES,
                 source=line,
                 path=place.path,
-                count=site.runs,
-                bytes=site.runs * math.prod(array.shape) * array.bits // 8,
+                count=runs,
+                bytes=runs * math.prod(array.shape) * array.bits // 8,
             )
             for array in _list_sent(instruction, kind, group.devices)
         ]  # fmt: skip

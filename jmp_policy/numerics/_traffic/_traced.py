@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
@@ -139,15 +139,8 @@ FindPlace = Callable[[str], OpLocation]
 """Reads the place of an op from its name stack."""
 
 
-class FoundCollectives(NamedTuple):
-    """Collectives, and the lines of loops with collectives and an unknown trip count."""
-
-    rows: list[Collective]
-    uncounted_loops: list[str]
-
-
-def read_program(program: Jaxpr, find_place: FindPlace) -> FoundCollectives:
-    """Lists the collectives in the shard_maps of a jaxpr."""
+def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective], list[str]]:
+    """Lists the collectives in the shard_maps of a jaxpr, and the lines of loops with an unknown trip count."""
     steps = list(walk(program, live_only=True))
     flow = _follow(program, steps, find_place)
     rows: list[Collective] = []
@@ -159,7 +152,7 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> FoundCollectives:
             for n, (eqn, _) in enumerate(step.around):
                 if found and eqn.primitive.name == "while":
                     loops.setdefault(find_line(find_origin(Step("while", (), (), eqn, "", step.around[:n]))))
-    return FoundCollectives(rows, list(loops))
+    return rows, list(loops)
 
 
 def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:

@@ -1,6 +1,6 @@
 """Optimizers for half-precision parameters."""
 
-from ._half_parameters import Storage as Storage
+from ._half_parameters import Storage as Storage, widen_half as widen_half
 from ._master_weights import (
     COPIES as COPIES,
     SPLIT as SPLIT,

@@ -44,12 +44,11 @@ class KahanState(NamedTuple):
 def kahan(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     """Keeps the rounding errors of half-precision parameters, in as many bytes as the parameters.
 
-    A parameter and its compensation together have about 16 significant bits in bfloat16 (22 in float16, above its
-    smallest numbers): updates that are too small to move the parameter add up. `inner` sees the sum of the two, and
-    gradients, as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer bytes.
+    A parameter and its compensation together have about 16 significant bits in bfloat16 (22 in float16): updates that
+    are too small to move the parameter add up. `inner` sees the sum of the two, and gradients, as float32, and its
+    state has float32 moments. Parameters of other dtypes are updated as by `inner` alone.
 
-    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as by `inner`
-    alone.
+    It goes inside `loss_scaled` and around `optax.MultiSteps`.
 
     Args:
       inner: the transformation to wrap.

@@ -1,6 +1,5 @@
 """`cast_state`: dtypes for the moments of an optimizer, by role."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,9 +8,10 @@ import numpy as np
 import optax
 
 from ..._base import DTypeLike, PyTree, cast_floating, did_you_mean, is_half, parse_dtype, quote, round_stochastically
+from .._half import widen_half
 from .._steps import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
 from ._moment_blocks import number_positions, scramble
-from ._moment_codes import MU, NU, has_moments, roles_of
+from ._moment_codes import MU, NU, has_moments, map_moments, roles_of
 
 Rounding = Literal["nearest", "dither"]
 
@@ -77,11 +77,11 @@ def cast_state(
         _check_roles(state, dtypes)
         if rounding == "dither":
             _find_step(state)
-        return _cast_moments(state, dtypes)
+        return map_moments(lambda role, x: cast_floating(x, dtypes[role]) if role in dtypes else x, state)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        wide = _cast_moments(state, {MU: None, NU: None})
-        updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
+        wide = map_moments(lambda _, moments: widen_half(moments), state)
+        updates, new_state = update_inner(widen_half(updates), wide, widen_half(params), **extra)
         if rounding == "dither":
             new_state = _dither(state, new_state)
         return updates, keep_dtypes(state, new_state)
@@ -97,26 +97,6 @@ def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
             f"which quantize_state stores. For example: {role}_dtype='bfloat16'."
         )
     return parsed
-
-
-def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTree:
-    """Casts the moments of a state to the dtype of their role; None upcasts half precision to float32."""
-
-    def cast(node: Any) -> Any:
-        if not has_moments(node):
-            return node
-        moments = {name: (getattr(node, name), role) for name, role in roles_of(node).items() if role in dtypes}
-        return node._replace(**{name: _cast(moment, dtypes[role]) for name, (moment, role) in moments.items()})
-
-    return jax.tree.map(cast, state, is_leaf=has_moments)
-
-
-def _cast(moment: PyTree, dtype: np.dtype | None) -> PyTree:
-    return _widen_half(moment) if dtype is None else cast_floating(moment, dtype)
-
-
-def _widen_half(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
 
 
 def _dither(old: PyTree, new: PyTree) -> Any:

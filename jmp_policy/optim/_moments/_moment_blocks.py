@@ -54,8 +54,7 @@ def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | No
     The scale of a block with a nan is nan, and with an infinity infinite, so that dequantized blocks are all nan.
     """
     scale = _find_scales(x, sides)
-    around = _spread(scale, sides)
-    relative = x / jnp.where(around == 0, 1, around)
+    relative = x / _spread(jnp.where(scale == 0, 1, scale), sides)
     return Blocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
 
 
@@ -215,7 +214,7 @@ class Chunks:
         starts, sizes, _ = self._place(split.shape, i)
         lengths = iter(sizes)
         shape = [next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts]
-        return lax.dynamic_slice(split, starts, sizes).reshape(shape)
+        return lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False).reshape(shape)
 
     def put(self, split: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
         """Replaces chunk `i` of a split array, except for blocks of the chunk before."""
@@ -223,8 +222,8 @@ class Chunks:
         chunk = chunk.reshape(sizes)
         for axis, overlap in overlaps.items():
             is_old = lax.broadcasted_iota(i.dtype, sizes, axis) < overlap
-            chunk = lax.select(is_old, lax.dynamic_slice(split, starts, sizes), chunk)
-        return lax.dynamic_update_slice(split, chunk, starts)
+            chunk = lax.select(is_old, lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False), chunk)
+        return lax.dynamic_update_slice(split, chunk, starts, allow_negative_indices=False)
 
     def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], dict[int, jax.Array]]:
         """Returns the start of chunk `i` in a split array, its sizes, and its overlap with the one before by axis."""

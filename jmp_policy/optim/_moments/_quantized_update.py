@@ -13,13 +13,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from ..._base import PyTree, is_half
+from ..._base import PyTree
+from .._half import widen_half
 from .._steps import Transformation, keep_dtypes, with_extra_args
 from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import (
     Blocks,
     Chunks,
-    Shape,
     dequantize,
     number_positions,
     plan_chunks,
@@ -112,12 +112,14 @@ class _Call:
         # A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are equal.
         grads = {path[1:]: i for i, (path, _) in enumerate(paths[:first])}
         self._owners = [self._find_owner(path[1:], leaf, grads) for path, leaf in paths]
-        self._large = sorted({self._owner(i) for i in self._codes})
+        owners = {i: owner for i in self._codes if (owner := self._owners[i]) is not None}
+        self._large = sorted(set(owners.values()))
+        self._sides = {i: read_sides(self._blocks(i), self._leaves[owner].shape) for i, owner in owners.items()}
 
     def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
         new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
-            new[i] = self._write(i, new[i], self._sides(i), noise, number_positions(new[i].shape))
+            new[i] = self._write(i, new[i], noise, number_positions(new[i].shape))
         return self._join(new)
 
     def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
@@ -136,7 +138,7 @@ class _Call:
         own = [i for i, other in enumerate(self._owners) if other == owner]
         written = [i for i in own if i < self._results.num_leaves]
         rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
-        sides = next(self._sides(i) for i in own if i in self._codes)
+        sides = next(self._sides[i] for i in own if i in self._codes)
         devices = max(_count_devices(self._leaves[i]) for i in own)
         plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, largest, devices)
 
@@ -147,7 +149,7 @@ class _Call:
                 # Leaves of the parameter are float32 chunks; leaves without a parameter are passed whole.
                 values: list[Any] = [optax.MaskedNode()] * len(self._leaves)
                 for i, x in zip(written, carry, strict=True):
-                    values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x), sides)
+                    values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x))
                 for i, x in zip(rest, read, strict=True):
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
@@ -155,7 +157,7 @@ class _Call:
                 positions = (
                     None if key is None else chunks.take(chunks.split(number_positions(self._leaves[owner].shape)), n)
                 )
-                write = lambda i: self._write(i, new[i], sides, key, positions) if i in self._codes else new[i]
+                write = lambda i: self._write(i, new[i], key, positions) if i in self._codes else new[i]
                 chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
                 return jax.tree.map(put, carry, chunk)
@@ -164,7 +166,7 @@ class _Call:
             carry = lax.fori_loop(0, chunks.count, update_chunk, carry)
             return jax.tree.map(lambda x, old: x.reshape(old.shape), carry, carried)
 
-        carried = [_widen(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
+        carried = [widen_half(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
         results = _run_on_automatic_axes(
             _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
             carried,
@@ -176,8 +178,8 @@ class _Call:
     def _run(self, values: Sequence[Any]) -> list[Any]:
         """Runs the optimizer on leaves that may be masked, and returns its updates and its state."""
         updates, state, params, extra = self._structure.unflatten(values)
-        widen = lambda tree: jax.tree.map(_widen, tree)
-        return self._results.flatten_up_to(self._update(widen(updates), state, widen(params), **extra))
+        new = self._update(widen_half(updates), state, widen_half(params), **extra)
+        return self._results.flatten_up_to(new)
 
     def _select(self, is_seen: Callable[[int], bool]) -> list[Any]:
         return [leaf if is_seen(i) else optax.MaskedNode() for i, leaf in enumerate(self._leaves)]
@@ -186,27 +188,16 @@ class _Call:
         """Returns leaf `i`, with its scales if it is quantized."""
         return Blocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
 
-    def _owner(self, i: int) -> int:
-        """Returns the parameter of a quantized moment."""
-        owner = self._owners[i]
-        assert owner is not None
-        return owner
-
-    def _sides(self, i: int) -> Shape:
-        return read_sides(self._blocks(i), self._leaves[self._owner(i)].shape)
-
-    def _read(self, i: int, leaf: Any, sides: Shape | None = None) -> Any:
+    def _read(self, i: int, leaf: Any) -> Any:
         """Dequantizes leaf `i`, or a chunk of it."""
-        return dequantize(leaf, self._codes[i], sides or self._sides(i)) if i in self._codes else leaf
+        return dequantize(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
 
-    def _write(
-        self, i: int, moment: jax.Array, sides: Shape, key: jax.Array | None, positions: jax.Array | None
-    ) -> Blocks:
+    def _write(self, i: int, moment: jax.Array, key: jax.Array | None, positions: jax.Array | None) -> Blocks:
         """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
         noise = None
         if key is not None and positions is not None:
             noise = _hash(positions, _fold_in_devices(jax.random.fold_in(key, i), moment))
-        return quantize(_widen(moment), self._codes[i], sides, noise)
+        return quantize(widen_half(moment), self._codes[i], self._sides[i], noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
         """Returns the updates, the state and the scales, in their old dtypes."""
@@ -244,10 +235,6 @@ def _refuse(why: str) -> ValueError:
         "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or use whole float32 moments "
         "in each step: quantize_state(tx, elementwise=False)."
     )
-
-
-def _widen(x: Any) -> Any:
-    return lax.convert_element_type(x, jnp.float32) if is_half(x) else x
 
 
 def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:

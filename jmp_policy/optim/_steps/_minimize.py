@@ -183,7 +183,11 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[Py
     traced = jax.make_jaxpr(call_on_leaves)(leaves)
     # The gradients of several uses must be summed in the dtype of the parameter.
     casts = _find_half_casts(traced.jaxpr)
-    evaluate = core.jaxpr_as_fun(_without(traced, casts))
+    # The outputs of the casts become inputs, in place of their operands.
+    invars = [var if cast is None else cast.outvars[0] for var, cast in zip(traced.jaxpr.invars, casts, strict=True)]
+    taken = {id(cast) for cast in casts if cast is not None}
+    eqns = [eqn for eqn in traced.jaxpr.eqns if id(eqn) not in taken]
+    evaluate = core.jaxpr_as_fun(traced.replace(jaxpr=traced.jaxpr.replace(invars=invars, eqns=eqns)))
     cast_like = lambda leaf, cast: lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
     copies = [leaf if cast is None else cast_like(leaf, cast) for leaf, cast in zip(leaves, casts, strict=True)]
     return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
@@ -207,12 +211,3 @@ def _is_half_cast(eqn: core.JaxprEqn) -> bool:
         return False
     aval: Any = eqn.invars[0].aval
     return np.dtype(aval.dtype) == np.float32 and not aval.weak_type
-
-
-def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> core.ClosedJaxpr:
-    """Returns the jaxpr with the outputs of casts as its inputs, in place of their operands."""
-    jaxpr = traced.jaxpr
-    invars = [var if cast is None else cast.outvars[0] for var, cast in zip(jaxpr.invars, casts, strict=True)]
-    taken = {id(cast) for cast in casts if cast is not None}
-    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
-    return traced.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))

@@ -91,17 +91,24 @@ class SkippedStep:
 
     def __str__(self) -> str:
         search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
-        return f"step{self._number} skipped: {_say_why(self.origin)}{search}"
+        return f"step{self._number} skipped: {self._reason}{search}"
 
     def describe(self) -> str:
         """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""
-        if not _has_reason(self.origin):
-            return f"Step{self._number} was skipped: {_say_why(self.origin)}."
+        if self.origin.reproduced and not self.origin.found:
+            return f"Step{self._number} was skipped: {self._reason}."
         return f"Step{self._number} was skipped. {self.origin.describe()}"
 
     @property
     def _number(self) -> str:
         return "" if self.step is None else f" {self.step:,}"
+
+    @property
+    def _reason(self) -> str:
+        if self.origin.reproduced and not self.origin.found:
+            return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"
+        cause = self.origin.cause
+        return str(self.origin) if cause is None else f"{self.origin}; made of {cause}"
 
 
 def find_origin(
@@ -280,14 +287,3 @@ _ADVICE = (
     "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., debug_nonfinite=True), finds the "
     "operation; a policy that computes in bfloat16 has the range of float32."
 )
-
-
-def _has_reason(origin: NonfiniteOrigin) -> bool:
-    return bool(origin.found or not origin.reproduced)
-
-
-def _say_why(origin: NonfiniteOrigin) -> str:
-    if _has_reason(origin):
-        cause = origin.cause
-        return str(origin) if cause is None else f"{origin}; made of {cause}"
-    return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"

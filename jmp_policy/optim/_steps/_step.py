@@ -235,9 +235,8 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
       grads: true gradients, a tree like `params`. The parameter of a `float0` gradient, as for integers, does not
         change.
       opt_state: the state of `tx`.
-      params: the parameters; their dtypes are kept. Float8 state among them takes the value of its gradient, and `tx`
-        sees zeros for it. Inside `loss_scaled` and `skip_nonfinite` it sees nothing, as optimizers that remember
-        distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
+      params: the parameters; their dtypes are kept. Float8 state among them takes the value of its gradient. `tx` sees
+        zeros for it, and an optimizer inside `loss_scaled` or `skip_nonfinite` nothing.
       **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`, and the
         `origin` of the gradients, from `numerics.first_nonfinite`, if `tx` has `debug_nonfinite`.
 

@@ -4,7 +4,7 @@ from ._amax_history import (
     State as State,
     needs_state as needs_state,
     new_state as new_state,
-    varying_axes as varying_axes,
+    vary_together as vary_together,
 )
 from ._bilinear import (
     Bilinear as Bilinear,

@@ -1,6 +1,5 @@
 """Amax histories of delayed scaling."""
 
-from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import jax
@@ -71,7 +70,8 @@ def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array
     """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition."""
     members = history.shape[:-1]  # of an ensemble, whose axes lead in the array too
     of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
-    amax = take_maximum(of_each, varying_axes(x) - varying_axes(history))
+    shared = tuple(varying_axes(x) - varying_axes(history))
+    amax = lax.pmax(of_each, shared) if shared else of_each
     is_finite = jnp.isfinite(amax)
     newest = lax.expand_dims(select(is_finite, amax, 0.0), (len(members),))
     if history.shape[-1] == 1:
@@ -93,11 +93,7 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def vary_together(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Marks two arrays as varying over the axes of either: in `shard_map`, custom derivatives need that."""
-    axes = tuple(varying_axes(left, right))
-    return vary(left, axes), vary(right, axes)  # JAX then sums the gradient of a replicated weight over devices
-
-
-def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    return lax.pmax(x, tuple(axes)) if axes else x
+def vary_together(*arrays: jax.Array) -> list[jax.Array]:
+    """Marks arrays as varying over the axes of any of them: in `shard_map`, custom derivatives need that."""
+    axes = tuple(varying_axes(*arrays))
+    return [vary(x, axes) for x in arrays]  # JAX then sums the gradient of a replicated weight over devices

@@ -18,7 +18,6 @@ from ...policy import BlockFormat, Int4, Int8, Quantization, StoredFormat, parse
 from .._numbers import (
     Blocks,
     Clip,
-    Quantized,
     check_clip,
     choose_bounds,
     choose_peak,
@@ -228,20 +227,17 @@ def quantize_array(
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
     layout = layout or (Layout(array.shape[:-1], 1) if array.ndim > 1 else Layout(array.shape, 0))
-    if isinstance(format, BlockFormat):
-        if check_clip(clip) != "absmax":
-            raise ValueError(
-                f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its "
-                "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
-                "their rules alone, and the rest afterwards."
-            )
-        return _quantize_in_blocks(array, layout, format, where)
-    if isinstance(format, Int8):
-        made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
-    else:
-        made = _quantize_blocks(array, layout, format, clip, where)
+    if isinstance(format, BlockFormat) and check_clip(clip) != "absmax":
+        raise ValueError(
+            f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its "
+            "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
+            "their rules alone, and the rest afterwards."
+        )
+    if not isinstance(format, Int8):
+        return _quantize_in_blocks(array, layout, format, clip, where)
+    made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     clips = None  # one per weight of a stack, to be sliced with it
-    if input_clip is not None and isinstance(format, Int8) and format.activations:
+    if input_clip is not None and format.activations:
         clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
 
@@ -269,28 +265,26 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
-def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip, where: str) -> Quantized:
+def _quantize_in_blocks(
+    array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
+) -> QuantizedArray:
+    """Quantizes in blocks along the axes that are summed over."""
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    blocks = array.reshape(*stack, layout.length // block, block, *channels)
-    axis = -1 - layout.channels
-    low, high = choose_bounds(blocks, (axis,), clip)
-    made = quantize_asymmetric(blocks, low, high)
-    return made._replace(values=pack(made.values.astype(jnp.uint4), axis))
-
-
-def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, where: str) -> QuantizedArray:
-    """Quantizes to a block format, with blocks along the axes that are summed over."""
-    block = block_length(layout, format, where)
-    stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
-    channels = array.shape[array.ndim - layout.channels :]
-    made = round_operand(array.reshape(*stack, layout.length, math.prod(channels)), None, format, -2, "weight")
-    blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
-    values = blocks if format.bits == 8 else pack(blocks, len(stack) + 1)
-    scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
-    tensor_scale = None if made.tensor_scale is None else made.tensor_scale.reshape(stack)
-    return QuantizedArray(values, scale, None, None, format, layout, np.dtype(array.dtype), tensor_scale)
+    shape, axis = (*stack, layout.length // block, block, *channels), len(stack) + 1
+    zero_point = tensor_scale = None
+    if isinstance(format, Int4):
+        blocks = array.reshape(shape)
+        values, scale, zero_point = quantize_asymmetric(blocks, *choose_bounds(blocks, (axis,), clip))
+        values = values.astype(jnp.uint4)
+    else:
+        matrices = array.reshape(*stack, layout.length, math.prod(channels))
+        values, scale, tensor_scale = round_operand(matrices, None, format, -2, "weight")
+        values, scale = values.reshape(shape), scale.reshape(*shape[:axis], 1, *channels)
+        tensor_scale = None if tensor_scale is None else tensor_scale.reshape(stack)
+    values = values if format.bits == 8 else pack(values, axis)
+    return QuantizedArray(values, scale, zero_point, None, format, layout, np.dtype(array.dtype), tensor_scale)
 
 
 class Misread(Exception):

@@ -1,0 +1,157 @@
+"""Writes an operation in a precision, with the casts of its operands."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from ..._base import at_least_float32
+from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ._place import EquationPlace
+from ._precision import (
+    PRODUCTS,
+    CastState,
+    Level,
+    clamp_masks,
+    find_numbers,
+    is_exact,
+    is_stored,
+    join_states,
+    make_wide_product,
+    write_product,
+)
+from ._tables import Precision
+
+FLOAT32 = np.dtype(np.float32)
+TRACED, LOW, SUM, FULL = (CastState(level) for level in Level)
+
+
+class EquationWriter(Rule):
+    """Writes operations for a compute dtype; with `sums`, matmuls return the sums of an accumulate dtype."""
+
+    compute_dtype: np.dtype
+    sums: np.dtype | None
+
+    def write(self, precision: Precision, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        """Writes an equation in a precision."""
+        return _WRITERS[precision](self, eqn, values, body)
+
+    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        is_product = self.sums is not None and eqn.primitive.name in PRODUCTS
+        is_half = not any(dtype == FLOAT32 for dtype in map(float_dtype, eqn.invars))
+        if is_half:  # as its author wrote it
+            is_as_here = all(float_dtype(atom) == self.compute_dtype for atom in (*eqn.invars, *eqn.outvars))
+            if not is_product or not is_as_here:
+                return self._write_traced(eqn, values, body)
+        if not is_product:
+            return self._write_in(AbstractValue(self.compute_dtype, LOW), eqn, values, body)
+        operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
+        product = make_wide_product(eqn, self.sums, self.compute_dtype)
+        return write_product(product, eqn, operands, AbstractValue(self.sums, SUM), body)
+
+    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        return self._write_in(AbstractValue(FLOAT32, FULL), eqn, values, body)
+
+    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        kind = self._follow(eqn, values)
+        results = self._write_in(AbstractValue(FLOAT32, kind.state), eqn, values, body)
+        return [
+            Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
+            for result in results
+        ]
+
+    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        return self._write_in(self._follow(eqn, values), eqn, values, body)
+
+    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        floats = [value.kind for value in values if value.kind.dtype is not None]
+        dtypes = {kind.dtype for kind in floats if not is_exact(kind.state.numbers, self.compute_dtype)}
+        return self._write_in(AbstractValue(dtypes.pop() if len(dtypes) == 1 else FLOAT32, TRACED), eqn, values, body)
+
+    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        pairs = zip(values, eqn.invars, strict=True)
+        atoms = [self._cast(value, float_dtype(atom), body, eqn) for value, atom in pairs]
+        floats = [value.kind for value in values if value.kind.dtype is not None]
+        # An output in the author's dtype has the level of that dtype, if an operand has a level.
+        has_level = any(kind.state.level is not Level.TRACED for kind in floats)
+        low = LOW if self.compute_dtype != FLOAT32 else FULL
+        dtypes = [float_dtype(var) for var in eqn.outvars]
+        states = [TRACED if not has_level else low if dtype == self.compute_dtype else FULL for dtype in dtypes]
+        return body.append(eqn, atoms, [*map(AbstractValue, dtypes, states)])
+
+    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        """Keeps a cast of the author, unless it only makes a weak type strong."""
+        [value], target = values, eqn.params["new_dtype"]
+        source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
+        if source is None or dtype is None:
+            aval: Any = eqn.invars[0].aval
+            known = value.kind.state.numbers if source is None and value.kind.state is not None else ()
+            numbers = (0.0, 1.0) if aval.dtype == bool else known
+            return body.append(eqn, [value.atom], [AbstractValue(dtype, TRACED._replace(numbers=numbers))])
+        if target == source:
+            return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
+        state = FULL if target == FLOAT32 else LOW if target == self.compute_dtype else TRACED
+        return body.append(eqn, [value.atom], [AbstractValue(target, state)])
+
+    def _write_in(self, kind: AbstractValue, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        """Writes an equation in the dtype of `kind`, which its floating outputs have."""
+        atoms = [self._cast(value, kind.dtype, body, eqn) for value in values]
+        kinds = [kind if is_float(var) else AbstractValue(None) for var in eqn.outvars]
+        params = self._rewrite_operators(eqn.params, kind)
+        preferred = eqn.params.get("preferred_element_type")
+        if preferred is not None and preferred != kind.dtype:
+            params = {**eqn.params, "preferred_element_type": kind.dtype}
+        return body.append(eqn, atoms, kinds, params)
+
+    def _rewrite_operators(self, params: dict[str, Any], kind: AbstractValue) -> dict[str, Any] | None:
+        """Rewrites the jaxprs with which reductions, windows and scatters combine two elements."""
+        programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
+        arguments = [var for program in programs.values() for var in body_of(program).invars]
+        if not any(is_float(var) and float_dtype(var) != kind.dtype for var in arguments):
+            return None
+        changed = {}
+        for name, program in programs.items():
+            body = body_of(program)
+            kinds = [kind if is_float(var) else AbstractValue(None) for var in body.invars]
+            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
+            changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
+        return params | changed
+
+    def _cast(self, value: Value, dtype: np.dtype, body: JaxprBuilder, eqn: JaxprEqn) -> Atom:
+        atom, source = value.atom, value.kind.dtype
+        if source is None or source == dtype:
+            return atom
+        if dtype == self.compute_dtype:
+            # Masks that are added are clamped to half the maximum, so that sums stay finite.
+            largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
+            atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
+        if at_least_float32(source) == source:  # cast down at each use, so that gradients of a weight sum in float32
+            return body.cast(atom, dtype, eqn)
+        return body.cast_once(atom, dtype, eqn)
+
+    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
+        """Returns the kind with the highest level of the operands, and its dtype."""
+        kinds = [value.kind for value in values if value.kind.dtype is not None]
+        state = join_states(kinds)
+        if state.level is not Level.TRACED:
+            return AbstractValue(self._dtype_of(state.level), state)
+        traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
+        numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
+        dtype = next((dtype for dtype in traced if dtype is not None), None)
+        return AbstractValue(dtype, state._replace(numbers=numbers))
+
+    def _dtype_of(self, level: Level) -> np.dtype:
+        return FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
+
+
+_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
+    Precision.LOW: EquationWriter._write_low,
+    Precision.FULL: EquationWriter._write_full,
+    Precision.WIDE: EquationWriter._write_wide,
+    Precision.INFER: EquationWriter._write_following,
+    Precision.CLEAR: EquationWriter._write_following,
+    Precision.COMPARE: EquationWriter._write_comparison,
+    Precision.TRACED: EquationWriter._write_traced,
+}
