@@ -101,8 +101,8 @@ def autocast(
     Raises:
       TypeError: `fun` is not a function, or it returned something else than a tree of arrays; or `weights` is of
         another type.
-      ValueError: `policy` is unreadable, or has another compute or accumulate dtype; it is quantized, and there are no
-        `weights`, one of them reaches no matmul, or the format needs a state or a key for each layer.
+      ValueError: `policy` is unreadable, or has another compute or accumulate dtype. Of a quantized policy: `weights`
+        is missing, one of them reaches no matmul, or the format needs a state or a key for each layer.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 
