@@ -39,7 +39,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each on a normalised copy of the residual stream."""
+    """Causal attention and a perceptron, each on a normalized copy of the residual stream."""
 
     dtype: Any = None
     dot_general_cls: Any = None

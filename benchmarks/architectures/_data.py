@@ -8,7 +8,7 @@ Batches = dict[str, Any]
 
 
 def gratings(rng: np.random.Generator, steps: int, batch: int, classes: int, size: int = 32) -> Batches:
-    """Noisy colour images of waves; their direction is the class."""
+    """Noisy color images of waves; their direction is the class."""
     label = rng.integers(0, classes, (steps, batch))
     angle = np.pi * label / classes
     phase = rng.uniform(0, 2 * np.pi, (steps, batch, 1, 1, 3))

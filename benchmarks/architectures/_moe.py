@@ -57,7 +57,7 @@ class MoELayer(nnx.Module):
 
 
 class MoEClassifier(nnx.Module):
-    """Residual mixtures of experts, each on a normalised copy of its input, between two linear layers."""
+    """Residual mixtures of experts, each on a normalized copy of its input, between two linear layers."""
 
     def __init__(
         self, features: int, classes: int, width: int, depth: int, experts: int, *, dtype: Any = None, rngs: nnx.Rngs

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colors of a terminal
 
 
 @dataclasses.dataclass

@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each on a normalised copy of the residual stream."""
+    """Attention and a two-layer perceptron, each on a normalized copy of the residual stream."""
 
     config: GPTConfig
 

@@ -30,7 +30,7 @@ class SelfAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a two-layer perceptron, each on a normalised copy of the residual stream."""
+    """Attention and a two-layer perceptron, each on a normalized copy of the residual stream."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)

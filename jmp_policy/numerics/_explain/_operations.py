@@ -192,7 +192,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     """Returns the policy, the rule, and the dtypes of a traced call, for each module of a Flax model.
 
     The model is traced and not run, with abstract parameters and inputs, so that nothing is allocated. A linen module
-    is initialised abstractly; an nnx module is copied, and `nnx.eval_shape` makes one without arrays. Rules of a
+    is initialized abstractly; an nnx module is copied, and `nnx.eval_shape` makes one without arrays. Rules of a
     `PolicyMap` that decide for no module are listed, and so are sums of many elements in half precision: a policy
     reaches layers, but not functions such as `nn.avg_pool`. A model without a policy is explained as well.
 

@@ -133,7 +133,7 @@ class DynamicCode:
         magnitude = words & 0x7FFFFFFF
         place = self._find_nearest(magnitude, is_negative)
         if noise is not None:
-            place = self._choose_neighbour(lax.bitcast_convert_type(magnitude, jnp.float32), place, noise)
+            place = self._choose_neighbor(lax.bitcast_convert_type(magnitude, jnp.float32), place, noise)
         codes = _ZERO + jnp.where(is_negative, -place, place)
         return jnp.maximum(codes, 0).astype(jnp.uint8)
 
@@ -186,7 +186,7 @@ class DynamicCode:
         place = jnp.minimum(count + nearest - is_below.astype(jnp.int32), 2 * count - 1)
         return jnp.where(doubled > borders[7], _TOP, jnp.where(decade > 0, place, 0))
 
-    def _choose_neighbour(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
+    def _choose_neighbor(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
         value = self._find_value(nearest)
         other = jnp.minimum(nearest + jnp.where(x < value, np.int32(-1), np.int32(1)), _TOP)
         is_other = jnp.abs(x - value) > jnp.abs(self._find_value(other) - value) * _make_chance(noise)
