@@ -31,8 +31,8 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     """Makes the loss scale that continues from a `torch.amp.GradScaler`.
 
     It grows on the `growth_interval`-th finite step in a row, of which `_growth_tracker` counts those so far, and backs
-    off on every non-finite step. A saved scale beyond our floor or ceiling replaces it. With `loss_scaled(MultiSteps(tx, k))`,
-    multiply `growth_interval` and `_growth_tracker` by k.
+    off on every non-finite step. A saved scale beyond our floor or ceiling replaces it. With
+    `loss_scaled(MultiSteps(tx, k))`, multiply `growth_interval` and `_growth_tracker` by k.
 
     Args:
       state_dict: the result of `GradScaler.state_dict()`, empty for a disabled scaler. Values are numbers, or arrays or

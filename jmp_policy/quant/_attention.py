@@ -1,5 +1,6 @@
 """`dot_product_attention`: attention whose two matmuls are in 8 bits."""
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._base import DTypeLike, at_least_float32, quote
-from ..policy import MXFP8, Quantization
+from ..policy import MXFP8, Int8, Quantization
 from ._numbers import pad_axis
 from ._operations import check_floating, einsum, parse_product_format
 from ._products import Einsum, label_einsum
@@ -136,7 +137,10 @@ def multiply_padded(
 
 def attention_format_of(quantization: Quantization | None) -> Quantization | None:
     """Returns the format in which a policy multiplies in Flax's attention layers, or None for the compute dtype."""
-    return quantization if getattr(quantization, "attention", False) else None
+    if not getattr(quantization, "attention", False):
+        return None
+    # Static scales are calibrated for the inputs of layers with weights.
+    return dataclasses.replace(quantization, act_scale="dynamic") if isinstance(quantization, Int8) else quantization
 
 
 def _zero_after(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

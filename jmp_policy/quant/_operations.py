@@ -246,6 +246,8 @@ def parse_product_format(quantization: Quantization | str | None, function: str)
             f"{function} keeps no state of earlier steps, which {str(format)!r} needs. "
             "For example: quantization='float8(recipe=current)'."
         )
+    if isinstance(format, Int8) and format.act_scale == "static":
+        raise ValueError(f"{function} has no calibrated scale, which {str(format)!r} needs. For example: 'int8'.")
     if isinstance(format, Float8) or (isinstance(format, Int8 | MXFP8) and format.activations):
         return format
     raise ValueError(

@@ -32,6 +32,7 @@ def test_attention_is_quantized_if_the_format_says_so():
     wide = list_products(layer, "int8_from_mixed_bfloat16")
     assert (wide.count("int8"), wide.count("bfloat16")) == (4, 2)
     assert list_products(layer, "int8(attention=true)_from_mixed_bfloat16") == ["int8"] * 6
+    assert list_products(layer, "int8(act_scale=static,attention=true)_from_mixed_bfloat16") == ["int8"] * 6
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_dtypes_are_those_of_jax():
         (lambda q, k, v: (q, k.astype(jnp.bfloat16), v), {}, ValueError, "value dtype should be bfloat16, but got"),
         (lambda q, k, v: (q[:, :, :3], k, v), {}, ValueError, "multiple of key/value heads, but got 3 vs 2"),
         (None, {"implementation": "cudnn"}, ValueError, r"no implementation 'cudnn'\. For example: implementation="),
+        (None, {"quantization": "int8(act_scale=static)"}, ValueError,
+         r"^dot_product_attention has no calibrated scale, which 'int8\(act_scale=static\)' needs\. For exam"),
         (None, {"quantization": "nvfp4"}, ValueError, r"'nvfp4' has 4\. For example: quantization='int8', 'float8"),
         (None, {"quantization": "float8"}, ValueError, r"keeps no state .* 'float8' needs\. For example: quantizatio"),
         (None, {"quantization": "mxfp8(activations=false)"}, ValueError, r"quantizes weights only\. For example: qua"),
