@@ -41,9 +41,8 @@ def gptq(
 
     The model runs on all batches once per matrix to round, through the matrices rounded before, one op at a time, so
     that the layers of a scan are seen too. Each run stops at that matrix, and matrices with the same inputs, such as a
-    query and a key, share one. Memory holds one Hessian at a time, a float32
-    matrix of the layer's inputs. A weight with several uses gets the sum of their Hessians; a convolution has one of
-    its patches.
+    query and a key, share one. Memory holds one Hessian at a time, a float32 matrix of the layer's inputs. A weight
+    with several uses gets the sum of their Hessians; a convolution has one of its patches.
 
     Rounded to nearest are embedding tables, also where they compute logits, and any matrix for which that has the
     smaller error. Elements that are exactly zero, such as pruned or masked ones, stay zero.

@@ -10,7 +10,8 @@ from examples.moe import MixtureOfExperts, train
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "mxfp8"])
 def test_experts_train_in_8_bits_as_in_bfloat16(quantization):
-    wide, narrow = (train(each, steps=60) for each in (None, quantization))
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam promotes int32
+        wide, narrow = (train(each, steps=60) for each in (None, quantization))
     last = lambda losses: sum(losses[-10:]) / 10
     assert last(wide) < 0.2 * wide[0]
     # Four seeds of bfloat16 ended between 0.66 and 0.71.

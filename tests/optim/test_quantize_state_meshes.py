@@ -50,10 +50,18 @@ def expected(name):
 
 
 def assert_close(one, other):
-    """Codes bit for bit, floats but for their last bits."""
+    """Codes bit for bit and floats but for their last bits, except elements at a threshold of their rounding.
+
+    Two programs may differ in the last bits of a moment. If it is within 2**-22 of a threshold, it rounds to the other
+    neighbor: of 57,344 elements, two moments and three steps, 0.1 are expected, and more than three once in 1e5 runs.
+    """
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        rtol = 2e-6 if jnp.issubdtype(x.dtype, jnp.floating) else 0.0
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, err_msg=jax.tree_util.keystr(path))
+        x, y, is_float = np.asarray(x), np.asarray(y), jnp.issubdtype(x.dtype, jnp.floating)
+        differ = ~np.isclose(x, y, rtol=2e-6, atol=0) if is_float else x != y
+        assert differ.sum() <= 3, f"{jax.tree_util.keystr(path)}: {differ.sum()} elements differ"
+        # The neighboring code, and the update of a parameter that follows from it.
+        change = x[differ].astype(float) - y[differ].astype(float)
+        assert np.all(np.abs(change) <= (1e-3 if is_float else 1)), jax.tree_util.keystr(path)
 
 
 def gathered(text):
