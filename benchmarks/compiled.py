@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from benchmarks._compiled import Figures, figures, products
-from benchmarks._compiled_formats import float8, int8
+from benchmarks._compiled_formats import float8, int8, int8_static
 from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
 from benchmarks._results import ResultTable, hash_sources
 from benchmarks._targets import TARGETS, Target
@@ -71,6 +71,7 @@ TABLES = {
     "float8": Table(_FLOAT8, ("model", "whose", "recipe"), float8),
     "float8_cublas": Table(f"{_FLOAT8}, by cuBLAS", ("model", "whose", "recipe"), float8, CUBLAS),
     "int8": Table(_INT8, ("program", "whose", "format"), int8),
+    "int8_static": Table("A GPT in int8 with static scales, over bfloat16", ("format",), int8_static),
     "int8_cublas": Table(f"{_INT8}, by cuBLAS", ("program", "whose", "format"), int8, CUBLAS),
 }  # fmt: skip
 
