@@ -292,7 +292,7 @@ class Run:
             history = jmp.numerics.StatsHistory.from_json_lines(lines)
             stats, note = history.merge(), f"Tensors of {len(history.steps)} steps, trained with {self.config.policy}."
             (self.folder / "numerics.txt").write_text(f"{note}\n\n{stats}\n", encoding="utf-8")
-            page = draw_document(stats, note)
+            page = draw_document(stats, "numerics of a run", note)
             (self.folder / "numerics.html").write_text(page, encoding="utf-8")
             gradients = stats.select(lambda site: site.direction in ("backward", "result"))
             gradients.plot().savefig(self.folder / "numerics-exponents.png", dpi=120)

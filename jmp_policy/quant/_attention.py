@@ -58,9 +58,8 @@ def dot_product_attention(
       preferred_element_type: the dtype of the output with `quantization`; by default the dtype of `query`.
 
     Returns:
-      The output of JAX's function, or a tuple of output and residual. With `Float8` and `MXFP8`, all
-      matmuls of the backward pass are quantized too; with `Int8` they multiply by the rounded operands in the dtype of
-      `query`.
+      The output of JAX's function, or a tuple of output and residual. With `Float8` and `MXFP8`, all matmuls of the
+      backward pass are quantized too; with `Int8` they multiply by the rounded operands in the dtype of `query`.
 
     Raises:
       TypeError: `query` is not floating, or a float8 or block-scaled matmul is differentiated twice.

@@ -108,7 +108,7 @@ def ragged_dot(
         spec = _Spec(format, dtype, lhs.dtype, precision)
         return _integer_product(spec, lhs, rhs, *map(lax.stop_gradient, (rounded, weight)), sizes, groups)
     if isinstance(format, MXFP8):
-        block_length(Layout((inputs,), 1), format)
+        block_length(Layout((inputs,), 1), format)  # raises if blocks do not divide the inputs
         return _block_product(_Spec(format, dtype, lhs.dtype), lhs, rhs, sizes)
     rhs = rhs.astype(lhs.dtype)
     if rows % MULTIPLE or why_sizes_wide(inputs * outputs, format, inputs, outputs) is not None:

@@ -84,11 +84,12 @@ def _escape_table(table: Table) -> Table:
     return dataclasses.replace(table, rows=rows)
 
 
-def draw_document(report: Report, title: str) -> str:
-    """Draws a report as a complete HTML document."""
+def draw_document(report: Report, title: str, note: str = "") -> str:
+    """Draws a report as a complete HTML document, with `note` as a paragraph before it."""
+    before = draw_html_note(note) if note else ""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_PAGE_STYLE}</style></head><body>{report._repr_html_()}</body></html>\n"
+        f"<style>{_PAGE_STYLE}</style></head><body>{before}{report._repr_html_()}</body></html>\n"
     )
 
 

@@ -31,7 +31,9 @@ def test_the_first_and_every_nth_step_is_measured_and_a_report_ends_the_run(fold
     text = (path / "numerics.txt").read_text(encoding="utf-8")
     assert text.startswith("Tensors of 3 steps, trained with params=float32,compute=float32,output=float32.")
     assert str(history.merge()) in text
-    assert "<title>numerics of a run</title>" in (path / "numerics.html").read_text(encoding="utf-8")
+    page = (path / "numerics.html").read_text(encoding="utf-8")
+    assert "<title>numerics of a run</title>" in page
+    assert "<p>Tensors of 3 steps, trained with " in page
 
 
 @pytest.mark.slow
