@@ -85,7 +85,7 @@ def list_versions() -> dict[str, str]:
 def find_half_instructions(facts: Mapping[str, str]) -> dict[str, tuple[str, ...]] | None:
     """Finds the half-precision instructions in the lines of `/proc/cpuinfo`; None if it does not list instructions."""
     listed = facts.get("flags", facts.get("Features"))  # x86, ARM
-    known = lambda names: tuple(name for name in names.split() if name in listed.split())
+    known = lambda names: tuple(name for name in names.split() if listed and name in listed.split())
     return None if listed is None else {dtype: known(names) for dtype, names in HALF_INSTRUCTIONS.items()}
 
 
