@@ -276,7 +276,7 @@ def prepare_replay(program: Program) -> Program:
     return _prepare(program) or program
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else equal sub-jaxprs would be copied one by one
 def _prepare(program: Program) -> Program | None:
     """Returns the prepared jaxpr, or None if it is the same one, which the cache would keep alive."""
     old = body_of(program)
@@ -325,7 +325,7 @@ def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:
     return sum(not isinstance(case, Literal) and case not in constants for case in eqn.invars[1:]) > 1
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # equal selects are traced once
 def _split_select(result: Any, *operands: Any) -> Jaxpr:
     """Makes a jaxpr that replaces elements that are not selected by zeros, and then selects."""
 

@@ -68,7 +68,7 @@ def _record(
     return _make_copy(program, context, calls, arguments, results, gathers) or Recorded(program, ())
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else the time doubles with each level of nested branches
 def _make_copy(
     program: Program,
     context: Any,

@@ -130,7 +130,6 @@ def _is_library(file: str) -> bool:
     return from_library or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
-@functools.cache
 def _is_from(packages: tuple[str, ...], file: str) -> bool:
     folders = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
     return file.startswith(tuple(os.path.dirname(folder) + os.sep for folder in folders if folder))
