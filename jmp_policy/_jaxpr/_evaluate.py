@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from .._base import Args, Kwargs, is_array
+from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CALLED
 from ._program import Atom, Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
@@ -43,7 +43,7 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
     """Adds a note to errors that only tracing raises. `example` has further arguments of the tracing function."""
     try:
         yield
-    except _NO_VALUE as error:
+    except NO_VALUE as error:
         error.add_note(
             f"{caller} traces the function as jax.jit does, so arrays have no values that Python can test or convert. "
             "Pass such a value as a Python number, which is not traced. For example: 2.0, not jnp.asarray(2.0)."
@@ -56,11 +56,6 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
                 f"For example: {caller}(lambda model, x: model(x){example})(model, x)."
             )
         raise
-
-
-_NO_VALUE = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-)  # fmt: skip
 
 
 _CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
@@ -98,25 +93,6 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace
     flat, arrays, out_trees = flatten_function(fun, args, kwargs)
     program = jax.make_jaxpr(flat)(*arrays)
     return Traced(program, arrays, out_trees[-1])
-
-
-def flatten_function(
-    fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
-    """Returns a function of the array leaves, those leaves, and a list that gets the structure of each result."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [is_array(leaf) for leaf in leaves]
-    out_trees: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        merged = [next(given) if array else leaf for leaf, array in zip(leaves, dynamic, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        out_trees.append(out_tree)
-        return out
-
-    return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
 
 
 def run(traced: Traced, program: ClosedJaxpr) -> Any:
