@@ -157,7 +157,8 @@ class _Originals:
         self._hand_over(attributes, before, after)
         for original, stand_in, held in self.originals.values():
             if isinstance(stand_in, nnx.Param):
-                _write_param(original, stand_in)
+                if (written := stand_in.get_raw_value()) is not original.get_raw_value():
+                    original.set_value(written)
             elif isinstance(held, dict):
                 self._hand_over(_get_contents(original), held, _get_contents(stand_in))
             elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(operator.is_, stand_in, held))):
@@ -205,12 +206,6 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
     methods = {"get_value": get_value, "set_value": set_value, "__getattr__": get_attribute}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
-
-
-def _write_param(original: nnx.Param, view: nnx.Param) -> None:
-    written = view.get_raw_value()
-    if written is not original.get_raw_value():
-        original.set_value(written)
 
 
 def _get_contents(container: Node) -> Any:
