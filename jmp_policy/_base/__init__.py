@@ -82,7 +82,7 @@ from ._trees import (
     cast_to_full as cast_to_full,
     cast_to_half as cast_to_half,
     did_you_mean as did_you_mean,
-    drop_value as drop_value,
+    drop_value_key as drop_value_key,
     dtype_names as dtype_names,
     first_floating_dtype as first_floating_dtype,
     flatten_function as flatten_function,

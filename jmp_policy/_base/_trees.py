@@ -287,7 +287,7 @@ class Results:
 _ARRAY = object()
 
 
-def drop_value(path: KeyPath) -> KeyPath:
+def drop_value_key(path: KeyPath) -> KeyPath:
     """Drops the last key of a path to the array of an nnx Variable."""
     is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
     return path[:-1] if is_value else path

@@ -101,11 +101,9 @@ def run(traced: Traced, program: ClosedJaxpr) -> Any:
 
 
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr; its equations keep their names and source lines.
-
-    Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
-    Differentiating equations that are bound one by one takes two to three times as long.
-    """
+    """Evaluates a jaxpr; its equations keep their names and source lines."""
+    # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
+    # Differentiating equations that are bound one by one takes two to three times as long.
     body = program.jaxpr
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))

@@ -51,10 +51,7 @@ from ._quantized import (
 def multiply_by_policy(
     module: nn.Module, function: Callable[..., Any], policy: Policy, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
-
-    Replaces the function in the layer's field during the call, or a method of Flax without one. A user's methods stay.
-    """
+    """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy if Flax wrote it."""
     format = policy.quantization
     if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)

@@ -112,10 +112,8 @@ _UNWRITTEN = object()
 def call_on_shadow(
     module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
-    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes.
-
-    Params are read in `dtype`, cast at each use: gradients of a weight that is cast once would sum in half precision.
-    """
+    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes."""
+    # Params are cast to `dtype` at each use: gradients of a weight that is cast once would sum in half precision.
     # Without a dtype, the shadow shares the values of the module.
     record = _Originals(dtype)
     attributes = vars(module)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe, drop_value, is_array
+from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe, drop_value_key, is_array
 from ..modules import find_adapter, is_flax_object
 
 
@@ -58,7 +58,7 @@ def spell_arguments(
     spelled = []
     for path in _list_array_paths(arguments, is_lifted=is_lifted):
         name, rest = _find_parameter(signature, path)
-        number, inside = rest[: len(rest) - len(path[2:])], drop_value(path[2:])
+        number, inside = rest[: len(rest) - len(path[2:])], drop_value_key(path[2:])
         owner = functools.reduce(_step_into, path[:2], given)
         spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
     return spelled
@@ -125,7 +125,7 @@ def _find_own(path: KeyPath) -> KeyPath | None:
 
 
 def _join(name: str, path: KeyPath) -> str:
-    return "/".join([name, *map(_read_key, drop_value(path))])
+    return "/".join([name, *map(_read_key, drop_value_key(path))])
 
 
 def _read_key(key: Any) -> str:

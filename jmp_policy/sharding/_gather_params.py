@@ -58,10 +58,7 @@ class Gathering(NamedTuple):
 
 
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
-    """Gathers one array and casts it back to its dtype. Its cotangent is summed over devices, and each gets its shard.
-
-    The cast back is exact, and sums several uses of the result in the dtype of the array before one reduction.
-    """
+    """Gathers one array in its own dtype. Its cotangent is summed over devices, and each gets its shard of the sum."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
     split_over = tuple(axis for _, axes in how.splits for axis in axes)

@@ -14,7 +14,7 @@ from ..._base import (
     Kwargs,
     PyTree,
     Results,
-    drop_value,
+    drop_value_key,
     name_state,
     parse_dtype,
     warn_once,
@@ -33,10 +33,9 @@ def reduce_gradients_in(
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, PyTree]:
-    """Calls a function that returns a value and gradients, with its gradients summed over devices in a dtype.
+    """Calls a function that returns a value and gradients, which are summed over devices in a dtype.
 
-    `parameters` are the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a policy,
-    nothing is an error, and each warning is given once.
+    `parameters` are the differentiated arrays. With `on_opaque=None`, for a policy, it warns once and raises nothing.
     """
     try:
         parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
@@ -123,7 +122,7 @@ def _watch_gradients(
         leaves = jax.tree_util.tree_leaves_with_path(grads)
         for (path, leaf), state in zip(leaves, name_state(grads), strict=True):
             if not state:
-                gradients[id(leaf)] = jax.tree_util.keystr(drop_value(path), simple=True, separator="/")
+                gradients[id(leaf)] = jax.tree_util.keystr(drop_value_key(path), simple=True, separator="/")
         return out, grads
 
     return call_and_watch
