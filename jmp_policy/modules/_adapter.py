@@ -84,7 +84,7 @@ class Adapter(Protocol):
         ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns `fun` with a hook in place of each method; in nnx, nobody else may hold the modules among its inputs."""
+        """Returns `fun` with a hook in place of each method; in nnx, nobody else may hold the modules in its inputs."""
         ...
 
     find_modules: Callable[[PyTree], dict[str, type]] = staticmethod(lambda arguments: {})
