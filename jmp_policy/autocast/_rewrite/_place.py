@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -187,7 +186,6 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
         )
 
 
-@functools.cache
 def _trace_precision(name: str | None) -> Any:
     """Returns the `precision` parameter of a matmul under a default precision."""
     with jax.default_matmul_precision(name) if name is not None else contextlib.nullcontext():
