@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, ModuleType
@@ -289,7 +290,11 @@ class Functions:
         traceback = eqn.source_info.traceback
         found = None
         self._look_up()
-        for code in () if traceback is None else traceback.raw_frames()[0]:
+        codes = () if traceback is None else traceback.raw_frames()[0]
+        names, ids = map(operator.attrgetter("co_name"), codes), map(id, codes)
+        if self._by_name.keys().isdisjoint(names) and self._by_code.keys().isdisjoint(ids):
+            return None  # quicker than a loop over tens of frames
+        for code in codes:
             function = self._by_name.get(code.co_name) or self._by_code.get(id(code))
             if function is not None:
                 found = function
