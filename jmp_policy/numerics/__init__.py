@@ -49,6 +49,6 @@ else:  # `optim` uses one of these and should not load the others
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Collective FormatShares Matmul Reason Row",
+        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul Reason Row",
         elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
     )

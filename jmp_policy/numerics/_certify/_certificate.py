@@ -24,8 +24,16 @@ class Certificate:
       source: the user's line of this operation, `"/home/me/loss.py:12"`.
       operands: the smallest and largest element of each of its operands: of the counterexample, or if `holds` is None
         the ranges that the analysis found, which may be larger than the real ones.
-      counterexample: arguments in the ranges, in the structure and dtypes in which the function gets them, for which
-        the operation has the fault. None unless `holds` is False.
+      counterexample: the arguments, as NumPy arrays in the ranges and in the dtypes in which the function gets them,
+        for which the operation has the fault. None unless `holds` is False.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    >>> certificate = jmp.numerics.certify(lambda x: jnp.exp(x) - x, [(0, 100)])(x)
+    >>> certificate.holds, certificate.fault, certificate.primitive, certificate.operands
+    (False, 'overflow', 'exp', ((100.0, 100.0),))
+    >>> certificate.counterexample
+    (array([100., 100.], dtype=float32),)
     """
 
     holds: bool | None

@@ -46,7 +46,7 @@ def make_function(seed: int) -> tuple[Case, str]:
     pick = lambda: rng.choice(values[-3:] if rng.random() < 0.7 else values)
     for i in range(rng.randint(1, 7)):
         if rng.random() < 0.65:
-            lines.append(f"    v{i} = {rng.choice(UNARY).replace('@', pick())}")
+            lines.append(f"    v{i} = jnp.atleast_1d({rng.choice(UNARY).replace('@', pick())})")
         else:
             lines += [f"    a, b = match({pick()}, {pick()})", f"    v{i} = {rng.choice(BINARY)}"]
         values.append(f"v{i}")
