@@ -23,7 +23,7 @@ from ._faults import (
     make_fault,
 )
 from ._interpreter import MOST_ITERATIONS, Interpreter
-from ._intervals import INF, OPEN_LIMITS, RULES, Interval, bound_dtype, hull
+from ._intervals import INF, OPEN_LIMITS, RULES, Interval, bound_dtype, hull, is_real
 from ._rounding import find_eps, round_interval
 
 
@@ -53,7 +53,7 @@ class Analysis(Interpreter):
 
     def read(self, value: Any) -> Bounds:
         dtype, shape = value.dtype, value.shape
-        if not (is_floating_dtype(dtype) or jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_) or not value.size:
+        if not is_real(dtype) or not value.size:
             return self.bound(Interval(0.0, 1.0), shape)
         array = np.asarray(value).astype(np.float64)
         interval = Interval(float(array.min()), float(array.max()))
@@ -65,7 +65,7 @@ class Analysis(Interpreter):
             return operands if alias is None else [alias]
         if name == "sort":
             return [self._forget(one) for one in operands]
-        if name not in RULES or any(map(_is_complex, (*eqn.invars, *eqn.outvars))):
+        if name not in RULES or not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
             return self._give_up(eqn, operands, around)
         if any(math.isnan(one.computed.low) for one in operands):
             is_moved = name in ("broadcast_in_dim", "convert_element_type")
@@ -90,7 +90,7 @@ class Analysis(Interpreter):
         rule, related = RULES[name], relate_operands(eqn, operands)
         limits = [bound_dtype(getattr(atom.aval, "dtype", np.bool_)) for atom in eqn.invars]
         finite = [_clip(one.computed, limit) for one, limit in zip(operands, limits, strict=True)]
-        largest = max(operands[0].computed.low, operands[0].computed.peak) if operands else -INF
+        largest = max(operands[0].computed.low, operands[0].computed.peak) if name == "reduce_sum" else -INF
         computed, overflows = round_interval(eqn, dtype, _meet(rule(eqn, *finite), related), largest)
         if overflows:
             self._note(OVERFLOW, eqn, operands, around)
@@ -125,9 +125,8 @@ class Analysis(Interpreter):
 
     def _give_up(self, eqn: JaxprEqn, operands: Sequence[Bounds], around: Around) -> list[Bounds]:
         """Notes an equation without a rule. Integers are always valid, but floating values may not be finite."""
-        is_valid = not any(
-            _is_complex(var) or is_floating_dtype(getattr(var.aval, "dtype", np.bool_)) for var in eqn.outvars
-        )
+        dtypes = [getattr(var.aval, "dtype", np.bool_) for var in eqn.outvars]
+        is_valid = not any(is_floating_dtype(dtype) or jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
         is_loop = eqn.primitive.name in ("scan", "while")
         why = f"its bounds still grow after {MOST_ITERATIONS} iterations" if is_loop else "it has no rule"
         return self._fail("" if is_valid else why, eqn, operands, around)
@@ -169,8 +168,8 @@ def _shape_of(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
-def _is_complex(atom: Any) -> bool:
-    return jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), jnp.complexfloating)
+def _is_number(atom: Any) -> bool:
+    return is_real(getattr(atom.aval, "dtype", np.complex64))
 
 
 def _clip(interval: Interval, limit: Interval) -> Interval:

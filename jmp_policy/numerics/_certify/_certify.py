@@ -20,7 +20,7 @@ from ._analysis import Analysis
 from ._certificate import Certificate
 from ._faults import CANCELLATION, Fault
 from ._interpreter import Trial
-from ._intervals import Interval, bound_dtype
+from ._intervals import Interval, bound_dtype, is_real
 from ._rounding import find_smallest, round_inside
 
 _MOST_ELEMENTS = 2**22
@@ -156,6 +156,9 @@ def _try_inputs(
 ) -> tuple[Fault, list[np.ndarray]] | None:
     """Returns a fault with the inputs for which an operation has it, if some are found."""
     body = program.jaxpr
+    names = {step.eqn.primitive.name for step in walk(body)}
+    if not names.isdisjoint(("shard_map", "pallas_call")) or not all(is_real(leaf.dtype) for leaf, *_ in given):
+        return None
     sizes = [math.prod(getattr(var.aval, "shape", ())) for step in walk(body) for var in step.results]
     if max(sizes) > _MOST_ELEMENTS or find_unrepeatable(body) is not None:
         return None

@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import is_floating_dtype
 from ..._jaxpr import Step, find_line, find_origin, split_line
 from ._intervals import INF, Interval, is_in_bounds
+from ._rounding import find_smallest
 
 Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
 """The enclosing equations, as in `Step`."""
@@ -54,7 +55,10 @@ def find_invalid(eqn: JaxprEqn, operands: Sequence[Interval]) -> str:
     least, most = _DOMAINS.get(name, (-INF, INF))
     if x.low < least or x.high > most or (name == "gather" and not is_in_bounds(eqn, y)):
         return INVALID
-    exponent = y.low if name == "pow" else eqn.params["y"] if name == "integer_pow" else 1
+    if name == "integer_pow" and eqn.params["y"] < 0:  # is the reciprocal of a power, which may underflow
+        least = 0.0 if x.low <= 0 <= x.high else min(map(abs, x[:2])) ** -float(eqn.params["y"])
+        return DIVISION if least < 2 * find_smallest(dtype) else ""
+    exponent = y.low if name == "pow" else 1
     if has_pole(name, exponent) and any(x.low <= pole <= x.high for pole in _POLES.get(name, (0.0,))):
         return DIVISION
     return INVALID if INF in map(abs, (*x[:2], *y[:2])) and _meet_infinities(name, x, y) else ""

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ..._base import is_floating_dtype
 from ..._jaxpr import CALLED, SubJaxpr, list_live, scan_parts, sub_jaxprs
 from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, Place, has_pole, locate, make_fault
-from ._intervals import Interval
+from ._intervals import Interval, is_real
 
 MOST_ITERATIONS = 256
 """A loop whose values still change after so many iterations is not followed."""
@@ -71,6 +71,8 @@ class Interpreter(abc.ABC):
 
     def _run_equation(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
         name, results = eqn.primitive.name, None
+        if not eqn.outvars:  # such as a debug callback
+            return []
         if name == "scan":
             results = self._scan(eqn, operands, around)
         elif name == "while":
@@ -135,8 +137,6 @@ class Trial(Interpreter):
         self._nonzero = nonzero  # places of differences that are never zero in exact arithmetic
 
     def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
-        if not eqn.outvars:  # such as a debug callback
-            return []
         with eqn.ctx.manager:
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
@@ -144,6 +144,11 @@ class Trial(Interpreter):
             ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
             self.fault = make_fault(kind, eqn, around, ranges)
         return results
+
+    def _loop(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> list[Any] | None:
+        test = sub_jaxprs(eqn)[0].program.outvars[0]
+        is_mapped = getattr(test.aval, "shape", ()) != ()  # by `vmap`; such a loop ends for each element by itself
+        return None if is_mapped else super()._loop(eqn, operands, around)
 
     def _find_fault(self, eqn: JaxprEqn, operands: list[Any], results: Sequence[Any], around: Around) -> str:
         name, read, made = eqn.primitive.name, list(filter(_is_float, operands)), list(filter(_is_float, results))
@@ -187,7 +192,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return value.size > 0 and (_is_float(value) or jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == np.bool_)
+    return value.size > 0 and is_real(value.dtype)
 
 
 def _have_any(test: Any, arrays: Sequence[Any]) -> bool:

@@ -32,12 +32,16 @@ def hull(*intervals: Interval) -> Interval:
     return Interval(min(x.low for x in intervals), max(x.high for x in intervals), min(x.peak for x in intervals))
 
 
+def is_real(dtype: Any) -> bool:
+    """True for the dtypes of real numbers and booleans, False for complex numbers and random keys."""
+    return dtype == np.bool_ or is_floating_dtype(dtype) or jnp.issubdtype(dtype, jnp.integer)
+
+
 def bound_dtype(dtype: Any) -> Interval:
     """Returns the interval of all finite values of a dtype."""
-    is_float = is_floating_dtype(dtype)
-    if not is_float and not jnp.issubdtype(dtype, jnp.integer):
+    if dtype == np.bool_ or not is_real(dtype):
         return Interval(0.0, 1.0)
-    info = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+    info = jnp.finfo(dtype) if is_floating_dtype(dtype) else jnp.iinfo(dtype)
     return Interval(float(info.min), float(info.max))
 
 
@@ -106,15 +110,23 @@ def _corners(fun: Callable[..., float]) -> Rule:
 
 
 def _integer_pow(eqn: JaxprEqn, x: Interval) -> Interval:
-    y = eqn.params["y"]
+    y, dtype = eqn.params["y"], getattr(eqn.outvars[0].aval, "dtype", None)
     power = _even if y % 2 == 0 else _increasing
     positive = Interval(*power(lambda v: np.power(v, float(abs(y))))(eqn, x)[:2])
-    return positive if y >= 0 else _decreasing(np.reciprocal)(eqn, positive)
+    if y >= 0:
+        return positive
+    inverse = _decreasing(np.reciprocal)(eqn, positive)  # which is 0 if the power overflows
+    overflows = max(map(abs, positive[:2])) > bound_dtype(dtype).high / 2
+    return hull(inverse, Interval(0.0, 0.0)) if overflows else inverse
 
 
 def _pow(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
     dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
     return _corners(np.power)(eqn, x, y) if is_floating_dtype(dtype) else bound_dtype(dtype)
+
+
+def _round(eqn: JaxprEqn, x: Interval) -> Interval:
+    return Interval(_apply(np.ceil, x.low - 0.5), _apply(np.floor, x.high + 0.5))  # of ties, in either direction
 
 
 def _rem(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
@@ -202,7 +214,7 @@ RULES: dict[str, Rule] = {
     "div": _corners(np.divide), "max": _corners(np.maximum), "min": _corners(np.minimum), "pow": _pow, "rem": _rem,
     "neg": _decreasing(np.negative), "abs": _even(np.float64), "square": _even(np.square), "integer_pow": _integer_pow,
     "sign": _increasing(np.sign), "floor": _increasing(np.floor), "ceil": _increasing(np.ceil),
-    "round": _increasing(np.round), "exp": _increasing(np.exp), "exp2": _increasing(np.exp2),
+    "round": _round, "exp": _increasing(np.exp), "exp2": _increasing(np.exp2),
     "expm1": _increasing(np.expm1), "log": _increasing(np.log), "log1p": _increasing(np.log1p),
     "sqrt": _increasing(np.sqrt), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)), "cbrt": _increasing(np.cbrt),
     "logistic": _increasing(lambda x: 1 / (1 + np.exp(-x))), "tanh": _increasing(np.tanh),

@@ -98,6 +98,8 @@ BROKEN = {
         "float16",
         "div",
     ),
+    "division by zero, product": (lambda x: 1 / jnp.prod(x), (1e-5, 1), "float32", "div"),
+    "division by zero, power that underflows": (lambda x: x**-2, (1e-30, 1), "float32", "integer_pow"),
     "division by zero, log": (lambda x: jnp.log(jax.nn.sigmoid(x)), (-20, 20), "float16", "log"),
     "division by zero, power": (lambda x: x**-2, (0, 1), "float32", "integer_pow"),
     "invalid operation": (lambda x: jnp.sqrt(1 - x), (0, 2), "float32", "sqrt"),
