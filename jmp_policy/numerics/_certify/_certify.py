@@ -165,7 +165,7 @@ def _try_inputs(
     lost = {fault.place for fault in analysis.faults if fault.kind == CANCELLATION}
     for inputs in list_inputs(given):
         trial = Trial({place for place in lost if analysis.nonzero[place]})
-        with jax.ensure_compile_time_eval():
+        with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"), jax.ensure_compile_time_eval():
             trial.run(body, program.consts, list(map(jnp.asarray, inputs)))
         if trial.fault:
             return trial.fault, inputs

@@ -65,7 +65,7 @@ def find_invalid(eqn: JaxprEqn, operands: Sequence[Interval]) -> str:
 
 
 _DOMAINS = {
-    "log": (0.0, INF), "log1p": (-1.0, INF), "sqrt": (0.0, INF), "rsqrt": (0.0, INF), "asin": (-1.0, 1.0),
+    "log": (0.0, INF), "log2": (0.0, INF), "log1p": (-1.0, INF), "sqrt": (0.0, INF), "rsqrt": (0.0, INF), "asin": (-1.0, 1.0),
     "acos": (-1.0, 1.0), "acosh": (1.0, INF), "atanh": (-1.0, 1.0), "pow": (0.0, INF),
 }  # fmt: skip
 _POLES = {"log1p": (-1.0,), "atanh": (-1.0, 1.0)}
@@ -73,7 +73,7 @@ _POLES = {"log1p": (-1.0,), "atanh": (-1.0, 1.0)}
 
 def has_pole(name: str, exponent: Any) -> bool:
     """True if a function of one operand is infinite for a finite one: zero, or one of `_POLES`."""
-    return name in ("log", "log1p", "rsqrt", "atanh") or (name in ("pow", "integer_pow") and exponent < 0)
+    return name in ("log", "log2", "log1p", "rsqrt", "atanh") or (name in ("pow", "integer_pow") and exponent < 0)
 
 
 def _meet_infinities(name: str, x: Interval, y: Interval) -> bool:

@@ -120,6 +120,11 @@ def _integer_pow(eqn: JaxprEqn, x: Interval) -> Interval:
     return hull(inverse, Interval(0.0, 0.0)) if overflows else inverse
 
 
+def _one_minus_square(eqn: JaxprEqn, x: Interval) -> Interval:
+    low, high, _ = _even(np.square)(eqn, x)
+    return Interval(1 - high, 1 - low)
+
+
 def _pow(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
     dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
     return _corners(np.power)(eqn, x, y) if is_floating_dtype(dtype) else bound_dtype(dtype)
@@ -213,10 +218,11 @@ RULES: dict[str, Rule] = {
     "add": _corners(np.add), "add_any": _corners(np.add), "sub": _corners(np.subtract), "mul": _corners(np.multiply),
     "div": _corners(np.divide), "max": _corners(np.maximum), "min": _corners(np.minimum), "pow": _pow, "rem": _rem,
     "neg": _decreasing(np.negative), "abs": _even(np.float64), "square": _even(np.square), "integer_pow": _integer_pow,
+    "one_minus_square": _one_minus_square,
     "sign": _increasing(np.sign), "floor": _increasing(np.floor), "ceil": _increasing(np.ceil),
     "round": _round, "exp": _increasing(np.exp), "exp2": _increasing(np.exp2),
     "expm1": _increasing(np.expm1), "log": _increasing(np.log), "log1p": _increasing(np.log1p),
-    "sqrt": _increasing(np.sqrt), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)), "cbrt": _increasing(np.cbrt),
+    "log2": _increasing(np.log2), "sqrt": _increasing(np.sqrt), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)), "cbrt": _increasing(np.cbrt),
     "logistic": _increasing(lambda x: 1 / (1 + np.exp(-x))), "tanh": _increasing(np.tanh),
     "erf": _increasing(math.erf), "erfc": _decreasing(math.erfc), "sinh": _increasing(np.sinh), "cosh": _even(np.cosh),
     "asin": _increasing(np.arcsin), "acos": _decreasing(np.arccos), "atan": _increasing(np.arctan),
@@ -232,7 +238,8 @@ RULES: dict[str, Rule] = {
     "convert_element_type": _increasing(np.float64), "gather": _gather, "dynamic_slice": _keep, "slice": _keep,
     "split": _keep, "unstack": _keep, **dict.fromkeys(_KEEPING, _keep),
     "dynamic_update_slice": lambda eqn, x, update, *indices: hull(x, update),
-    "scatter": lambda eqn, x, indices, updates: hull(x, updates), "scatter-add": _scatter_add,
+    **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), lambda eqn, x, indices, updates: hull(x, updates)),
+    "scatter-add": _scatter_add,
     "select_n": lambda eqn, which, *cases: hull(*cases),
     **dict.fromkeys(("pad", "concatenate", "stack"), lambda eqn, *operands: hull(*operands)),
 }  # fmt: skip
