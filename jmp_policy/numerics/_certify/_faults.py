@@ -65,8 +65,8 @@ def find_invalid(eqn: JaxprEqn, operands: Sequence[Interval]) -> str:
 
 
 _DOMAINS = {
-    "log": (0.0, INF), "log2": (0.0, INF), "log1p": (-1.0, INF), "sqrt": (0.0, INF), "rsqrt": (0.0, INF), "asin": (-1.0, 1.0),
-    "acos": (-1.0, 1.0), "acosh": (1.0, INF), "atanh": (-1.0, 1.0), "pow": (0.0, INF),
+    "log": (0.0, INF), "log2": (0.0, INF), "log1p": (-1.0, INF), "sqrt": (0.0, INF), "rsqrt": (0.0, INF),
+    "asin": (-1.0, 1.0), "acos": (-1.0, 1.0), "acosh": (1.0, INF), "atanh": (-1.0, 1.0), "pow": (0.0, INF),
 }  # fmt: skip
 _POLES = {"log1p": (-1.0,), "atanh": (-1.0, 1.0)}
 

@@ -1,6 +1,5 @@
-"""Evaluates a jaxpr through control flow, on values of any kind, and on arrays that may break it."""
+"""Evaluates a jaxpr through control flow, and finds faults on arrays that may break it."""
 
-import abc
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -17,42 +16,10 @@ MOST_ITERATIONS = 256
 """A loop whose values still change after so many iterations is not followed."""
 
 
-class Interpreter(abc.ABC):
-    """Evaluates a jaxpr. A subclass says what its values are."""
+class Interpreter:
+    """Evaluates a jaxpr on arrays, one equation at a time. A subclass may evaluate it on other values."""
 
     CALLS = frozenset((*CALLED, "custom_jvp_call", "custom_vjp_call"))
-
-    @abc.abstractmethod
-    def read(self, value: Any) -> Any:
-        """Returns the value of a constant."""
-
-    @abc.abstractmethod
-    def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
-        """Returns the results of an equation that is not entered."""
-
-    @abc.abstractmethod
-    def choose(self, which: Any, count: int) -> list[int]:
-        """Returns the numbers below `count` that an index may be."""
-
-    @abc.abstractmethod
-    def join(self, values: Sequence[Any]) -> Any:
-        """Returns a value for a result that is one of these."""
-
-    @abc.abstractmethod
-    def begin_iteration(self, carry: Sequence[Any]) -> list[Any]:
-        """Returns the values that a loop carries, without what is known only for this iteration."""
-
-    @abc.abstractmethod
-    def contains(self, old: Sequence[Any], new: Sequence[Any]) -> bool:
-        """True if further iterations of a loop that carries `new` after `old` have no other results."""
-
-    @abc.abstractmethod
-    def take(self, value: Any, i: int) -> Any:
-        """Returns an element along the first axis."""
-
-    @abc.abstractmethod
-    def stack(self, values: Sequence[Any], shape: tuple[int, ...]) -> Any:
-        """Stacks the results of iterations."""
 
     def run(self, program: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], around: Around = ()) -> list[Any]:
         """Returns the outputs of a jaxpr."""
@@ -126,9 +93,43 @@ class Interpreter(abc.ABC):
             carry = self.begin_iteration(joined)
         return None
 
+    def read(self, value: Any) -> Any:
+        """Returns the value of a constant."""
+        return value
+
+    def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
+        """Returns the results of an equation that is not entered."""
+        with eqn.ctx.manager:
+            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        return results if eqn.primitive.multiple_results else [results]
+
+    def choose(self, which: Any, count: int) -> list[int]:
+        """Returns the numbers below `count` that an index may be."""
+        return [min(max(int(which), 0), count - 1)]
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """Returns the value of a result that is one of these."""
+        return values[-1]
+
+    def begin_iteration(self, carry: Sequence[Any]) -> list[Any]:
+        """Returns what a loop carries, without what is known only for this iteration."""
+        return list(carry)
+
+    def contains(self, old: Sequence[Any], new: Sequence[Any]) -> bool:
+        """True if no iteration of a loop that carries `new` after `old` has other results."""
+        return False
+
+    def take(self, value: Any, i: int) -> Any:
+        """Returns an element along the first axis."""
+        return value[i]
+
+    def stack(self, values: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        """Stacks the results of iterations."""
+        return jnp.stack(values)
+
 
 class Trial(Interpreter):
-    """Evaluates a jaxpr on arrays, one equation at a time, and notes the first fault."""
+    """Evaluates a jaxpr on arrays, and notes the first fault."""
 
     CALLS = Interpreter.CALLS - {"shard_map"}
 
@@ -137,9 +138,7 @@ class Trial(Interpreter):
         self._nonzero = nonzero  # places of differences that are never zero in exact arithmetic
 
     def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
-        with eqn.ctx.manager:
-            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-        results = results if eqn.primitive.multiple_results else [results]
+        results = super().apply(eqn, operands, around)
         if self.fault is None and (kind := self._find_fault(eqn, operands, results, around)):
             ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
             self.fault = make_fault(kind, eqn, around, ranges)
@@ -164,27 +163,6 @@ class Trial(Interpreter):
             return DIVISION
         is_lost = locate(eqn, around) in self._nonzero and bool(((results[0] == 0) & (operands[0] != 0)).any())
         return CANCELLATION if is_lost else ""
-
-    def read(self, value: Any) -> Any:
-        return value
-
-    def choose(self, which: Any, count: int) -> list[int]:
-        return [min(max(int(which), 0), count - 1)]
-
-    def join(self, values: Sequence[Any]) -> Any:
-        return values[-1]
-
-    def begin_iteration(self, carry: Sequence[Any]) -> list[Any]:
-        return list(carry)
-
-    def contains(self, old: Sequence[Any], new: Sequence[Any]) -> bool:
-        return False
-
-    def take(self, value: Any, i: int) -> Any:
-        return value[i]
-
-    def stack(self, values: Sequence[Any], shape: tuple[int, ...]) -> Any:
-        return jnp.stack(values)
 
 
 def _is_float(value: Any) -> bool:

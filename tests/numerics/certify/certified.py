@@ -85,6 +85,9 @@ CASES = {
     "RMSNorm": Case(apply_norm(nn.RMSNorm(use_scale=False)), WIDE, (X,)),
     "RMS norm by hand": Case(rms_norm, WIDE, (X,)),
     "L2 normalization": Case(l2_normalize, WIDE, (X,)),
+    "distance to the extremes": Case(
+        lambda x: jnp.sqrt(jnp.max(x, -1, keepdims=True) - x) + jnp.log(x - jnp.min(x) + 1), WIDE, (X,)
+    ),
     "variance": Case(jnp.var, WIDE, (X,)),
     "gelu": Case(jax.nn.gelu, WIDE, (X,)),
     "gelu by erf": Case(lambda x: jax.nn.gelu(x, approximate=False), WIDE, (X,)),
