@@ -33,8 +33,7 @@ def test_the_function_is_certified(name):
 def test_10_000_random_inputs_do_not_break_the_certificate(name):
     case = CASES[name]
     batch = draw(case, 10_000)
-    checked = checkify.checkify(jax.vmap(case.fun), errors=checkify.float_checks)
-    error, out = jax.jit(checked)(*batch)
+    error, out = jax.jit(jax.vmap(checkify.checkify(case.fun, errors=checkify.float_checks)))(*batch)
     assert error.get() is None
     for leaf in jax.tree.leaves(out):
         assert np.isfinite(np.asarray(leaf, np.float64)).all()
@@ -163,6 +162,42 @@ def test_it_cannot_tell_of_a_network():
     certificate = certify(net.apply, [(-10, 10), (-10, 10)], "float16")(params, X)
     assert certificate.holds is not True
     assert certificate.fault == "overflow"
+
+
+# The functions of four numbers are at most this large.
+LARGEST = {
+    "root of a mean of squares": (lambda x: x / jnp.sqrt(jnp.mean(jnp.square(x)) + 1e-6), 2.0),
+    "rsqrt of a mean of squares": (lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)[0] + 1e-6), 2.0),
+    "norm": (lambda x: x / (jnp.sqrt(jnp.sum(x**2)) + 1e-6), 1.0),
+    "half a norm": (lambda x: x / (0.5 * jnp.sqrt(jnp.sum(x**2)) + 1e-6), 2.0),
+    "half of the squares": (lambda x: x / jnp.sqrt(jnp.sum(x**2) / 2 + 1e-6), 2.0**0.5),
+    "largest magnitude": (lambda x: x / jnp.maximum(jnp.max(jnp.abs(x)), 1e-6), 1.0),
+    "difference of maxima": (lambda x: x - jnp.max(x), 0.0),
+    "softmax": (jax.nn.softmax, 1.0),
+    "logarithm of softmax": (lambda x: -jax.nn.logsumexp(x - jnp.max(x)), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_relations_bound_a_function_by_its_largest_value(name):
+    fun, largest = LARGEST[name]
+    x = shape(1, 4)
+    assert certify(lambda x: jnp.sqrt(largest + 0.01 - fun(x)), WIDE)(x).holds
+    assert not certify(lambda x: jnp.sqrt(largest - 0.01 - fun(x)), WIDE)(x).holds
+
+
+def test_a_sum_of_exponentials_is_not_the_largest_one_of_another_slice():
+    fun = lambda axis: lambda x: jnp.log(jnp.sum(jnp.exp(x - jnp.max(x, 0, keepdims=True)), axis) - 0.9)
+    assert certify(fun(0), WIDE)(X).holds
+    assert not certify(fun(1), WIDE)(X).holds
+    transposed = lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x)  # of a square matrix: a maximum for another row
+    assert not certify(transposed, WIDE)(shape(3, 3)).holds
+
+
+def test_subnormal_numbers_may_be_zero():
+    certificate = certify(lambda x: x / (x * x), [(1e-20, 1)])(X)
+    assert (certificate.holds, certificate.fault) == (False, "division by zero")
+    assert certify(lambda x: x / (x * x + 1e-30), [(1e-20, 1)])(X).holds
 
 
 def test_harmless_cancellation_is_not_reported():
