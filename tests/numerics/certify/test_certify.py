@@ -130,11 +130,8 @@ BROKEN = {
 def test_a_function_is_broken_by_its_counterexample(name):
     fun, pair, dtype, primitive = BROKEN[name]
     certificate = certify(fun, [pair], dtype)(X)
-    assert (certificate.holds, certificate.fault, certificate.primitive) == (
-        False,
-        name.split(",")[0].split(" of")[0].split(" in ")[0],
-        primitive,
-    )
+    assert (certificate.holds, certificate.primitive) == (False, primitive)
+    assert name.startswith(certificate.fault)
     assert str(certificate).startswith(f"broken: {certificate.fault} in `{primitive}`")
     (given,) = certificate.counterexample
     fault = find_break(fun, jnp.asarray(given))
