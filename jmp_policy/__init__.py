@@ -91,7 +91,7 @@ _SOURCES = {
 }
 
 _ELSEWHERE = {
-    **{name: f"numerics.{name}" for name in ("audit", "collect", "first_nonfinite", "predict")},
+    **{name: f"numerics.{name}" for name in ("audit", "certify", "collect", "first_nonfinite", "predict")},
     **{name: f"optim.{name}" for name in ("loss_scaled", "master_weights", "minimize", "skip_nonfinite", "step")},
     **{name: f"quant.{name}" for name in ("calibrate", "dot_general", "quantize")},
     "gather_params": "sharding.gather_params",
