@@ -49,7 +49,8 @@ class CacheSlot:
         return (values.astype(jnp.float32) * scale).astype(self._dtype)
 
     def _write(self, position: jax.Array) -> None:
-        rounded = _round_rows(position, self._stored[0].dtype)
+        # Integers pass no gradient on to the next call, so there is none at all.
+        rounded = _round_rows(lax.stop_gradient(position), self._stored[0].dtype)
         axis = position.ndim + _POSITIONS
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=self.index, axis=axis)
         self._stored = put(self._stored[0], rounded[0]), put(self._stored[1], rounded[1])
