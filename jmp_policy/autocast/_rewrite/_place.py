@@ -185,6 +185,11 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
             f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
             f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
         )
+    if policy.cache is not None:
+        raise ValueError(
+            f"autocast knows no layers, and cannot store their cache as the policy {name!r}{where and ' ' + where} "
+            f"says. Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
+        )
 
 
 def _trace_precision(name: str | None) -> Any:
