@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,27 @@ def _sum_squares(leaf: jax.Array, unit: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf / unit.astype(leaf.dtype))).astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class BitRow:
+    """A point of the curve of `tune` under `effective_bits`.
+
+    Attributes:
+      bits: bits per weight, scales included.
+      predicted: the predicted increase of the loss, relative to the loss before quantization.
+      error: the measured increase; `None` if the budget of trials ran out first.
+      formats: the format of each layer, by path.
+
+    >>> import jmp_policy as jmp
+    >>> jmp.BitRow(4.3, 0.02, 0.018, {"head": "int4/128"}).bits
+    4.3
+    """
+
+    bits: float
+    predicted: float
+    error: float | None
+    formats: Mapping[str, str]
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuning(Report):
     """Scopes that must stay out of a policy, found by `tune`. Prints as a table.
@@ -85,6 +106,11 @@ class Tuning(Report):
       low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
       kept: `"float32"` or `"unquantized"`.
       by: `"autocast"` for a function, `"with_policy"` for a module.
+      effective_bits: bits per weight under the map, if `tune` was given a limit of them. Then `scopes` are the layers
+        that do not have the smallest format `low`, errors are increases of the loss relative to the loss before
+        quantization, and the tolerance is infinite.
+      formats: the format of each layer, by path, under `effective_bits`.
+      curve: a `BitRow` for each of some maps that no other one beats by prediction, and for the chosen one.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
@@ -105,6 +131,9 @@ class Tuning(Report):
     low: str
     kept: str
     by: str
+    effective_bits: float | None = None
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    curve: tuple[BitRow, ...] = ()
 
     @property
     def is_met(self) -> bool:
@@ -123,16 +152,19 @@ class Tuning(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
         plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
-        for entry, name in [(plain, "error"), (plain, "noise"), *((trial, "error") for trial in plain["trials"])]:
+        limits = [(plain, name) for name in ("error", "noise", "tolerance")]
+        for entry, name in [*limits, *((trial, "error") for trial in plain["trials"])]:
             entry[name] = entry[name] if math.isfinite(entry[name]) else None
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
     def plot(self) -> "Figure":
-        """Draws the error of each trial against the number of scopes kept.
+        """Draws the error of each trial against the number of scopes kept, or of `curve` against bits per weight.
 
         Raises:
           ImportError: matplotlib is not installed.
         """
+        if self.curve:
+            return self._plot_curve()
         figure = make_figure(7, 4)
         axes = figure.subplots()
         finite = [trial for trial in self.trials if 0 < trial.error < math.inf]
@@ -156,7 +188,27 @@ class Tuning(Report):
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         return figure
 
+    def _plot_curve(self) -> "Figure":
+        figure = make_figure(7, 4)
+        axes = figure.subplots()
+        measured = [row for row in self.curve if row.error is not None]
+        bits, color = [row.bits for row in self.curve], find_style(self.low).color
+        axes.plot(bits, [100 * row.predicted for row in self.curve], **REFERENCE_LINE, label="predicted")
+        errors = [100 * (row.error or 0) for row in measured]
+        axes.plot([row.bits for row in measured], errors, color=color, marker="o", label="measured")
+        chosen = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3}
+        axes.scatter([self.effective_bits], [100 * self.error], **chosen, label="the map")
+        axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
+        axes.set_title(self.name, loc="left")
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        return figure
+
     def __repr__(self) -> str:
+        if self.curve:
+            taken = f"{self.effective_bits:.4g} bits per weight, loss {_format_change(self.error)}"
+            return f"<Tuning: {taken}; print it for the table>"
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
         return f"<Tuning: {count}, error {_format_error(self.error)}; print it for the table>"
 
@@ -172,6 +224,22 @@ class Tuning(Report):
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
+        if self.curve:
+            layers = [
+                (path or "(root)", format, f"{ranks[path]} of {len(ranks)}") for path, format in self.formats.items()
+            ]
+            points = [
+                (
+                    f"{row.bits:.4g}",
+                    _format_change(row.predicted),
+                    "" if row.error is None else _format_change(row.error),
+                )
+                for row in self.curve
+            ]
+            return [
+                Table(make_columns("layer, format", "suspicion"), layers),
+                Table(make_columns("bits", "predicted, measured"), points),
+            ]
         rows = [
             (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
             for scope in self.scopes
@@ -179,6 +247,17 @@ class Tuning(Report):
         return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []
 
     def _list_notes(self) -> Sequence[str]:
+        if self.curve:
+            wide = (
+                f"All in {self.low} it rises by {_format_change(self.low_error)}. "
+                if self.low_error == self.low_error
+                else ""
+            )
+            return [
+                f"{self.name} takes {self.effective_bits:.4g} bits per weight, and its loss changes by "
+                f"{_format_change(self.error)}. {wide}{len(self.trials)} trials.",
+                f"As code, from to_code(), for {self.by}:",
+            ]
         verdict = "within" if self.is_met else "above"
         count = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}"
         if self.scopes:
@@ -207,3 +286,7 @@ def _format_error(error: float) -> str:
     if math.isnan(error):
         return "not tried"
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
+
+
+def _format_change(error: float) -> str:
+    return f"{100 * error:+.2g} %" if math.isfinite(error) else "not finite"
