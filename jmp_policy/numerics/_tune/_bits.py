@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._base import escape_controls
@@ -75,7 +75,6 @@ def tune_bits(
     search = _Search(subject, [[*policies][index] for index in order], layers, model, log, budget, is_shown)
     chosen = search.run(effective_bits * size)
     names = search.name_formats(chosen)
-    rows = {*search.list_curve(), chosen}
     wanted = {path: policies[name] for path, name in names.items()}
     low = search.formats[0]
     loss = _measure_map(subject, policy, metric, layers, chosen, wanted, policies[low])
@@ -95,7 +94,7 @@ def tune_bits(
         by="with_policy",
         effective_bits=chosen.bits / size,
         formats=names,
-        curve=tuple(search.make_row(choice, size) for choice in sorted(rows)),
+        curve=search.make_curve(chosen, size),
     )
 
 
@@ -184,6 +183,11 @@ class _Search:
             raise ValueError(f"The loss of {self._name} is {self.reference:g} before quantization. {EXAMPLE}")
         self._bits = [layer.bits for layer in layers]
         self._predicted = model.predict(layers)
+        if not all(math.isfinite(increase) for row in self._predicted for increase in row):
+            raise ValueError(
+                f"The gradients of the loss of {self._name} are not finite. Find the origin with "
+                "numerics.first_nonfinite."
+            )
         ranked = sorted(zip(self._predicted, layers, strict=True), key=lambda pair: -pair[0][0])
         self.candidates = tuple(path for _, layer in ranked for path in layer.paths)
         self._front = find_front(self._bits, self._predicted)
@@ -210,20 +214,31 @@ class _Search:
             error, best = min(errors)
         return best
 
-    def list_curve(self) -> list[Choice]:
-        """Measures choices of the front at equal distances."""
+    def make_curve(self, chosen: Choice, size: int) -> tuple[BitRow, ...]:
+        """Measures choices of the front at equal distances. Returns them and the chosen one, fewest bits first."""
         first, last = self._front[0].bits, self._front[-1].bits
         limits = [first + (last - first) * step / (_ROWS - 1) for step in range(_ROWS)]
-        rows = list(dict.fromkeys([c for c in self._front if c.bits <= limit][-1] for limit in limits))
-        for choice in rows:
+        choices = [[choice for choice in self._front if choice.bits <= limit][-1] for limit in limits]
+        choices = sorted({choice.formats: choice for choice in [*choices, chosen]}.values())
+        for choice in choices:
             if choice.formats not in self.trials and self._has_budget():
                 self._measure(choice)
-        return rows
+        errors = {formats: trial.error for formats, trial in self.trials.items()}
+        unit = self._fit_unit(errors)
+        return tuple(
+            BitRow(choice.bits / size, unit * choice.predicted, errors.get(choice.formats), self.name_formats(choice))
+            for choice in choices
+        )
 
-    def make_row(self, choice: Choice, size: int) -> BitRow:
-        trial = self.trials.get(choice.formats)
-        error = None if trial is None else trial.error
-        return BitRow(choice.bits / size, choice.predicted / abs(self.reference), error, self.name_formats(choice))
+    def _fit_unit(self, errors: Mapping[tuple[int, ...], float]) -> float:
+        """Returns the factor with which predictions fit measured errors best; 1 if they do not."""
+        pairs = [
+            (sum(row[index] for row, index in zip(self._predicted, formats, strict=True)), error)
+            for formats, error in errors.items()
+            if math.isfinite(error)
+        ]
+        fitted = sum(predicted * error for predicted, error in pairs)
+        return fitted / sum(predicted**2 for predicted, _ in pairs) if fitted > 0 else 1.0
 
     def name_formats(self, choice: Choice) -> dict[str, str]:
         """Returns the format of each module."""

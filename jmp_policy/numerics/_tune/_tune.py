@@ -71,7 +71,8 @@ def tune(
       formats: stored formats to choose from, such as `["int4/128", "int8", "bfloat16"]`, around which `policy` has the
         dtypes. A dtype stores a weight unquantized.
       effective_bits: the largest mean number of bits per weight, over the weights that some format quantizes. Scales
-        and zero points count, as `quant.QuantizedArray` stores them.
+        and zero points count, as `quant.QuantizedArray` stores them. `gradients`, `has_aux`, `loss_scale` and `seed`
+        have no effect with it.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted. With `effective_bits`, it
         is the loss: a differentiable scalar, jitted, and the mean of what it is for each example. The examples are
@@ -296,13 +297,17 @@ def _check_policy(spec: PolicySpec, in_bits: bool) -> Policy:
 
 def _check_numbers(tolerance: Any, budget: Any, in_bits: bool) -> float:
     is_number = isinstance(tolerance, int | float | np.number) and not isinstance(tolerance, bool)
-    if in_bits and tolerance is not None:
-        raise ValueError(f"tune takes a tolerance or effective_bits, got both: {tolerance!r}. Leave one of them out.")
-    if not in_bits and (not is_number or not 0 < tolerance < math.inf):
+    if in_bits:
+        if tolerance is not None:
+            raise ValueError(
+                f"tune takes a tolerance or effective_bits, got both: {tolerance!r}. Leave one of them out."
+            )
+        tolerance = math.inf
+    elif not is_number or not 0 < tolerance < math.inf:
         raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         raise ValueError(f"The budget must be an integer of at least 1, got {budget!r}. For example: budget=20.")
-    return math.inf if in_bits else tolerance
+    return float(tolerance)
 
 
 def _name_metric(metric: Any) -> str:

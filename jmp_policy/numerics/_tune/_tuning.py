@@ -72,7 +72,8 @@ class BitRow:
 
     Attributes:
       bits: bits per weight, scales included.
-      predicted: the predicted increase of the loss, relative to the loss before quantization.
+      predicted: the predicted increase of the loss, relative to the loss before quantization. Its unit is fitted to
+        the measured increases of all trials.
       error: the measured increase; `None` if the budget of trials ran out first.
       formats: the format of each layer, by path.
 
@@ -104,7 +105,7 @@ class Tuning(Report):
       noise: the error between two runs without the policy.
       name: the name of the function or module.
       low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
-      kept: `"float32"` or `"unquantized"`.
+      kept: `"float32"` or `"unquantized"`; under `effective_bits`, `"wider"`.
       by: `"autocast"` for a function, `"with_policy"` for a module.
       effective_bits: bits per weight under the map, if `tune` was given a limit of them. Then `scopes` are the layers
         that do not have the smallest format `low`, errors are increases of the loss relative to the loss before
@@ -152,9 +153,10 @@ class Tuning(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
         plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
-        limits = [(plain, name) for name in ("error", "noise", "tolerance")]
-        for entry, name in [*limits, *((trial, "error") for trial in plain["trials"])]:
-            entry[name] = entry[name] if math.isfinite(entry[name]) else None
+        entries = [(plain, name) for name in ("error", "noise", "tolerance")]
+        entries += [(entry, "error") for entry in (*plain["trials"], *plain["curve"])]
+        for entry, name in entries:
+            entry[name] = entry[name] if math.isfinite(math.inf if entry[name] is None else entry[name]) else None
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
     def plot(self) -> "Figure":
@@ -197,7 +199,7 @@ class Tuning(Report):
         errors = [100 * (row.error or 0) for row in measured]
         axes.plot([row.bits for row in measured], errors, color=color, marker="o", label="measured")
         chosen = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3}
-        axes.scatter([self.effective_bits], [100 * self.error], **chosen, label="the map")
+        axes.scatter([self.effective_bits or 0.0], [100 * self.error], **chosen, label="the map")
         axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
         axes.set_title(self.name, loc="left")
         axes.grid(alpha=0.25)
@@ -225,17 +227,8 @@ class Tuning(Report):
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
         if self.curve:
-            layers = [
-                (path or "(root)", format, f"{ranks[path]} of {len(ranks)}") for path, format in self.formats.items()
-            ]
-            points = [
-                (
-                    f"{row.bits:.4g}",
-                    _format_change(row.predicted),
-                    "" if row.error is None else _format_change(row.error),
-                )
-                for row in self.curve
-            ]
+            layers = [(path or "(root)", name, f"{ranks[path]} of {len(ranks)}") for path, name in self.formats.items()]
+            points = [(f"{row.bits:.4g}", *map(_format_change, (row.predicted, row.error))) for row in self.curve]
             return [
                 Table(make_columns("layer, format", "suspicion"), layers),
                 Table(make_columns("bits", "predicted, measured"), points),
@@ -247,32 +240,31 @@ class Tuning(Report):
         return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []
 
     def _list_notes(self) -> Sequence[str]:
-        if self.curve:
-            wide = (
-                f"All in {self.low} it rises by {_format_change(self.low_error)}. "
-                if self.low_error == self.low_error
-                else ""
-            )
-            return [
-                f"{self.name} takes {self.effective_bits:.4g} bits per weight, and its loss changes by "
-                f"{_format_change(self.error)}. {wide}{len(self.trials)} trials.",
-                f"As code, from to_code(), for {self.by}:",
-            ]
-        verdict = "within" if self.is_met else "above"
         count = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}"
-        if self.scopes:
-            found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
-        else:
-            found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
-        lines = [
-            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
-            f"With all in {self.low} it is {_format_error(self.low_error)}. {count}."
-        ]
+        lines = [f"{self._describe_bits() if self.curve else self._describe_scopes()} {count}."]
         if self.loss_scale != 1:
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget ran out before the search ended: this is the best map so far.")
         return [*lines, f"As code, from to_code(), for {self.by}:"]
+
+    def _describe_bits(self) -> str:
+        low_error = None if math.isnan(self.low_error) else self.low_error
+        return (
+            f"{self.name} takes {self.effective_bits:.4g} bits per weight. Its loss changes by "
+            f"{_format_change(self.error)}, and with all in {self.low} by {_format_change(low_error)}."
+        )
+
+    def _describe_scopes(self) -> str:
+        verdict = "within" if self.is_met else "above"
+        if self.scopes:
+            found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
+        else:
+            found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
+        return (
+            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
+            f"With all in {self.low} it is {_format_error(self.low_error)}."
+        )
 
     def _find_error_without(self, scope: str) -> float:
         """Returns the error of the trial that leaves out a scope and keeps most of the others."""
@@ -288,5 +280,7 @@ def _format_error(error: float) -> str:
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
 
 
-def _format_change(error: float) -> str:
+def _format_change(error: float | None) -> str:
+    if error is None:
+        return "not tried"
     return f"{100 * error:+.2g} %" if math.isfinite(error) else "not finite"
