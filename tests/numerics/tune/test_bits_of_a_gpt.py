@@ -21,7 +21,7 @@ def loss_fn(model, variables, windows):
     return cross_entropy(model.apply(variables, inputs), targets)
 
 
-def train(corpus, seed, steps=600):
+def train(corpus, seed, steps=1500):
     trainer = Trainer(TrainerConfig(jmp.get_policy("float32"), CONFIG, seed))
     with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
         for step in range(steps):
@@ -53,7 +53,7 @@ def widen_ends(variables, limit):
 def test_a_bit_budget_loses_less_than_wide_ends_and_than_one_format(seed):
     corpus = load_corpus()
     variables = train(corpus, seed)
-    batch = sample_batch(corpus.train, seed=seed + 100, step=0, batch_size=512, context=CONFIG.context)
+    batch = sample_batch(corpus.train, seed=seed + 100, step=0, batch_size=256, context=CONFIG.context)
     (windows,) = validation_batches(corpus.validation, count=1, batch_size=512, context=CONFIG.context)
     uniform = jmp.PolicyMap({}, f"{MIDDLE}_from_float32")
     limit = count_bits(variables, uniform)
