@@ -10,8 +10,9 @@ import pytest
 from compiles import compiles
 from flax import linen as nn, nnx
 
-from jmp_policy import PolicyMap, autocast, explain, force_full_precision, with_policy
+from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
 from jmp_policy._jaxpr import walk
+from jmp_policy.quant._weights import Layout
 
 POLICY = "int8_from_mixed_bfloat16"
 FORMATS = ["int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)"]
@@ -75,8 +76,15 @@ def list_quantization(fun, *args):
     return {row.path: row.quantization for row in explain(fun, *args).rows}
 
 
+def count_operations(fun, *args):
+    """Counts the operations of a function and of its calls, by their name and types."""
+    steps = (step for step in walk(jax.make_jaxpr(fun)(*args).jaxpr) if step.name not in ("link", "constant"))
+    return collections.Counter((step.name, *(var.aval.str_short() for var in step.results)) for step in steps)
+
+
 def is_int8(fun, *args):
-    return "preferred_element_type=int32" in str(jax.make_jaxpr(fun)(*args))
+    names = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+    return any(name in names and kind.startswith("int32") for name, kind, *_ in count_operations(fun, *args))
 
 
 @pytest.mark.slow
@@ -118,14 +126,70 @@ def test_every_format_multiplies_as_with_policy(format):
     policy, variables = f"{format}_from_mixed_bfloat16", {"params": {"kernel": W}}
     model, plain = nn.Dense(64, use_bias=False), lambda variables, x: x @ variables["params"]["kernel"]
 
-    def count_operations(apply):
-        program = jax.make_jaxpr(jax.grad(functools.partial(square, apply)))(variables, X).jaxpr
-        steps = (step for step in walk(program) if step.name not in ("link", "constant"))
-        return collections.Counter((step.name, *(var.aval.str_short() for var in step.results)) for step in steps)
+    count = lambda apply: count_operations(jax.grad(functools.partial(square, apply)), variables, X)
+    operations = count(autocast(plain, policy, weights=0))
+    assert operations == count(with_policy(model, policy).apply)
+    assert operations != count(autocast(plain, "mixed_bfloat16"))
 
-    operations = count_operations(autocast(plain, policy, weights=0))
-    assert operations == count_operations(with_policy(model, policy).apply)
-    assert operations != count_operations(autocast(plain, "mixed_bfloat16"))
+
+EXPERTS, ROWS = jnp.ones((4, 64, 64)), jnp.array([5, 0, 8, 3])
+
+
+def multiply_transposed(w, x):
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    return jax.lax.ragged_dot_general(x, w, ROWS, numbers)
+
+
+EIGHT_BITS = ["int8", "mxfp8", "float8(min_size=0,recipe=current)", "float8(min_size=0,recipe=current/row)"]
+RAGGED = {
+    "plain": (lambda w, x: jax.lax.ragged_dot(x, w, ROWS), lambda w: w),
+    "transposed": (multiply_transposed, lambda w: jnp.swapaxes(w, 1, 2)),
+}
+
+
+def make_expert_functions(format, way):
+    """Makes losses by `autocast` and by `quant.ragged_dot`."""
+    fun, turn = RAGGED[way]
+    by_hand = lambda w, x: quant.ragged_dot(x.astype(jnp.bfloat16), turn(w), ROWS, quantization=format)
+    ours = autocast(fun, f"{format}_from_mixed_bfloat16", weights=0)
+    return [functools.partial(square, apply) for apply in (ours, by_hand)]
+
+
+@pytest.mark.parametrize("way", RAGGED)
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_experts_are_multiplied_as_by_ragged_dot(format, way):
+    """By the operations of the forward and backward pass; a slow test compares bits."""
+    ours, by_hand = make_expert_functions(format, way)
+    assert count_operations(jax.grad(ours, (0, 1)), EXPERTS, X) == count_operations(
+        jax.grad(by_hand, (0, 1)), EXPERTS, X
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_experts_have_the_bits_of_ragged_dot(format):
+    w, x = jax.random.normal(jax.random.key(0), EXPERTS.shape), jax.random.normal(jax.random.key(1), X.shape)
+    assert_equal(*(jax.jit(jax.value_and_grad(loss, (0, 1)))(w, x) for loss in make_expert_functions(format, "plain")))
+
+
+@pytest.mark.parametrize("format", ["int4/32", "nvfp4", "int8(activations=false)"])
+def test_experts_in_other_formats_are_rounded(format):
+    fun = autocast(RAGGED["plain"][0], f"{format}_from_p=f32,c=bf16,o=none", weights=0)
+
+    def by_hand(w, x):
+        rounded = quant.quantize_array(w, format, Layout((64,), 1)).dequantize(jnp.bfloat16)
+        return jax.lax.ragged_dot(x.astype(jnp.bfloat16), rounded, ROWS).astype(jnp.float32)
+
+    assert count_operations(fun, EXPERTS, X) == count_operations(by_hand, EXPERTS, X)
+    [text] = list_quantization(fun, EXPERTS, X).values()
+    assert text.startswith(format)
+
+
+def test_sums_of_experts_are_in_the_accumulate_dtype():
+    fun = autocast(RAGGED["plain"][0], "int8_from_p=f32,c=bf16,o=none,a=f32", weights=0)
+    assert is_int8(fun, EXPERTS, X)
+    # Only the input is cast to bfloat16.
+    assert count_operations(fun, EXPERTS, X)["convert_element_type", "bfloat16[16,64]"] == 1
 
 
 def scan(body, *args, **options):
@@ -151,6 +215,8 @@ WAYS = {
     "branch": (lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x, w), W),
     "jit": (jax.jit(lambda w, x: x @ jax.jit(jnp.transpose)(w)), W),
     "remat": (jax.checkpoint(lambda w, x: x @ w), W),
+    "ragged": (RAGGED["plain"][0], EXPERTS),
+    "scanned ragged": (lambda w, x: scan(lambda x, w: (RAGGED["plain"][0](w, x), None), x, w), EXPERTS[None]),
     "vmap": (jax.vmap(lambda w, x: w @ x, (None, 0)), W),
 }
 
@@ -170,12 +236,13 @@ def test_transformations_work_around_it():
     assert is_int8(jax.grad(lambda w: jax.checkpoint(quantized)(w, X).astype(jnp.float32).sum()), W)
 
 
+@pytest.mark.parametrize("multiply", [lambda w, x: x @ w, lambda w, x: jax.lax.ragged_dot(x, w[None], ROWS[:1] + 11)])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_shard_map_is_entered(check_vma):
+def test_a_shard_map_is_entered(check_vma, multiply):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data"), "check_vma": check_vma}
-    inside = jax.shard_map(autocast(lambda w, x: x @ w, POLICY, weights=0), mesh=mesh, **specs)
-    around = autocast(jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs), POLICY, weights=0)
+    inside = jax.shard_map(autocast(multiply, POLICY, weights=0), mesh=mesh, **specs)
+    around = autocast(jax.shard_map(multiply, mesh=mesh, **specs), POLICY, weights=0)
     for fun in (inside, around):
         assert is_int8(jax.grad(lambda w, fun=fun: fun(w, X).astype(jnp.float32).sum()), W)
 
@@ -211,6 +278,7 @@ REASONS = {
     "a rule leaves it out": jax.named_scope("half")(lambda w, x: x @ w["own"]),
     "the rows of a table are read": lambda w, x: w["own"][x[:, 0].astype(int)] @ w["own"],
     "it is the input of a convolution": lambda w, x: jax.lax.conv(w["own"][None, None], x[None, None], (1, 1), "SAME"),
+    "it is not a matrix for each group of rows": lambda w, x: jax.lax.ragged_dot(w["own"], x[None].mT, jnp.array([64])),
     "nothing reads it": lambda w, x: x,
 }
 

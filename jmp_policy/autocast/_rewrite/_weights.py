@@ -11,10 +11,18 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, sub_jaxprs
-from ...policy import MULTIPLE, ODD_ROWS, Float8, Int4, Quantization
-from ...quant._layers import LayerProduct, Multiply, WeightedLayer, spell_format
-from ...quant._products import describe_convolution, describe_dot_general, reason_not_float8
-from ...quant._weights import WHY_TABLES_WIDE, Layout, block_length, prepare_weight, reason_unquantized
+from ...policy import MULTIPLE, ODD_ROWS, Float8, Int4, Int8, Quantization
+from ...quant import ragged_dot
+from ...quant._layers import LayerProduct, Multiply, WeightedLayer, multiplies_8_bits, spell_format
+from ...quant._products import describe_convolution, describe_dot_general, reason_not_float8, why_sizes_wide
+from ...quant._weights import (
+    WHY_TABLES_WIDE,
+    Layout,
+    block_length,
+    fake_quantize,
+    prepare_weight,
+    reason_unquantized,
+)
 from ._place import EquationPlace
 from ._precision import PRODUCTS
 
@@ -23,6 +31,9 @@ Names = frozenset[int]
 
 NO_WEIGHT: Names = frozenset()
 A_WEIGHT: Names = frozenset([0])
+
+WEIGHT_PRODUCTS = PRODUCTS | {"ragged_dot_general"}
+"""Primitives that are quantized if one operand is a weight."""
 
 _FOLLOWED = (having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"convert_element_type"}) - {"gather", "tile"}
 """Primitives whose output is a weight if all their floating operands are. A `gather` reads rows of a table."""
@@ -85,10 +96,7 @@ class WeightProduct:
         if not self.channels or not self.summed:
             return "it is multiplied as a vector"
         if not isinstance(self.quantization, Float8):
-            reason = reason_unquantized(shape, layout, self.quantization)
-            if reason is None and isinstance(self.quantization, Int4):
-                block_length(layout, self.quantization, where)
-            return reason
+            return _reason_not_stored(shape, layout, self.quantization, where)
         operands = [jax.ShapeDtypeStruct(own, np.float32) for own in (inputs, shape)]
         describe: Any = describe_dot_general if self.operation == "dot_general" else describe_convolution
         operation = describe(*operands, **dict(self.options)).operation
@@ -107,10 +115,71 @@ class WeightProduct:
         return Layout(shape[end - self.summed : end], self.channels)
 
 
+def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str) -> str | None:
+    reason = reason_unquantized(shape, layout, format)
+    if reason is None and isinstance(format, Int4):
+        block_length(layout, format, where)  # raises here, where the path of the weight is known
+    return reason
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedProduct:
+    """A grouped matmul by a weight for each group, as `quant.ragged_dot`.
+
+    That has no 4-bit operands, nor float inputs: other formats round the weight, and multiply in the compute dtype.
+    """
+
+    is_transposed: bool  # True if the matrices are (outputs, inputs)
+    options: tuple[tuple[str, Any], ...]
+    quantization: Quantization
+    accumulate: np.dtype | None = None
+    position = 1  # of the weight among the operands
+
+    def __call__(self, rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        matrices = matrices.swapaxes(1, 2) if self.is_transposed else matrices
+        options = {"preferred_element_type": self.accumulate, **dict(self.options)}
+        format: Any = self.quantization
+        if not multiplies_8_bits(format):
+            weight = prepare_weight(matrices, format, Layout(matrices.shape[1:2], 1))
+            return ragged_dot(rows, fake_quantize(weight, rows.dtype), sizes, **options)
+        if isinstance(format, Int8):  # autocast has no calibrated scales
+            format = dataclasses.replace(format, act_scale="dynamic")
+        return ragged_dot(rows, matrices, sizes, **options, quantization=format)
+
+    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str) -> str | None:
+        """Returns the reason why the weight is not quantized, or None. Raises if its blocks do not divide it."""
+        (rows, inputs), (groups, *others) = shapes[:2]
+        outputs = others[0 if self.is_transposed else 1]
+        if isinstance(self.quantization, Float8):
+            reason = why_sizes_wide(inputs * outputs, self.quantization, inputs, outputs)
+            return reason or (ODD_ROWS if rows % MULTIPLE else None)
+        return _reason_not_stored((groups, inputs, outputs), Layout((inputs,), 1), self.quantization, where)
+
+    def __str__(self) -> str:
+        if isinstance(self.quantization, Float8):
+            return str(self.quantization)
+        is_8_bit = multiplies_8_bits(self.quantization)
+        return spell_format(self.quantization, None, None if is_8_bit else "it is a grouped matmul")
+
+
+def _describe_ragged_product(
+    eqn: JaxprEqn, position: int, quantization: Quantization, accumulate: np.dtype | None
+) -> RaggedProduct | str:
+    numbers, params = eqn.params["ragged_dot_dimension_numbers"], eqn.params
+    if position == 0 or (*numbers.lhs_ragged_dimensions,) != (0,) or (*numbers.rhs_group_dimensions,) != (0,):
+        return "it is not a matrix for each group of rows"
+    contracted, (_, batch) = numbers.dot_dimension_numbers
+    if batch or len(contracted[1]) != 1 or params["group_offset"] is not None or params["out_sharding"] is not None:
+        return "ragged_dot has a batch, several summed axes, a group offset or an output sharding"
+    return RaggedProduct((*contracted[1],) == (2,), (("precision", params["precision"]),), quantization, accumulate)
+
+
 def describe_weight_product(
     eqn: JaxprEqn, position: int, quantization: Quantization, accumulate: np.dtype | None
-) -> WeightProduct | str:
+) -> WeightProduct | RaggedProduct | str:
     """Describes a matmul or convolution whose operand at `position` is a weight, or returns why it is left."""
+    if eqn.primitive.name == "ragged_dot_general":
+        return _describe_ragged_product(eqn, position, quantization, accumulate)
     name, params = eqn.primitive.name, {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
     ndim = len(_shape(eqn.invars[position]))
     if name == "conv_general_dilated":
@@ -155,7 +224,7 @@ class WeightUse(NamedTuple):
     """An equation that reads weights and does more than moving them."""
 
     names: Names
-    product: WeightProduct | str  # its quantized form, or the reason to leave it
+    product: WeightProduct | RaggedProduct | str  # its quantized form, or the reason to leave it
     is_product: bool  # True for a matmul or convolution
     is_lookup: bool = False  # True if it reads rows of a table
 
@@ -169,7 +238,7 @@ class WeightFinder:
 
     def __init__(
         self,
-        find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], WeightProduct | str],
+        find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], WeightProduct | RaggedProduct | str],
         contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]],
         enters: Callable[[JaxprEqn, EquationPlace], bool],
     ):
@@ -218,7 +287,7 @@ class WeightFinder:
         self, eqn: JaxprEqn, read: Sequence[Names], made: Sequence[Names], place: EquationPlace
     ) -> list[WeightUse]:
         name, weights = eqn.primitive.name, NO_WEIGHT.union(*read)
-        if name in PRODUCTS:
+        if name in WEIGHT_PRODUCTS:
             return [WeightUse(weights, self._find_product(eqn, read, place), True)]
         if any(made):
             return []
