@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiles import compiles
-from flax import linen as nn, nnx
+from flax import linen as nn
+from quantized_models import MLP, square
 
 from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
 from jmp_policy._jaxpr import walk
@@ -20,56 +21,10 @@ W, X = jnp.ones((64, 64)), jnp.ones((16, 64))
 STACK = jnp.ones((2, 64, 64))
 
 
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64)(nn.relu(nn.Dense(128)(x)))
-
-
-class ConvNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64)(nn.relu(nn.Conv(64, (3, 3))(x)).mean((1, 2)))
-
-
-class Block(nn.Module):
-    """A GPT of one block; its table is left by a rule, because `autocast` quantizes no lookups."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(64, 64)(tokens)
-        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
-        x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
-        return nn.Dense(64, use_bias=False)(nn.LayerNorm()(x))
-
-
-class NnxConvNet(nnx.Module):
-    def __init__(self, rngs):
-        self.conv, self.head = nnx.Conv(32, 64, (3, 3), rngs=rngs), nnx.Linear(64, 64, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(nnx.relu(self.conv(x)).mean((1, 2)))
-
-
-IMAGES = jax.random.normal(jax.random.key(1), (16, 4, 4, 32))
-TOKENS = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
-
-
-def square(apply, params, x):
-    return (apply(params, x).astype(jnp.float32) ** 2).mean()
-
-
 def assert_equal(ours, theirs):
     for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.float32(a), np.float32(b), jax.tree_util.keystr(path))
-
-
-def assert_equals_with_policy(model, x, policy):
-    variables = model.init(jax.random.key(0), x)
-    theirs, ours = with_policy(model, policy).apply, autocast(model.apply, policy, weights=0)
-    steps = [jax.jit(jax.value_and_grad(functools.partial(square, apply))) for apply in (ours, theirs)]
-    assert_equal(*(step(variables, x) for step in steps))
 
 
 def list_quantization(fun, *args):
@@ -85,39 +40,6 @@ def count_operations(fun, *args):
 def is_int8(fun, *args):
     names = ("dot_general", "ragged_dot_general", "conv_general_dilated")
     return any(name in names and kind.startswith("int32") for name, kind, *_ in count_operations(fun, *args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_mlp_has_the_bits_of_with_policy(format):
-    assert_equals_with_policy(MLP(), jax.random.normal(jax.random.key(1), (32, 64)), f"{format}_from_mixed_bfloat16")
-
-
-@pytest.mark.slow
-def test_a_weight_is_rounded_before_the_cast_of_its_author():
-    model = nn.Dense(64, dtype=jnp.bfloat16)
-    assert_equals_with_policy(model, jax.random.normal(jax.random.key(1), (32, 64)), POLICY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "float8(min_size=0,recipe=current)"])
-def test_a_convnet_has_the_bits_of_with_policy(format):
-    assert_equals_with_policy(ConvNet(), IMAGES, f"{format}_from_mixed_bfloat16")
-
-
-@pytest.mark.slow
-def test_a_transformer_has_the_bits_of_with_policy():
-    """In float32: in bfloat16 the norms and the softmax of both differ, quantized or not."""
-    assert_equals_with_policy(Block(), TOKENS, PolicyMap({"Embed_0": "float32"}, "int8_from_float32"))
-
-
-@pytest.mark.slow
-def test_an_nnx_convnet_has_the_bits_of_with_policy():
-    model = NnxConvNet(nnx.Rngs(0))
-    ours = autocast(lambda model, x: model(x), POLICY, weights=0)
-    step = nnx.jit(nnx.value_and_grad(lambda model, x: square(lambda model, x: model(x), model, x)))
-    theirs = step(with_policy(model, POLICY), IMAGES)
-    assert_equal(nnx.jit(nnx.value_and_grad(functools.partial(square, ours)))(model, IMAGES), theirs)
 
 
 @pytest.mark.parametrize("format", FORMATS)
