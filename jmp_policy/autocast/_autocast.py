@@ -93,6 +93,8 @@ def autocast(
         argument: `"0/layers/0/kernel"`. Values that come from these arrays by casts, transposes, reshapes and slices,
         also in loops, are quantized in matmuls and convolutions as `quant.dot_general` does, and in `lax.ragged_dot` as
         `quant.ragged_dot` does, from the dtype that the arrays have. Tables that are indexed are not quantized.
+        A format with `attention=true` also quantizes both matmuls of `jax.nn.dot_product_attention`, and of attention
+        in Flax, Equinox and Haiku.
         `explain(autocast(f, ...), *args)` lists all. Other policies ignore `weights`.
 
     Returns:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiles import compiles
-from flax import linen as nn
+from flax import linen as nn, nnx
 from quantized_models import square
 
 from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
@@ -112,6 +112,68 @@ def test_sums_of_experts_are_in_the_accumulate_dtype():
     assert is_int8(fun, EXPERTS, X)
     # Only the input is cast to bfloat16.
     assert count_operations(fun, EXPERTS, X)["convert_element_type", "bfloat16[16,64]"] == 1
+
+
+def split_heads(x):
+    return x.reshape(-1, *x.shape[-2:-1], 4, 16)
+
+
+def attend_by_jax(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return jax.nn.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_linen(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return nn.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_nnx(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return nnx.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_haiku(w, x):
+    haiku = pytest.importorskip("haiku")
+    net = haiku.transform(lambda x: haiku.MultiHeadAttention(4, 16, w_init=jnp.zeros)(x, x, x))
+    params = jax.tree.map(lambda param: jnp.zeros(param.shape), jax.eval_shape(net.init, jax.random.key(0), x))
+    return net.apply(params, None, x @ w)
+
+
+def attend_by_equinox(w, x):
+    equinox = pytest.importorskip("equinox")
+    return equinox.nn.MultiheadAttention(4, 64, key=jax.random.key(0))(x @ w, x, x)
+
+
+ATTENTION = [attend_by_jax, attend_by_linen, attend_by_nnx, attend_by_haiku, attend_by_equinox]
+
+
+@pytest.mark.parametrize("attend", ATTENTION)
+@pytest.mark.parametrize(("format", "dtype"), [("int8", "int8"), ("float8(recipe=current,min_size=0", "float8_e4m3fn")])
+def test_attention_is_quantized_if_the_format_says_so(attend, format, dtype):
+    def count_matmuls(attention):
+        text = f"{format}{',' if '(' in format else '('}attention={attention})_from_mixed_bfloat16"
+        fun = autocast(attend, text, weights=0)
+        steps = [step.eqn for step in walk(jax.make_jaxpr(fun)(W, X).jaxpr) if step.name == "dot_general"]
+        return sum(all(str(atom.aval.dtype) == dtype for atom in eqn.invars) for eqn in steps)
+
+    assert (count_matmuls("false"), count_matmuls("true")) == (1, 3)
+
+
+def test_only_attention_without_a_rule_of_its_own_is_quantized():
+    attend = lambda w, x: (jnp.einsum("bqhd,bkhd->bhqk", split_heads(x @ w), split_heads(x)), attend_by_jax(w, x))
+    policy = "int8(attention=true)_from_mixed_bfloat16"
+    left_out = autocast(jax.named_scope("half")(attend), PolicyMap({"half": "mixed_bfloat16"}, policy), weights=0)
+    count = lambda fun: str(jax.make_jaxpr(fun)(W, X)).count("preferred_element_type=int32")
+    assert count(autocast(attend, policy, weights=0)) == 2 + 2
+    assert count(left_out) == 0
+
+
+def test_a_rule_quantizes_the_attention_of_a_scope():
+    inside = jax.named_scope("attention")(attend_by_jax)
+    policy = PolicyMap({"attention": "int8(attention=true)_from_mixed_bfloat16"}, "int8_from_mixed_bfloat16")
+    fun = autocast(lambda w, x: inside(w, x) + attend_by_jax(w, x), policy, weights=0)
+    assert str(jax.make_jaxpr(fun)(W, X)).count("preferred_element_type=int32") == 3 + 1
 
 
 def scan(body, *args, **options):
