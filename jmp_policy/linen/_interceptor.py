@@ -132,7 +132,7 @@ def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[
 def _is_cast_due(module: nn.Module) -> bool:
     """True if a module that a rule names casts its inputs: at its outermost call, unless its author wrote a dtype."""
     is_open = has_open_dtype(module) or not find_fields(type(module)).has_dtype
-    return is_open and not _is_inside_boundary(module)
+    return is_open and module.scope.flags.get(_RUNNING) != module.path  # type: ignore[union-attr]
 
 
 def _note_layer(module: nn.Module, policy: Policy) -> None:
@@ -162,11 +162,6 @@ def _mark_boundary(module: nn.Module) -> Iterator[None]:
     finally:
         # A method that calls the method of its base class has replaced the scope.
         module.scope.flags = before  # type: ignore[union-attr]
-
-
-def _is_inside_boundary(module: nn.Module) -> bool:
-    """True if the boundary of this module, or of the one that it is a clone of, is running."""
-    return module.scope.flags.get(_RUNNING) == module.path  # type: ignore[union-attr]
 
 
 INSIDE = "_jmp_inside"

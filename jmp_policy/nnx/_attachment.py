@@ -64,10 +64,7 @@ class _Around(NamedTuple):
 
 
 class Attachment:
-    """One walk over a module tree that gives each module its spec.
-
-    Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
-    """
+    """A walk that copies modules, which share their Variables, and gives each a spec; `owned` ones change in place."""
 
     def __init__(
         self,
@@ -166,7 +163,9 @@ class Attachment:
         new_spec = self._make_spec(base, attributes, path, is_root, source, rewritten)
         policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
-        self._note_written_dtype(base, attributes, path, is_open, policy)
+        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
+            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
+            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
         # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
         new_attributes = make_attributes(base, attributes, policy, is_open)
@@ -207,13 +206,6 @@ class Attachment:
             accumulate_dtype=find_sums_dtype(base, attributes, policy),
             authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
         )
-
-    def _note_written_dtype(
-        self, base: type, attributes: Attributes, path: Path, is_open: bool, policy: Policy
-    ) -> None:
-        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
-            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
     def _rebuild(
         self,

@@ -1,6 +1,7 @@
 """Replacements for the matmul in the fields of Flax layers."""
 
 from .._attention import attention_format_of as attention_format_of, multiply_padded as multiply_padded
+from .._operations import multiplies_8_bits as multiplies_8_bits
 from ._cache import (
     CACHED as CACHED,
     SCALE as SCALE,
