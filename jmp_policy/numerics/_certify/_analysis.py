@@ -88,6 +88,8 @@ class Analysis(Interpreter):
         name, aval = eqn.primitive.name, eqn.outvars[0].aval
         dtype: Any = getattr(aval, "dtype", None)
         rule, related = RULES[name], relate_operands(eqn, operands)
+        if related is not None and related.peak > -INF:  # of other slices than the peaks of the operands
+            operands = [one.drop_peak() for one in operands]
         limits = [bound_dtype(getattr(atom.aval, "dtype", np.bool_)) for atom in eqn.invars]
         finite = [_clip(one.computed, limit) for one, limit in zip(operands, limits, strict=True)]
         largest = max(operands[0].computed.low, operands[0].computed.peak) if name == "reduce_sum" else -INF

@@ -197,8 +197,16 @@ def test_a_sum_of_exponentials_is_not_the_largest_one_of_another_slice():
     fun = lambda axis: lambda x: jnp.log(jnp.sum(jnp.exp(x - jnp.max(x, 0, keepdims=True)), axis) - 0.9)
     assert certify(fun(0), WIDE)(X).holds
     assert not certify(fun(1), WIDE)(X).holds
+
+    def subtract_twice(x):  # the difference is zero somewhere in each row, and not in each column
+        y = 100 * jnp.exp(x - jnp.max(x, 0, keepdims=True))
+        return jnp.log(jnp.sum(jnp.exp(y - jnp.max(y, 1, keepdims=True)), 0) - 0.9)
+
+    assert not certify(subtract_twice, WIDE)(X).holds
     transposed = lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x)  # of a square matrix: a maximum for another row
     assert not certify(transposed, WIDE)(shape(3, 3)).holds
+    assert certify(lambda x: transposed(x.T), WIDE)(shape(3, 3)).holds is not True
+    assert certify(lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x.T), WIDE)(shape(3, 3)).holds
 
 
 def test_subnormal_numbers_may_be_zero():
