@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from .._base import Args, Kwargs, is_array
+from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CALLED
 from ._program import Atom, Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
@@ -45,7 +45,7 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
     """Adds a note to errors that only tracing raises. `example` has further arguments of the tracing function."""
     try:
         yield
-    except _NO_VALUE as error:
+    except NO_VALUE as error:
         error.add_note(
             f"{caller} traces the function as jax.jit does, so arrays have no values that Python can test or convert. "
             "Pass such a value as a Python number, which is not traced. For example: 2.0, not jnp.asarray(2.0)."
@@ -58,11 +58,6 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
                 f"For example: {caller}(lambda model, x: model(x){example})(model, x)."
             )
         raise
-
-
-_NO_VALUE = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-)  # fmt: skip
 
 
 _CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
@@ -102,37 +97,16 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace
     return Traced(program, arrays, out_trees[-1])
 
 
-def flatten_function(
-    fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
-    """Returns a function of the array leaves, those leaves, and a list that gets the structure of each result."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [is_array(leaf) for leaf in leaves]
-    out_trees: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        merged = [next(given) if array else leaf for leaf, array in zip(leaves, dynamic, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        out_trees.append(out_tree)
-        return out
-
-    return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
-
-
 def run(traced: Traced, program: ClosedJaxpr) -> Any:
     """Runs `program`, a rewritten form of the traced jaxpr, on the traced arguments."""
     return jax.tree.unflatten(traced.out_tree, evaluate(program, *traced.leaves))
 
 
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr; its equations keep their names and source lines.
-
-    Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
-    Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
-    differentiated yet, and binding one is quicker.
-    """
+    """Evaluates a jaxpr; its equations keep their names and source lines."""
+    # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
+    # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
+    # differentiated yet, and binding one is quicker.
     body, is_staged = program.jaxpr, _is_staged([*args, *program.consts])
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
@@ -299,7 +273,7 @@ def prepare_replay(program: Program) -> Program:
     return _prepare(program) or program
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else equal sub-jaxprs would be copied one by one
 def _prepare(program: Program) -> Program | None:
     """Returns the prepared jaxpr, or None if it is the same one, which the cache would keep alive."""
     old = body_of(program)
@@ -348,7 +322,7 @@ def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:
     return sum(not isinstance(case, Literal) and case not in constants for case in eqn.invars[1:]) > 1
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # equal selects are traced once
 def _split_select(result: Any, *operands: Any) -> Jaxpr:
     """Makes a jaxpr that replaces elements that are not selected by zeros, and then selects."""
 

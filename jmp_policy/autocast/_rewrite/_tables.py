@@ -172,6 +172,16 @@ TRACED = (
 """Run as traced, as do primitives without a row. Control flow, calls and custom derivatives need no rows, because the
 rewriter enters them."""
 
+ATTENTION = (
+    "jax.nn.dot_product_attention",
+    "flax.linen.dot_product_attention",
+    "flax.linen.dot_product_attention_weights",
+    "flax.nnx.dot_product_attention",
+    "equinox.nn.MultiheadAttention.__call__",
+    "haiku.MultiHeadAttention.__call__",
+)
+"""Functions whose matmuls of two activations a format with `attention=True` quantizes."""
+
 FUNCTIONS = {
     "jax.nn.softmax": "narrow",
     "jax.nn.standardize": "narrow",
