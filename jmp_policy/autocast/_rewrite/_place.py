@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, ModuleType
@@ -191,9 +191,13 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
             f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
             f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
         )
+    if policy.cache is not None:
+        raise ValueError(
+            f"autocast knows no layers, and cannot store their cache as the policy {name!r}{where and ' ' + where} "
+            f"says. Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
+        )
 
 
-@functools.cache
 def _trace_precision(name: str | None) -> Any:
     """Returns the `precision` parameter of a matmul under a default precision."""
     with jax.default_matmul_precision(name) if name is not None else contextlib.nullcontext():
@@ -300,7 +304,11 @@ class Functions:
         traceback = eqn.source_info.traceback
         found = None
         self._look_up()
-        for code in () if traceback is None else traceback.raw_frames()[0]:
+        codes = () if traceback is None else traceback.raw_frames()[0]
+        names, ids = map(operator.attrgetter("co_name"), codes), map(id, codes)
+        if self._by_name.keys().isdisjoint(names) and self._by_code.keys().isdisjoint(ids):
+            return None  # quicker than a loop over tens of frames
+        for code in codes:
             function = self._by_name.get(code.co_name) or self._by_code.get(id(code))
             if function is not None:
                 found = function

@@ -150,7 +150,6 @@ def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: JaxprBuilder) -> 
     return clamped.atom
 
 
-@functools.cache
 def _trace_clamp(upper: bool) -> JaxprEqn:
     operation = lax.min if upper else lax.max
     return jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]
@@ -213,7 +212,6 @@ def is_applied_to_each(eqn: JaxprEqn) -> bool:
     return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
 
 
-@functools.cache
 def _classify_primitives(rows: tuple[tuple[str, str], ...], compute_dtype: np.dtype) -> Mapping[str, Precision]:
     found = {}
     for precision in Precision:

@@ -92,11 +92,9 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 
 
 def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
-    """Returns the step that summed a gradient in half precision, now or earlier; the loss remains.
-
-    A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks,
-    so its inputs do not count. A scatter in order sums nothing, because each row was looked up once.
-    """
+    """Returns the step that summed a gradient in half precision, now or earlier; the loss remains."""
+    # A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks, so its
+    # inputs do not count. A scatter in order sums nothing, because each row was looked up once.
     scatters = step.name.startswith("scatter")
     in_order = scatters and facts[1].made == "iota"
     if float_dtype(step.results[0]) in HALF and not in_order:
