@@ -48,6 +48,7 @@ from ._program import (
     float_dtype as float_dtype,
     is_backward as is_backward,
     is_float as is_float,
+    list_live as list_live,
     list_variables as list_variables,
     multiplies_only as multiplies_only,
     name_stack as name_stack,

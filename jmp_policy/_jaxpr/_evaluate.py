@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
@@ -103,8 +105,9 @@ def run(traced: Traced, program: ClosedJaxpr) -> Any:
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a jaxpr; its equations keep their names and source lines."""
     # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
-    # Differentiating equations that are bound one by one takes two to three times as long.
-    body = program.jaxpr
+    # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
+    # differentiated yet, and binding one is quicker.
+    body, is_staged = program.jaxpr, _is_staged([*args, *program.consts])
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
@@ -112,10 +115,11 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
     outer, mesh = source_info_util.current_name_stack(), _read_context_mesh()
-    for eqn, last_used in zip(body.eqns, _find_last_uses(body), strict=True):
+    last_uses = itertools.repeat((), len(body.eqns)) if is_staged else _find_last_uses(body)
+    for eqn, last_used in zip(body.eqns, last_uses, strict=True):
         source = eqn.source_info
         with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
-            results = _bind(eqn, read_atom, mesh)
+            results = _bind(eqn, read_atom) if is_staged else _bind_shared(eqn, read_atom, mesh)
         environment.update(zip(eqn.outvars, results, strict=True))
         for var in last_used:  # frees their memory when run eagerly
             del environment[var]
@@ -144,16 +148,26 @@ def _find_last_uses(body: Jaxpr) -> list[set[Var]]:
     return last_uses[::-1]
 
 
-def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
+def _is_staged(values: Sequence[Any]) -> bool:
+    """True if `jit` records the operations on some values, and no other transformation sees them."""
+    tracers = [type(value) for value in values if isinstance(value, Tracer)]
+    return bool(tracers) and all(kind is _STAGED for kind in tracers)
+
+
+def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any]) -> Sequence[Any]:
+    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _bind_shared(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
     positions: dict[Var, int] = {}  # numbers the distinct variables: two operands may be the same one
     for atom in eqn.invars:
         if not isinstance(atom, Literal):
             positions.setdefault(atom, len(positions))
     shared = _share_call(eqn, positions)
-    if shared is not None:
-        return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
-    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
+    if shared is None:
+        return _bind(eqn, read_atom)
+    return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
 
 
 _CALLS: dict[Any, dict[str, Any]] = {}
@@ -211,6 +225,15 @@ def trace_jit() -> JaxprEqn:
     with jax.disable_jit(False):  # which a user may have set while debugging
         return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
+
+def _find_staging_tracer() -> type:
+    kinds: list[type] = []
+    jax.make_jaxpr(lambda x: kinds.append(type(x)))(1.0)
+    return kinds[0]
+
+
+_STAGED = _find_staging_tracer()
+"""The class of the tracers inside `jit`."""
 
 _JIT = trace_jit()
 """A `jit` equation with one input and one output: the template of all others."""

@@ -33,6 +33,7 @@ from ..quant._weights import (
     reason_unquantized,
     table_layout,
 )
+from ._cache import attend_by_cache
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
 from ._quantized import (
@@ -62,7 +63,8 @@ def multiply_by_policy(
     if isinstance(module, nn.RNN) and isinstance(format, Float8):
         return share_state(module, format, next_fun)
     if isinstance(module, nn.MultiHeadDotProductAttention):
-        return _attend_by_policy(module, attention_format_of(format), next_fun)
+        next_fun = _attend_by_policy(module, attention_format_of(format), next_fun)
+        return attend_by_cache(module, policy.cache, next_fun)
     if layer_of(type(module)) is None or (format is None and policy.accumulate_dtype is None):
         return next_fun
 

@@ -137,7 +137,8 @@ class _Nnx(Adapter):
             return decorate_class(target, policy, names)
         attachment = Attachment(policy, reject_param, no_cast=names)
         module = attachment.attach(target)
-        for message in (*attachment.explain_unused_rules(), *attachment.explain_written_dtypes()):
+        unused = *attachment.explain_unused_rules(), *attachment.explain_unused_cache()
+        for message in (*unused, *attachment.explain_written_dtypes()):
             warn_user(message)
         return module
 

@@ -11,7 +11,9 @@ from .._base import OVERWRITE, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
+from ..quant._layers import explain_unused_cache
 from ..quant._weights import WEIGHT_NAMES
+from ._cache import cache_format_of
 from ._methods import list_public_methods, run_method
 from ._module_spec import (
     SPEC,
@@ -99,6 +101,12 @@ class Attachment:
     def explain_written_dtypes(self) -> list[str]:
         """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""
         return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
+
+    def explain_unused_cache(self) -> list[str]:
+        """Returns a warning if no attention layer stores its cache as the policy says."""
+        layers = ((cache_format_of(kind, self._find_match(path).policy), kind) for path, kind in self.types.items())
+        is_used = any(format is not None or is_bridge(kind) for format, kind in layers)
+        return [] if is_used else explain_unused_cache(self.given)
 
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
         """Gives the policy to the modules in a value at a path inside a tree."""

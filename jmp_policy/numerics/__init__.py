@@ -2,6 +2,8 @@
 
 - `audit` traces a function and returns an `AuditReport`. An `AuditRow` has the operations of one kind, a `Matmul` the
   matmuls of one line, and a `Finding` an operation that is likely to lose values or time. `FINDINGS` explains them.
+- `certify` returns a `Certificate`: a proof that a small function cannot overflow or divide by zero for inputs in given
+  ranges, or an input that breaks it.
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
@@ -23,6 +25,7 @@ if _typing.TYPE_CHECKING:
         Matmul as Matmul,
         audit as audit,
     )
+    from ._certify import Certificate as Certificate, certify as certify
     from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
     from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
     from ._stats import (
@@ -36,6 +39,7 @@ if _typing.TYPE_CHECKING:
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
+        "_certify": "Certificate certify",
         "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
         "_stats": "FormatShares Row Stats StatsHistory collect",
@@ -45,6 +49,6 @@ else:  # `optim` uses one of these and should not load the others
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Collective FormatShares Matmul Reason Row",
+        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul Reason Row",
         elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
     )

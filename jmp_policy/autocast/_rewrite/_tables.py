@@ -179,6 +179,16 @@ TRACED = (
 """Run as traced, as do primitives without a row. Control flow, calls and custom derivatives need no rows, because the
 rewriter enters them."""
 
+ATTENTION = (
+    "jax.nn.dot_product_attention",
+    "flax.linen.dot_product_attention",
+    "flax.linen.dot_product_attention_weights",
+    "flax.nnx.dot_product_attention",
+    "equinox.nn.MultiheadAttention.__call__",
+    "haiku.MultiHeadAttention.__call__",
+)
+"""Functions whose matmuls of two activations a format with `attention=True` quantizes."""
+
 FUNCTIONS = {
     **_give("narrow", _join("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
     **_give("full", _join("jax.nn", "log_softmax logsumexp log_sigmoid log1mexp logmeanexp")),

@@ -2,4 +2,4 @@
 
 from ._trial_log import Trial as Trial
 from ._tune import tune as tune
-from ._tuning import Tuning as Tuning
+from ._tuning import BitRow as BitRow, Tuning as Tuning
