@@ -75,7 +75,7 @@ class Subject:
     ) -> tuple[Callable[..., Any], PyTree]:
         """Returns a function of one tree of arrays, seen through `look`, and that tree. Writes to objects are lost."""
         observe, args = self._make_observed(policy, scale)
-        arrays, rebuild = _take_apart(args)
+        arrays, rebuild = take_apart(args)
         observed = look(observe)
         return lambda arrays: observed(*rebuild(arrays)), arrays
 
@@ -138,7 +138,7 @@ def _is_floating(leaf: Any) -> bool:
     return is_array(leaf) and is_floating_dtype(leaf.dtype)
 
 
-def _take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
+def take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
     """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
     if find_lifting_adapter(args) is None:
         arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)
