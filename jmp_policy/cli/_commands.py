@@ -34,6 +34,14 @@ keys: versions, by package; device (platform, name, system, half_instructions); 
 exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
 count, sampled, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
+_DIVERGE_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def f(*args): return
+jax.value_and_grad(loss_fn)(*args)`, `def g(*args): return jmp.autocast(f, 'mixed_bfloat16')(*args)` and
+`def make_args(): return make_params(), {_ARRAY}`, and run `jmp-policy diverge train:f train:g --args train:make_args`.
+--json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
+function; rows (path, direction, incoming, outgoing, introduced, amplification, cosine, worst, dtype, iterations);
+outputs (path, error, gap, is_log_probability); unaligned."""
+
 _TUNE_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
 and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
@@ -90,6 +98,24 @@ def _add_numerics(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_diverge(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "diverge",
+        help="which modules make two versions of a function differ",
+        description="Run two functions of one model once. Print, for each module and named scope, the error that comes "
+        "in, that goes out, and that it introduces if it alone is replaced.",
+        epilog=_DIVERGE_EPILOG,
+    )
+    parser.add_argument("function", metavar="MODULE:F", help="the reference, such as train:grad_step, in this folder")
+    parser.add_argument(
+        "other", metavar="MODULE:G", help="a function of the same arguments, such as train:low_grad_step"
+    )
+    _add_call_arguments(parser)
+    _add_json(parser, "a table")
+    add_files(parser, page="", picture="the errors along the depth")
+    return parser
+
+
 def _add_tune(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "tune",
@@ -124,8 +150,12 @@ def _add_tune(commands: Any) -> argparse.ArgumentParser:
 
 def _add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
     """Adds the function of a command and `--args`."""
-    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"such as {example}, in this folder")
+    _add_call_arguments(parser, note)
+
+
+def _add_call_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:
+    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("--args", metavar="MODULE:FUNCTION", help=returned)
 
 
@@ -190,6 +220,21 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_diverge(arguments: argparse.Namespace) -> int:
+    from ..numerics import diverge
+
+    def make_report() -> Any:
+        check = lambda fun: diverge(fun, fun)
+        f, args = load_call(arguments, check, example=_ARRAY)
+        check_numbers(args, arguments.args, _ARRAY)
+        other = argparse.Namespace(function=arguments.other, args=arguments.args)
+        g, _ = load_call(other, check, example=_ARRAY)
+        return diverge(f, g)(*args)
+
+    _show(make_report, arguments)
+    return 0
+
+
 def _run_tune(arguments: argparse.Namespace) -> int:
     """Returns 1 if no map is within the tolerance."""
     from ..numerics._tune import tune
@@ -235,6 +280,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], argparse.ArgumentParser], Callable[[ar
     "doctor": (_add_doctor, _run_doctor),
     "audit": (_add_audit, _run_audit),
     "numerics": (_add_numerics, _run_numerics),
+    "diverge": (_add_diverge, _run_diverge),
     "tune": (_add_tune, _run_tune),
 }
 """By name: adds the subparser of a command, and runs it."""
