@@ -13,7 +13,7 @@ from ..._base import TRACING, Args, Kwargs, is_floating_dtype
 from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
 from ...modules import find_lifting_adapter
 from .._ends import Results, check_function, name_results
-from .._tune._subject import take_apart
+from .._tune import take_apart
 from ._align import align
 from ._divergence import Divergence, make_layout
 from ._measure import compare

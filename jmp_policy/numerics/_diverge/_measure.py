@@ -10,14 +10,20 @@ import numpy as np
 from jax import lax
 
 from ..._base import at_least_float32
-from .._tune._tuning import FLOOR
+from .._tune import FLOOR
 
 NOISE = 2.0**-17
 """Relative errors up to 64 rounding errors of float32 are noise: two orders of a sum differ by as much."""
 
 
 class Worst(NamedTuple):
-    """The element that differs most: its position, and its values in `f` and `g`."""
+    """The element that differs most: its position, and its values in `f` and `g`.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: x + 1)(jnp.arange(3.0)).rows()
+    >>> row.worst
+    Worst(where=(0,), reference=0.0, value=1.0)
+    """
 
     where: tuple[int, ...]
     reference: float
