@@ -28,32 +28,16 @@ SUITES = {
     "imports": Suite("imports", "How long does it take to import each library?"),
     "optimizer": Suite("optimizer", "How many bytes does an optimizer's step move, with a loss scale and a skip?"),
     "faults": Suite("faults", "Which state does a step with a gradient that is not finite corrupt?"),
-    "finite_check": Suite("finite_check", "What does a check for nan and infinity cost, and what does it miss?"),
-    "accumulate": Suite("accumulate", "What do products whose sums are float32 change?"),
-    "reduce_dtype": Suite("reduce_dtype", "What do gradients that are reduced in float32 cost?"),
     "small_state": Suite("small_state", "How large is AdamW's state in 8 bits, and what does its update cost?"),
     "float8": Suite("float8", "What does training in float8 and in blocks cost and lose?"),
-    "blocks": Suite("blocks", "What do formats of blocks keep where one scale for a tensor does not fit it?"),
-    "nvfp4": Suite("nvfp4", "What does each part of the recipe of NVFP4 do to gradients?"),
     "quant": Suite("quant", "What do int8 and int4 cost, lose and hold?"),
     "autocast": Suite("autocast", "What does `autocast` make of a train step, over dtypes written by hand?"),
     "many_modules": Suite("many_modules", "What does a policy add to tracing a model of 1,000 modules?"),
     "numerics": Suite("numerics", "What do the statistics of `numerics.collect` cost?"),
     "origins": Suite("origins", "What does the search for the first number that is not finite cost?"),
-    "origin_faults": Suite("origins", "Who names the line that made a number infinite or nan?", "fault_tables"),
-    "scale": Suite("scale", "How many bytes does a device gather, reduce and keep, up to 407 B parameters?"),
-    "tune": Suite("tune", "In how many trials does the search of `tune` find planted culprits?"),
-    "predict": Suite("predict", "How well does `numerics.predict` foresee what fails in float16?", is_long=True),
-    "tune_models": Suite("tune", "Which parts of a model does `tune` keep in float32?", "model_tables", is_long=True),
-    "accumulate_training": Suite(
-        "accumulate", "Does a GPT learn more where products have float32 sums?", "training_tables", is_long=True
-    ),
     "small_state_training": Suite(
         "small_state", "Does a GPT learn as much with AdamW's moments in 8 bits?", "training_tables", is_long=True
     ),
     "quant_training": Suite("quant", "What does a trained GPT lose in int8 and int4?", "training_tables", is_long=True),
-    "autocast_training": Suite("autocast", "Do models train as well with it?", "training_tables", is_long=True),
-    "architectures": Suite("architectures.__main__", "Do architectures train as well in half precision?", is_long=True),
-    "drill": Suite("drill", "What does a run lose that is killed, and resumed?", is_long=True, has_quick=False),
 }  # fmt: skip
 """By name, in the order in which they run and are shown."""

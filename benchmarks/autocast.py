@@ -4,8 +4,8 @@ Run from the root of the repository:
 
     python -m benchmarks.autocast [--quick]
 
-Makes three tables: the costs of a train step over the step by hand; the final losses of training, in standard
-deviations of five float32 seeds; and the time to trace with autocast over the time without.
+Makes two tables: the costs of a train step over the step by hand, and the time to trace with autocast over the time
+without.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks._results import ResultTable, print_tables
 from benchmarks.architectures._architecture import Architecture, Model
 from benchmarks.architectures._programs import by_hand, shapes
 from benchmarks.architectures._registry import ARCHITECTURES
-from benchmarks.architectures._training import Run, initialize, make_state, train_model, train_step
+from benchmarks.architectures._training import make_state, train_step
 from benchmarks.many_modules import count_calls, seconds
 from examples.gpt.model import GPTConfig
 
@@ -99,13 +99,11 @@ def _trace(fun: Callable[..., Any], args: tuple) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models, no training, one repeat of what is timed")
+    parser.add_argument("--quick", action="store_true", help="small models, timed once")
     quick = parser.parse_args(argv).quick
     with jax.numpy_dtype_promotion("standard"):
         print(f"jax {jax.__version__}, {jax.default_backend()}")
         print_tables(tables(quick))
-        if not quick:
-            print_tables(training_tables(quick))
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
@@ -119,14 +117,6 @@ def tables(quick: bool) -> Iterator[ResultTable]:
     title = "Tracing with `autocast` over tracing without"
     notes = ["Tracing without is faster: autocast walks through the traced program once more."]
     yield ResultTable.of("tracing", title, _TRACING_HEADER, tracing_rows(quick), ["time"], notes)
-
-
-def training_tables(quick: bool) -> Iterator[ResultTable]:
-    """Yields the table of final losses."""
-    names, seeds = (("transformer",), 2) if quick else (("transformer", "ResNet-50"), 5)
-    rows = [row for name in names for row in loss_rows(name, ARCHITECTURES[name], seeds)]
-    title = f"The final loss of training, in standard deviations of {seeds} float32 seeds"
-    yield ResultTable.of("losses", title, ["architecture", "autocast to", "final loss", "distance", "skipped"], rows)
 
 
 _COST_NOTES = (
@@ -144,21 +134,6 @@ def cost_row(name: str, architecture: Architecture, half: str) -> list[str]:
     in_half = dtypes[{"bfloat16": "bf16", "float16": "f16"}[half]]
     ratios = cost(program).over(cost(by_hand(architecture, jmp.get_policy(f"mixed_{half}"))))
     return [name, half, f"{in_half} of {dtypes.total()}", *(f"{r:.3f}" for r in dataclasses.astuple(ratios))]
-
-
-def loss_rows(name: str, architecture: Architecture, seeds: int = 5) -> list[list[str]]:
-    """Makes the rows of final losses."""
-    initial = initialize(architecture, seeds)
-    reference = train_model(architecture.without_policy(), architecture, jmp.NoOpLossScale(), initial)
-    rows = [[name, "float32, without", *_figures(reference), ""]]
-    for half, policy in POLICIES.items():
-        run = train_model(autocasted(architecture, policy), architecture, policy.loss_scale(), initial)
-        rows.append([name, half, *_figures(run), f"{run.distance(reference):+.2f}"])
-    return [[*row[:3], row[4], row[3]] for row in rows]
-
-
-def _figures(run: Run) -> tuple[str, str]:
-    return f"{run.final.mean():.4f} ± {run.final.std(ddof=1):.4f}", f"{run.skipped_steps.mean():.1f}"
 
 
 def tracing_rows(quick: bool) -> list[list[str]]:

@@ -5,8 +5,7 @@ Run from the root of the repository:
     python -m benchmarks.float8 [--quick]
 
 Three tables of a dense layer, an MLP and a transformer block: the costs of the forward pass and of loss, gradients and
-next state, ours over those who do the same; the costs of all over bfloat16; the errors of the gradients. On a GPU, the
-times of matrix products and of a large transformer block as well.
+next state, ours over those who do the same; the costs of all over bfloat16; the errors of the gradients.
 """
 
 import argparse
@@ -20,15 +19,12 @@ from flax import linen
 from benchmarks._float8_contestants import (
     BFLOAT16,
     CONTESTANTS,
-    OURS,
     PEERS,
     case,
     reference_gradients,
     relative_error,
 )
-from benchmarks._float8_gemm import BLOCK, block_rows, product_rows
 from benchmarks._float8_models import MODELS
-from benchmarks._markdown import table
 from benchmarks._measure import Cost, cost, lowering_seconds
 from benchmarks._programs import Program
 from benchmarks._results import ResultTable, print_tables
@@ -49,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "qwix")]
         print(", ".join([*versions, jax.default_backend()]))
         print_tables(tables(quick))
-        print("\n" + times())
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
@@ -124,14 +119,6 @@ def error_row(name: str, made: type[linen.Module]) -> list[str]:
     expected = reference_gradients(made, SHAPE)
     errors = [relative_error(case(other, made, SHAPE).gradients(STEPS), expected) for other in CONTESTANTS]
     return [name, *(f"{error:.4f}" for error in errors)]
-
-
-def times() -> str:
-    """The times of matrix products and of a block, where there is a GPU."""
-    if jax.default_backend() != "gpu":
-        return "Matrix products and a large transformer block: not measured: no GPU."
-    header = ["size", "program", "bfloat16, ms", *(f"{name} over bfloat16" for name in OURS)]
-    return f"{jax.devices()[0].device_kind}, block of {BLOCK}\n\n{table(header, [*product_rows(), *block_rows()])}"
 
 
 def _peer_rows(measured: dict[str, Measured]) -> list[list[str]]:

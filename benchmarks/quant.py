@@ -4,9 +4,9 @@ Run from the root of the repository:
 
     python -m benchmarks.quant [--quick]
 
-Makes five tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
+Makes four tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
 logits and the bytes of the parameters; the validation loss of the trained model, and the divergence of its predictions
-from float32; and, on a GPU, the time of matmuls.
+from float32.
 """
 
 import argparse
@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from benchmarks._gemm import FORMATS, product_rows
-from benchmarks._markdown import table
 from benchmarks._measure import cost, lowering_seconds
 from benchmarks._programs import Program
 from benchmarks._quant_accuracy import Trained, contestants, quantized_bytes, train
@@ -50,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_tables(tables(quick))
         if not quick:
             print_tables(training_tables(quick))
-        print("\n" + products())
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
@@ -145,14 +142,6 @@ def divergence_row(scheme: Scheme, runs: Sequence[Trained]) -> list[str]:
     """Measures the divergence of the predictions of the trained models from float32."""
     models = both(scheme, runs[0].config)
     return [scheme.name, *(", ".join(f"{run.divergence(served):.2e}" for run in runs) for served in models)]
-
-
-def products() -> str:
-    """Yields the times of matmuls on a GPU."""
-    if jax.default_backend() != "gpu":
-        return "Matrix products: not measured: no GPU."
-    header = ["size", "bfloat16, ms", *(f"{name} over bfloat16" for name in FORMATS)]
-    return f"{jax.devices()[0].device_kind}\n\n{table(header, product_rows())}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 - `audit` traces a function and returns an `AuditReport`. An `AuditRow` has the operations of one kind, a `Matmul` the
   matmuls of one line, and a `Finding` an operation that is likely to lose values or time. `FINDINGS` explains them.
+- `certify` returns a `Certificate`: a proof that a small function cannot overflow or divide by zero for inputs in given
+  ranges, or an input that breaks it.
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
@@ -25,6 +27,7 @@ if _typing.TYPE_CHECKING:
         Matmul as Matmul,
         audit as audit,
     )
+    from ._certify import Certificate as Certificate, certify as certify
     from ._diverge import (
         Divergence as Divergence,
         OutputErrors as OutputErrors,
@@ -45,6 +48,7 @@ if _typing.TYPE_CHECKING:
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
+        "_certify": "Certificate certify",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge",
         "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
@@ -55,6 +59,6 @@ else:  # `optim` uses one of these and should not load the others
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Collective FormatShares Matmul OutputErrors Reason Row ScopeErrors Worst",
+        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul OutputErrors Reason Row ScopeErrors Worst",
         elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
     )

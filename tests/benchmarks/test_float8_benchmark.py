@@ -5,7 +5,6 @@ import pytest
 
 pytest.importorskip("qwix")
 
-from benchmarks import _float8_gemm, float8
 from benchmarks._float8_contestants import OURS, PEERS, case, reference_gradients, relative_error
 from benchmarks._float8_models import Layer
 from benchmarks._measure import count_operations
@@ -61,14 +60,3 @@ def test_gradients_are_as_near_to_float64_as_those_of_flax_and_qwix(cases):
         pair = (cases[recipe], cases[PEERS[recipe][0]])
         mine, theirs = (relative_error(each.gradients(steps=2), expected) for each in pair)
         assert 0.01 < mine <= 1.05 * theirs
-
-
-def test_times_are_measured_where_there_is_a_gpu():
-    assert jax.default_backend() == "gpu" or "not measured: no GPU" in float8.times()
-
-
-def test_the_table_of_products_has_a_row_for_each_size_and_program():
-    rows = _float8_gemm.product_rows([64])
-    assert [row[:2] for row in rows] == [["64", "forward"], ["64", "training"]]
-    assert all(float(cell) > 0 for row in rows for cell in row[2:])
-    assert len(rows[0]) == 3 + len(OURS)

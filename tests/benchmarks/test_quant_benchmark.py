@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("qwix")
 
-from benchmarks import _gemm, _quant_contestants, quant
+from benchmarks import _quant_contestants, quant
 
 pytestmark = [
     pytest.mark.optimized,
@@ -53,10 +53,6 @@ def test_logits_in_int8_are_as_near_to_float32_as_with_qwix_in_as_many_bytes(rep
     assert nbytes <= their_bytes
 
 
-def test_products_are_measured_where_there_is_a_gpu(report):
-    assert ("not measured: no GPU" in report[0]) == (jax.default_backend() != "gpu")
-
-
 @pytest.mark.parametrize("scheme", _quant_contestants.SCHEMES, ids=lambda scheme: scheme.name)
 def test_training_rounds_each_operand_once(scheme):
     """Its derivative needs the same integers as its forward pass, and rounded them once more."""
@@ -65,10 +61,3 @@ def test_training_rounds_each_operand_once(scheme):
     program = _quant_contestants.our_training(params, batch, quant.QUICK_GPT, scheme)
     of_a_layer = {"int8": 2, "int8 weights": 1, "int4/64 weights": 2}[scheme.name]  # input and weight; and zero point
     assert program.lower().as_text().count("stablehlo.round_nearest_even") == 4 * of_a_layer
-
-
-def test_the_table_of_products_has_a_row_for_each_size():
-    [[size, milliseconds, *over]] = _gemm.product_rows([32])
-    assert size == "32"
-    assert float(milliseconds) > 0
-    assert len(over) == len(_gemm.FORMATS)

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jmp_policy as jmp
+from jmp_policy.numerics import Prediction, collect, predict
 
 Params = dict[str, jax.Array]
 Plant = Callable[[Params, jax.Array], jax.Array]
@@ -117,3 +120,56 @@ KINDS: dict[str, tuple[Plant, int, float | None, bool]] = {
     "none": (_compute_block, 0, None, False),
 }
 """By kind: the block that is planted, how many, the loss scale that is asked about, and whether one cures it."""
+
+
+POLICY = "params=float32,compute=float16,output=float32"
+MOST_ERROR = 0.1
+"""The relative error of the gradient of a block from which on it is lost."""
+
+
+class Outcome(NamedTuple):
+    """The outcome for one model.
+
+    Attributes:
+      model: the model.
+      prediction: the `Prediction`.
+      half_error: the largest relative error of the gradient of a block in float16, at the scale that was asked about.
+      repaired_error: the same under the predicted map, at the predicted scale.
+    """
+
+    model: PlantedModel
+    prediction: Prediction
+    half_error: float
+    repaired_error: float
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The scopes that a reason names."""
+        return frozenset(reason.path for reason in self.prediction.reasons)
+
+
+def try_model(model: PlantedModel) -> Outcome:
+    """Predicts what float16 does to a model, and does it."""
+    (_, grads), stats = jax.jit(collect(jax.value_and_grad(model.loss), where="all"))(*model.args)
+    prediction = predict(stats, POLICY, model.loss_scale)
+    half = _differentiate(model, prediction.policy, model.loss_scale or 1.0)
+    repaired = _differentiate(model, prediction.policy_map, prediction.loss_scale or 1.0)
+    return Outcome(model, prediction, _find_error(half, grads), _find_error(repaired, grads))
+
+
+def _differentiate(model: PlantedModel, policy: jmp.Policy | jmp.PolicyMap, scale: float) -> dict[str, jax.Array]:
+    loss_scale = jmp.StaticLossScale(scale)
+    fun = jmp.value_and_grad(jmp.autocast(model.loss, policy), loss_scale=loss_scale)
+    return jax.jit(fun)(*model.args)[1]
+
+
+def _find_error(grads: dict[str, jax.Array], expected: dict[str, jax.Array]) -> float:
+    """The largest relative error of a block; infinite where a gradient is not finite."""
+    found = 0.0
+    for path, own in expected.items():
+        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(own), strict=True)
+        wide = [(np.asarray(mine, np.float64), np.asarray(true, np.float64)) for mine, true in pairs]
+        error = sum(((mine - true) ** 2).sum() for mine, true in wide)
+        size = sum((true**2).sum() for _, true in wide)
+        found = max(found, float(np.sqrt(error / size)) if np.isfinite(error) else np.inf)
+    return found

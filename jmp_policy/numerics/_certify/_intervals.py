@@ -1,0 +1,253 @@
+"""Interval arithmetic in real numbers: bounds of a primitive's result, from bounds of its operands."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ..._base import is_floating_dtype
+from ..._jaxpr import Fact, having
+
+INF = math.inf
+
+
+class Interval(NamedTuple):
+    """Bounds of the elements of an array. Those of a constant with a nan are nan."""
+
+    low: float
+    high: float
+    peak: float = -INF  # in each slice along some axes, the largest element is at least this
+
+
+Rule = Callable[..., Interval]
+"""`(eqn, *operands) -> Interval` of each result."""
+
+
+def hull(*intervals: Interval) -> Interval:
+    """Returns the smallest interval that contains all of these."""
+    return Interval(min(x.low for x in intervals), max(x.high for x in intervals), min(x.peak for x in intervals))
+
+
+def is_real(dtype: Any) -> bool:
+    """True for the dtypes of real numbers and booleans, False for complex numbers and random keys."""
+    return dtype == np.bool_ or is_floating_dtype(dtype) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def bound_dtype(dtype: Any) -> Interval:
+    """Returns the interval of all finite values of a dtype."""
+    if dtype == np.bool_ or not is_real(dtype):
+        return Interval(0.0, 1.0)
+    info = jnp.finfo(dtype) if is_floating_dtype(dtype) else jnp.iinfo(dtype)
+    return Interval(float(info.min), float(info.max))
+
+
+def count_terms(eqn: JaxprEqn) -> int:
+    """Returns how many terms an element of the result is a sum or product of."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes: list[Any] = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
+    if name == "dot_general":
+        return math.prod(shapes[0][axis] for axis in params["dimension_numbers"][0][0])
+    if name == "conv_general_dilated":
+        return math.prod(shapes[1]) // max(1, shapes[1][params["dimension_numbers"].rhs_spec[0]])
+    if name in ("cumsum", "cumprod"):
+        return shapes[0][params["axis"]]
+    if name in ("reduce_sum", "reduce_prod"):
+        return math.prod(shapes[0][axis] for axis in params["axes"])
+    return math.prod(shapes[2]) + 1 if name == "scatter-add" else 1
+
+
+def is_in_bounds(eqn: JaxprEqn, indices: Interval) -> bool:
+    """True if a gather reads only elements of its operand, or puts no other value in place of missing ones."""
+    if "FILL" not in str(eqn.params["mode"]):
+        return True
+    sizes, operand = eqn.params["slice_sizes"], eqn.invars[0].aval
+    shape: Any = getattr(operand, "shape", ())
+    most = min((shape[i] - sizes[i] for i in eqn.params["dimension_numbers"].start_index_map), default=0)
+    return indices.low >= 0 and indices.high <= most
+
+
+def _apply(fun: Callable[..., float], *values: float) -> float:
+    with np.errstate(all="ignore"):
+        return float(fun(*map(np.float64, values)))
+
+
+def _increasing(fun: Callable[..., float]) -> Rule:
+    apply = functools.partial(_apply, fun)
+    return lambda eqn, x: Interval(apply(x.low), apply(x.high), apply(x.peak) if x.peak > -INF else -INF)
+
+
+def _decreasing(fun: Callable[..., float]) -> Rule:
+    return lambda eqn, x: Interval(_apply(fun, x.high), _apply(fun, x.low))
+
+
+def _even(fun: Callable[..., float]) -> Rule:
+    """Bounds a function of the magnitude that increases with it."""
+
+    def bound(eqn: JaxprEqn, x: Interval) -> Interval:
+        least = 0.0 if x.low <= 0 <= x.high else min(abs(x.low), abs(x.high))
+        return Interval(_apply(fun, least), _apply(fun, max(abs(x.low), abs(x.high))))
+
+    return bound
+
+
+def _corners(fun: Callable[..., float]) -> Rule:
+    """Bounds a function of two operands that is monotone in each of them."""
+
+    def bound(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
+        name = eqn.primitive.name
+        if x.peak == -INF and name in ("add", "mul", "max"):
+            x, y = y, x
+        values = [value for a in x[:2] for b in y[:2] if not math.isnan(value := _apply(fun, a, b))]
+        keeps_order = name in ("add", "sub", "max") or y.low > 0
+        peak = min(_apply(fun, x.peak, b) for b in y[:2]) if keeps_order and x.peak > -INF else -INF
+        return Interval(min(values, default=-INF), max(values, default=INF), peak)
+
+    return bound
+
+
+def _integer_pow(eqn: JaxprEqn, x: Interval) -> Interval:
+    y, dtype = eqn.params["y"], getattr(eqn.outvars[0].aval, "dtype", None)
+    power = _even if y % 2 == 0 else _increasing
+    positive = Interval(*power(lambda v: np.power(v, float(abs(y))))(eqn, x)[:2])
+    if y >= 0:
+        return positive
+    inverse = _decreasing(np.reciprocal)(eqn, positive)  # which is 0 if the power overflows
+    overflows = max(map(abs, positive[:2])) > bound_dtype(dtype).high / 2
+    return hull(inverse, Interval(0.0, 0.0)) if overflows else inverse
+
+
+def _one_minus_square(eqn: JaxprEqn, x: Interval) -> Interval:
+    low, high, _ = _even(np.square)(eqn, x)
+    return Interval(1 - high, 1 - low)
+
+
+def _pow(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
+    dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
+    return _corners(np.power)(eqn, x, y) if is_floating_dtype(dtype) else bound_dtype(dtype)
+
+
+def _round(eqn: JaxprEqn, x: Interval) -> Interval:
+    return Interval(_apply(np.ceil, x.low - 0.5), _apply(np.floor, x.high + 0.5))  # of ties, in either direction
+
+
+def _rem(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
+    most = min(max(map(abs, x[:2])), max(map(abs, y[:2])))
+    return Interval(0.0 if x.low >= 0 else -most, 0.0 if x.high <= 0 else most)
+
+
+def _sum(eqn: JaxprEqn, x: Interval) -> Interval:
+    n = count_terms(eqn)
+    return Interval(max(n * x.low, x.peak + (n - 1) * x.low), n * x.high) if n else Interval(0.0, 0.0)
+
+
+def _partial_sums(eqn: JaxprEqn, x: Interval) -> Interval:
+    n = count_terms(eqn)
+    return Interval(min(x.low, n * x.low), max(x.high, n * x.high))
+
+
+def _products(eqn: JaxprEqn, x: Interval) -> Interval:
+    n = count_terms(eqn)
+    most = _apply(np.power, max(1.0, *map(abs, x[:2])), n)
+    return Interval(_apply(np.power, min(1.0, x.low), n) if x.low >= 0 else -most, most)
+
+
+def _matmul(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
+    n, term = count_terms(eqn), Interval(*_corners(np.multiply)(eqn, x, y)[:2])
+    if eqn.primitive.name != "dot_general":
+        term = hull(term, Interval(0.0, 0.0))  # padding
+    # TPUs and TF32 round the operands of float32 matmuls to as little as 8 bits.
+    slack = max(map(abs, term[:2])) * 2.0**-7
+    low = 0.0 if 0 <= term.low <= slack else term.low - slack
+    return Interval(n * low, n * (term.high + slack)) if n else Interval(0.0, 0.0)
+
+
+def _clamp(eqn: JaxprEqn, least: Interval, x: Interval, most: Interval) -> Interval:
+    return Interval(*(min(max(x[i], least[i]), most[i]) for i in range(2)))
+
+
+def _gather(eqn: JaxprEqn, x: Interval, indices: Interval) -> Interval:
+    aval: Any = eqn.outvars[0].aval
+    return Interval(x.low, x.high) if is_in_bounds(eqn, indices) else bound_dtype(aval.dtype)
+
+
+def _scatter_add(eqn: JaxprEqn, x: Interval, indices: Interval, updates: Interval) -> Interval:
+    n = count_terms(eqn)
+    return Interval(x.low + min(0.0, n * updates.low), x.high + max(0.0, n * updates.high))
+
+
+def _compare(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
+    name = eqn.primitive.name
+    if name in ("eq", "ne"):
+        same, differ = x[:2] == y[:2] and x.low == x.high, x.high < y.low or y.high < x.low
+        holds, fails = (same, differ) if name == "eq" else (differ, same)
+    else:
+        x, y = (x, y) if name in ("lt", "le") else (y, x)
+        strict = name in ("lt", "gt")
+        holds = x.high < y.low if strict else x.high <= y.low
+        fails = x.low >= y.high if strict else x.low > y.high
+    return Interval(float(holds), float(not fails))
+
+
+def _combine_booleans(fun: Callable[..., float]) -> Rule:
+    def bound(eqn: JaxprEqn, *operands: Interval) -> Interval:
+        dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
+        ends = [fun(x.low for x in operands), fun(x.high for x in operands)]
+        return Interval(min(ends), max(ends)) if dtype == np.bool_ else bound_dtype(dtype)
+
+    return bound
+
+
+def _count_positions(eqn: JaxprEqn, *operands: Interval) -> Interval:
+    params, operand = eqn.params, eqn.invars[0].aval if eqn.invars else None
+    shape: Any = getattr(operand, "shape", params.get("shape"))
+    axes = params["axes"] if operand else [params["dimension"]]
+    return Interval(0.0, max(0.0, math.prod(shape[axis] for axis in axes) - 1.0))
+
+
+def _keep(eqn: JaxprEqn, x: Interval, *others: Interval) -> Interval:
+    return x if eqn.primitive.name in _KEEPING else Interval(*x[:2])
+
+
+_KEEPING = having(Fact.KEEPS)
+
+RULES: dict[str, Rule] = {
+    "add": _corners(np.add), "add_any": _corners(np.add), "sub": _corners(np.subtract), "mul": _corners(np.multiply),
+    "div": _corners(np.divide), "max": _corners(np.maximum), "min": _corners(np.minimum), "pow": _pow, "rem": _rem,
+    "neg": _decreasing(np.negative), "abs": _even(np.float64), "square": _even(np.square), "integer_pow": _integer_pow,
+    "one_minus_square": _one_minus_square,
+    "sign": _increasing(np.sign), "floor": _increasing(np.floor), "ceil": _increasing(np.ceil),
+    "round": _round, "exp": _increasing(np.exp), "exp2": _increasing(np.exp2),
+    "expm1": _increasing(np.expm1), "log": _increasing(np.log), "log1p": _increasing(np.log1p),
+    "log2": _increasing(np.log2), "sqrt": _increasing(np.sqrt), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)),
+    "cbrt": _increasing(np.cbrt),
+    "logistic": _increasing(lambda x: 1 / (1 + np.exp(-x))), "tanh": _increasing(np.tanh),
+    "erf": _increasing(math.erf), "erfc": _decreasing(math.erfc), "sinh": _increasing(np.sinh), "cosh": _even(np.cosh),
+    "asin": _increasing(np.arcsin), "acos": _decreasing(np.arccos), "atan": _increasing(np.arctan),
+    "asinh": _increasing(np.arcsinh), "acosh": _increasing(np.arccosh), "atanh": _increasing(np.arctanh),
+    "sin": lambda eqn, x: Interval(-1.0, 1.0), "cos": lambda eqn, x: Interval(-1.0, 1.0),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compare),
+    "is_finite": lambda eqn, x: Interval(float(INF not in map(abs, x[:2])), 1.0),
+    "and": _combine_booleans(min), "or": _combine_booleans(max), "not": _combine_booleans(lambda x: 1 - next(x)),
+    "reduce_sum": _sum, "cumsum": _partial_sums, "reduce_prod": _products, "cumprod": _products,
+    "dot_general": _matmul, "conv_general_dilated": _matmul,
+    "reduce_max": lambda eqn, x: Interval(max(x.low, x.peak), x.high), "reduce_min": _keep, "cummax": _keep,
+    "cummin": _keep, "argmax": _count_positions, "argmin": _count_positions, "iota": _count_positions, "clamp": _clamp,
+    "convert_element_type": _increasing(np.float64), "gather": _gather, "dynamic_slice": _keep, "slice": _keep,
+    "split": _keep, "unstack": _keep, **dict.fromkeys(_KEEPING, _keep),
+    "dynamic_update_slice": lambda eqn, x, update, *indices: hull(x, update),
+    **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), lambda eqn, x, indices, updates: hull(x, updates)),
+    "scatter-add": _scatter_add,
+    "select_n": lambda eqn, which, *cases: hull(*cases),
+    **dict.fromkeys(("pad", "concatenate", "stack"), lambda eqn, *operands: hull(*operands)),
+}  # fmt: skip
+"""The one table of rules. Other primitives are unknown."""
+
+OPEN_LIMITS = {
+    "exp": (5e-324, INF), "exp2": (5e-324, INF), "logistic": (5e-324, 1 - 1e-14), "tanh": (1e-14 - 1, 1 - 1e-14),
+    "erf": (1e-14 - 1, 1 - 1e-14), "erfc": (5e-324, 2 - 1e-14), "expm1": (1e-14 - 1, INF),
+}  # fmt: skip
+"""Bounds of exact results that are never 0 or 1. Those of float64 would be, for large operands."""

@@ -1,0 +1,134 @@
+"""Functions that are certified, with their arguments and ranges, and one that checks them on random inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax import lax
+
+
+class Case(NamedTuple):
+    """A function that is certified for all inputs in the ranges."""
+
+    fun: Callable[..., Any]
+    ranges: Any
+    args: tuple[Any, ...]
+
+
+def shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+X, LABELS = shape(3, 5), shape(3, dtype="int32")
+X16 = shape(3, 5, dtype="float16")
+WIDE = [(-100.0, 100.0)]
+
+
+def apply_norm(norm):
+    return lambda x: norm.apply({}, x)
+
+
+def update(tx, x=X, steps=10**6):
+    """An update of an optimizer: gradients to 100, moments that gradients to 100 have, and `steps` steps."""
+    state = jax.eval_shape(tx.init, x)
+    ranges = jax.tree.map(lambda leaf: (0, steps) if leaf.dtype == jnp.int32 else (0, 1e4), state)
+
+    def fun(grads, state, params):
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            return tx.update(grads, state, params)[0]
+
+    return Case(fun, [*WIDE, ranges, *WIDE], (x, state, x))
+
+
+def layer_norm(x):
+    centered = x.astype(jnp.float32) - jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    return (centered * lax.rsqrt(variance + 1e-6)).astype(x.dtype)
+
+
+def rms_norm(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def l2_normalize(x):
+    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12)
+
+
+def attention_weights(logits, mask):
+    return jax.nn.softmax(jnp.where(mask > 0, logits, -1e9))
+
+
+NO_SCALE = {"use_bias": False, "use_scale": False}
+CASES = {
+    "log_softmax": Case(jax.nn.log_softmax, WIDE, (X,)),
+    "log_softmax of float16": Case(jax.nn.log_softmax, [(-1000.0, 1000.0)], (X16,)),
+    "softmax": Case(jax.nn.softmax, WIDE, (X,)),
+    "logsumexp": Case(lambda x: jax.nn.logsumexp(x, axis=-1), WIDE, (X,)),
+    "masked softmax": Case(attention_weights, [*WIDE, (0, 1)], (X, shape(3, 5, dtype="int32"))),
+    "softmax at a temperature": Case(lambda x: jax.nn.softmax(x / 0.1), WIDE, (X,)),
+    "cross entropy": Case(optax.softmax_cross_entropy_with_integer_labels, [*WIDE, (0, 4)], (X, LABELS)),
+    "soft labels": Case(optax.softmax_cross_entropy, [*WIDE, (0, 1)], (X, X)),
+    "sigmoid cross entropy": Case(optax.sigmoid_binary_cross_entropy, [*WIDE, (0, 1)], (X, X)),
+    "Huber": Case(optax.huber_loss, [*WIDE, *WIDE], (X, X)),
+    "gradient of cross entropy": Case(
+        jax.grad(lambda x, y: optax.softmax_cross_entropy_with_integer_labels(x, y).mean()),
+        [*WIDE, (0, 4)],
+        (X, LABELS),
+    ),
+    "LayerNorm": Case(apply_norm(nn.LayerNorm(**NO_SCALE)), WIDE, (X,)),
+    "LayerNorm, two passes": Case(apply_norm(nn.LayerNorm(use_fast_variance=False, **NO_SCALE)), WIDE, (X,)),
+    "LayerNorm of float16": Case(layer_norm, [(-1000.0, 1000.0)], (X16,)),
+    "RMSNorm": Case(apply_norm(nn.RMSNorm(use_scale=False)), WIDE, (X,)),
+    "RMS norm by hand": Case(rms_norm, WIDE, (X,)),
+    "L2 normalization": Case(l2_normalize, WIDE, (X,)),
+    "distance to the extremes": Case(
+        lambda x: jnp.sqrt(jnp.max(x, -1, keepdims=True) - x) + jnp.log(x - jnp.min(x) + 1), WIDE, (X,)
+    ),
+    "variance": Case(jnp.var, WIDE, (X,)),
+    "gradient of sigmoid cross entropy": Case(
+        jax.grad(lambda x, y: optax.sigmoid_binary_cross_entropy(x, y).mean()), [*WIDE, (0, 1)], (X, X)
+    ),
+    "attention": Case(jax.nn.dot_product_attention, [(-5.0, 5.0)] * 3, (shape(2, 3, 1, 4),) * 3),
+    "gelu": Case(jax.nn.gelu, WIDE, (X,)),
+    "gelu by erf": Case(lambda x: jax.nn.gelu(x, approximate=False), WIDE, (X,)),
+    "silu": Case(jax.nn.silu, [(-6e4, 6e4)], (X16,)),
+    "softplus": Case(jax.nn.softplus, [(-6e4, 6e4)], (X16,)),
+    "elu": Case(jax.nn.elu, WIDE, (X,)),
+    "SGD": update(optax.sgd(0.1, momentum=0.9)),
+    "AdamW": update(optax.adamw(1e-3)),
+    "RMSProp": update(optax.rmsprop(1e-3)),
+    "Lion": update(optax.lion(1e-3)),
+    "scan": Case(lambda x: lax.scan(lambda c, y: (0.5 * c + y, jnp.tanh(c)), jnp.zeros(5), x), WIDE, (X,)),
+    "a long scan": Case(lambda x: lax.scan(lambda c, _: (0.5 * c, None), x, None, length=5000)[0], WIDE, (X,)),
+    "fori_loop": Case(lambda x: lax.fori_loop(0, 9, lambda i, c: jnp.sin(c) + i.astype(c.dtype), x), WIDE, (X,)),
+    "while_loop": Case(lambda x: lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: 0.5 * c, x), WIDE, (X,)),
+    "cond": Case(lambda x: lax.cond(jnp.sum(x) > 0, lambda y: y * y, jnp.cos, x), WIDE, (X,)),
+    "remat": Case(jax.grad(lambda x: jnp.sum(jax.checkpoint(jnp.tanh)(x))), WIDE, (X,)),
+    "two jnp.where": Case(lambda x: jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), 0.0), WIDE, (X,)),
+}
+
+
+def draw(case: Case, count: int, seed: int = 0) -> tuple[Any, ...]:
+    """Draws a batch of arguments in the ranges: uniform, at the ends, and of all magnitudes."""
+    rng = np.random.default_rng(seed)
+
+    def draw_leaf(pair: Sequence[float], leaf: Any) -> np.ndarray:
+        (low, high), sizes = pair, (count, *leaf.shape)
+        if leaf.dtype == np.int32:
+            return rng.integers(low, high, sizes, endpoint=True).astype(np.int32)
+        powers = rng.choice([low, high], sizes) * 2.0 ** -rng.uniform(0, 150, sizes)
+        kinds = rng.integers(0, 4, (count, *(1 for _ in leaf.shape)))
+        drawn = np.select(
+            [kinds == 0, kinds == 1, kinds == 2],
+            [rng.uniform(low, high, sizes), rng.choice([low, high], sizes), np.clip(powers, low, high)],
+            np.full(sizes, high),
+        )
+        return drawn.astype(leaf.dtype)
+
+    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], int | float)
+    ranges = tuple(case.ranges)
+    return jax.tree.map(draw_leaf, jax.tree.broadcast(ranges, case.args, is_leaf=is_pair), case.args, is_leaf=is_pair)

@@ -1,0 +1,58 @@
+"""Random functions of two arrays, as text, with random ranges."""
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from certified import Case, shape
+from jax import lax
+
+UNARY = (
+    "jnp.exp(@)", "jnp.log(@)", "jnp.sqrt(@)", "lax.rsqrt(@)", "jnp.tanh(@)", "jax.nn.sigmoid(@)", "jnp.abs(@)",
+    "jnp.square(@)", "-@", "jnp.log1p(@)", "jnp.expm1(@)", "jnp.sin(@)", "lax.erf(@)", "lax.erfc(@)", "jax.nn.relu(@)",
+    "jax.nn.softplus(@)", "jnp.floor(@)", "jnp.sign(@)", "jnp.cbrt(@)", "jnp.arcsinh(@)", "@ ** 3", "@ ** 4", "1 / @",
+    "@ ** -2", "jnp.cosh(@)", "jnp.cumsum(@, dtype=@.dtype)", "jax.nn.softmax(@)", "jax.nn.log_softmax(@)",
+    "jax.nn.logsumexp(@)", "jnp.sort(@)", "jnp.transpose(@)", "jnp.ravel(@)", "@ - jnp.max(@)",
+    "@ - jnp.max(@, -1, keepdims=True)", "@ - jnp.min(@, 0, keepdims=True)", "@ / (jnp.max(jnp.abs(@)) + 1e-3)",
+    "@ * lax.rsqrt(jnp.mean(@ * @) + 1e-5)", "@ / jnp.sqrt(jnp.sum(jnp.square(@)) + 1e-2)",
+    "jnp.where(@ > 0.5, @, 1.0)", "jnp.where(@ < 0, -@, @ + 1)", "jnp.mean(@)", "jnp.var(@)", "jnp.prod(@)",
+    "@.astype(jnp.float16)", "@.astype(jnp.float32)", "@.astype(jnp.bfloat16)", "jnp.round(@)", "jnp.clip(@, 0.1, 3.0)",
+    "jnp.max(@)", "jnp.min(@, -1)", "@[..., ::2]", "jnp.concatenate([jnp.ravel(@), 0 * jnp.ravel(@)])",
+    "lax.scan(lambda c, _: (0.5 * c + 1, c), @, None, length=3)[0]", "lax.fori_loop(0, 3, lambda i, c: 0.7 * c + 1, @)",
+    "lax.cond(jnp.sum(@) > 0, lambda y: 2 * y, jnp.negative, @)", "1 - @", "1 + @", "1 - jnp.exp(-jnp.abs(@))",
+    "jnp.log(1 - jax.nn.sigmoid(@))", "jnp.dot(jnp.ravel(@), jnp.ravel(@))", "jnp.sum(@, -1)", "@ - jnp.mean(@)",
+    "jnp.exp(@ - jnp.max(@)) / jnp.sum(jnp.exp(@ - jnp.max(@)))",
+)  # fmt: skip
+BINARY = ("a + b", "a - b", "a * b", "a / b", "jnp.maximum(a, b)", "jnp.minimum(a, b)", "jnp.power(a, b)",
+    "jnp.logaddexp(a, b)", "jnp.hypot(a, b)", "jnp.where(a < b, a, b)", "a * jnp.exp(-jnp.abs(b))")  # fmt: skip
+RANGES = (
+    (-1.0, 1.0), (-10.0, 10.0), (0.0, 1.0), (0.125, 5.0), (-100.0, 100.0), (2.0**-20, 1.0), (-3.0, -0.5), (0.0, 0.0),
+    (-256.0, 256.0), (-57344.0, 57344.0), (2.0**-100, 2.0**-10), (-1024.0, 2.0),
+)  # fmt: skip
+"""Their ends are numbers of all dtypes, except the one that float16 does not have."""
+
+
+def match(a: Any, b: Any) -> tuple[Any, Any]:
+    """Gives two arrays one dtype and shape."""
+    b = b.astype(a.dtype)
+    return (a, b) if a.shape == b.shape else (jnp.ravel(a)[:1], jnp.ravel(b)[:1])
+
+
+def make_function(seed: int) -> tuple[Case, str]:
+    """Makes a function of up to seven statements, and returns its text, too."""
+    rng = random.Random(seed)
+    values, lines = ["x", "y"], ["def fun(x, y):"]
+    pick = lambda: rng.choice(values[-3:] if rng.random() < 0.7 else values)
+    for i in range(rng.randint(1, 7)):
+        if rng.random() < 0.65:
+            lines.append(f"    v{i} = jnp.atleast_1d({rng.choice(UNARY).replace('@', pick())})")
+        else:
+            lines += [f"    a, b = match({pick()}, {pick()})", f"    v{i} = {rng.choice(BINARY)}"]
+        values.append(f"v{i}")
+    text = "\n".join([*lines, f"    return {values[-1]}"])
+    names: dict[str, Any] = {"jnp": jnp, "jax": jax, "lax": lax, "match": match}
+    exec(text, names)
+    dtype = rng.choice(["float32", "float16", "bfloat16"])
+    ranges = [rng.choice(RANGES[:-2] if dtype == "float16" else RANGES) for _ in range(2)]
+    return Case(names["fun"], ranges, (shape(3, 4, dtype=dtype),) * 2), f"{text}\n# {dtype}, {ranges}"
