@@ -134,7 +134,7 @@ def _select(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _all_finite(grads: Any) -> jax.Array:
-    """The cheapest check that misses nothing: `benchmarks/finite_check.py` has the others."""
+    """The cheapest check that misses nothing."""
     return functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
 
 

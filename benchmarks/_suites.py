@@ -35,7 +35,6 @@ SUITES = {
     "many_modules": Suite("many_modules", "What does a policy add to tracing a model of 1,000 modules?"),
     "numerics": Suite("numerics", "What do the statistics of `numerics.collect` cost?"),
     "origins": Suite("origins", "What does the search for the first number that is not finite cost?"),
-    "scale": Suite("scale", "How many bytes does a device gather, reduce and keep, up to 407 B parameters?"),
     "small_state_training": Suite(
         "small_state", "Does a GPT learn as much with AdamW's moments in 8 bits?", "training_tables", is_long=True
     ),

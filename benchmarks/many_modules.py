@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
@@ -109,6 +110,38 @@ def ten_rules(sizes: tuple[int, ...], layer: str, stack: str) -> jmp.PolicyMap:
     return jmp.PolicyMap({**{f"{outer}{i}{inner}": POLICY for i in range(count)}, f"{outer}{count}.*": POLICY}, POLICY)
 
 
+def step_traces(leaves: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Returns functions that trace a step of AdamW with a check for non-finite gradients, and without one."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((4,), jnp.float32) for i in range(leaves)}
+    adamw = optax.adamw(1e-3)
+    skipping, scaled = jmp.optim.skip_nonfinite(adamw), jmp.optim.loss_scaled(adamw, jmp.DynamicLossScale())
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = adamw.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def minimize(dtype: Any, params: Any, state: Any, grads: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: _loss(params, dtype))(params)
+        return *update(params, state, grads), loss
+
+    def trace(step: Callable[..., Any], tx: Any) -> None:
+        jax.make_jaxpr(lambda *args: step(*args))(shapes, jax.eval_shape(tx.init, shapes), shapes)
+
+    def minimize_scaled(dtype: Any, params: Any, state: Any, grads: Any) -> Any:
+        return jmp.optim.minimize(lambda params: _loss(params, dtype), scaled)(params, state)
+
+    step = lambda params, state, grads: jmp.optim.step(skipping, grads, state, params)
+    pairs = {"optim.step, skip_nonfinite": (functools.partial(trace, step, skipping), update)}
+    for dtype in ("float32", "bfloat16"):
+        ours, plain = (functools.partial(fun, dtype) for fun in (minimize_scaled, minimize))
+        pairs[f"optim.minimize, loss_scaled, {dtype}"] = functools.partial(trace, ours, scaled), plain
+    return {name: (ours, functools.partial(trace, plain, adamw)) for name, (ours, plain) in pairs.items()}
+
+
+def _loss(params: Any, dtype: Any) -> jax.Array:
+    return sum(jnp.sum((leaf.astype(dtype) * 2).astype(jnp.float32)) for leaf in params.values())
+
+
 def count_calls(trace: Callable[[], Any]) -> int:
     """The number of functions, of Python and of C, that are called."""
     counts = {"call": 0, "c_call": 0}
@@ -170,6 +203,16 @@ def tables(quick: bool) -> Iterator[ResultTable]:
         f"The nested model has {size} layers.",
     ]
     yield ResultTable.of("tracing", "What a policy adds to the tracing of many modules", header, rows, timed, notes)
+    [trace() for traces in step_traces(1).values() for trace in traces]
+    sizes = (4, 40) if quick else (40, 400, 4000)
+    ratios = [{name: _divide(*map(count_calls, traces)) for name, traces in step_traces(n).items()} for n in sizes]
+    rows = [[name, *(ratio[name] for ratio in ratios)] for name in ratios[0]]
+    header = ["step", *(f"{size:,} parameters" for size in sizes)]
+    yield ResultTable.of("steps", "Calls to trace a step of AdamW, over the step without a check", header, rows)
+
+
+def _divide(calls: int, plain: int) -> str:
+    return f"{calls / plain:.2f}"
 
 
 if __name__ == "__main__":

@@ -124,10 +124,7 @@ def read_state(tree: T) -> T:
 
 
 def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
-    """Returns the next state, given the state of a step (`old`) and its gradient (`new`).
-
-    With `is_first` False, in later microbatches of a step, the largest magnitudes are combined with the first ones.
-    """
+    """Returns the state after gradient `new`, with magnitudes of earlier microbatches if `is_first` is False."""
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
         later = old if _last_word(path).endswith("scale") else old.at[..., 0].set(jnp.maximum(old, new)[..., 0])

@@ -47,10 +47,7 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
-    """Memoizes `fun(kind, *args)` on the class `kind`, for results that refer to it, such as subclasses.
-
-    Results are kept in an attribute of the class: a weak dictionary would keep both alive.
-    """
+    """Memoizes `fun(kind, *args)` on the class: results refer to it, so a weak dictionary would keep both alive."""
 
     @functools.wraps(fun)
     def look_up(kind: type, *args: Any) -> T:

@@ -27,16 +27,8 @@ DTypeLike = str | np.dtype[Any] | type[np.generic] | SupportsDType
 
 _LONGEST_WORD = 100  # longer words are not compared with known names
 
-_ALIASES = {
-    "full": "float32",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "f64": "float64",
-    "fp64": "float64",
-    "bf16": "bfloat16",
-}
+_ALIASES = {"full": "float32", **{f"{f}{bits}": f"float{bits}" for bits in (16, 32, 64) for f in ("f", "fp")}}
+_ALIASES["bf16"] = "bfloat16"
 
 
 def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'") -> np.dtype:
@@ -125,6 +117,12 @@ T = TypeVar("T")
 PyTree = Any
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+KeyPath = tuple[Any, ...]
+
+NO_VALUE = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+)  # fmt: skip
+"""The errors of Python code that reads a traced array."""
 
 
 class Uncast:
@@ -228,3 +226,60 @@ def list_paths_to(path: str) -> list[str]:
     """Returns the paths of the modules around a path, outermost first, and then the path itself."""
     names = path.split("/") if path else []
     return ["/".join(names[:n]) for n in range(len(names) + 1)]
+
+
+def flatten_function(
+    fun: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
+    """Returns a function of the array leaves, those leaves, and a list that gets the structure of each result."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    dynamic = [is_array(leaf) for leaf in leaves]
+    out_trees: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        merged = [next(given) if array else leaf for leaf, array in zip(leaves, dynamic, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        out_trees.append(out_tree)
+        return out
+
+    return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
+
+
+class Results:
+    """The outputs of a function, whose arrays can be computed elsewhere and put back."""
+
+    def __init__(self) -> None:
+        self._leaves: list[tuple[KeyPath, Any]] = []
+        self._structure: Any = None
+
+    def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """Wraps a function so that it returns a list of its output arrays, without the float0 gradients of integers."""
+        is_taken = lambda leaf: is_array(leaf) and leaf.dtype != jax.dtypes.float0
+
+        def call_and_take(*args: Any, **kwargs: Any) -> list[Any]:
+            leaves, self._structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
+            self._leaves = [(path, _ARRAY if is_taken(leaf) else leaf) for path, leaf in leaves]
+            return [leaf for _, leaf in leaves if is_taken(leaf)]
+
+        return call_and_take
+
+    def put_back(self, arrays: Iterable[Any]) -> PyTree:
+        """Returns the outputs of the function with the given arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if leaf is _ARRAY else leaf for _, leaf in self._leaves]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def list_paths(self) -> list[KeyPath]:
+        """Returns the paths of the arrays."""
+        return [path for path, leaf in self._leaves if leaf is _ARRAY]
+
+
+_ARRAY = object()
+
+
+def drop_value_key(path: KeyPath) -> KeyPath:
+    """Drops the last key of a path to the array of an nnx Variable."""
+    is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if is_value else path

@@ -15,7 +15,6 @@ from ._evaluate import (
     evaluate as evaluate,
     explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
-    flatten_function as flatten_function,
     make_remat as make_remat,
     note_casting as note_casting,
     open_partials as open_partials,

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from .._base import Args, Kwargs, is_array
+from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CALLED
 from ._program import Atom, Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
@@ -43,7 +45,7 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
     """Adds a note to errors that only tracing raises. `example` has further arguments of the tracing function."""
     try:
         yield
-    except _NO_VALUE as error:
+    except NO_VALUE as error:
         error.add_note(
             f"{caller} traces the function as jax.jit does, so arrays have no values that Python can test or convert. "
             "Pass such a value as a Python number, which is not traced. For example: 2.0, not jnp.asarray(2.0)."
@@ -56,11 +58,6 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
                 f"For example: {caller}(lambda model, x: model(x){example})(model, x)."
             )
         raise
-
-
-_NO_VALUE = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-)  # fmt: skip
 
 
 _CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
@@ -100,37 +97,17 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace
     return Traced(program, arrays, out_trees[-1])
 
 
-def flatten_function(
-    fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
-    """Returns a function of the array leaves, those leaves, and a list that gets the structure of each result."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [is_array(leaf) for leaf in leaves]
-    out_trees: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        merged = [next(given) if array else leaf for leaf, array in zip(leaves, dynamic, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        out_trees.append(out_tree)
-        return out
-
-    return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
-
-
 def run(traced: Traced, program: ClosedJaxpr) -> Any:
     """Runs `program`, a rewritten form of the traced jaxpr, on the traced arguments."""
     return jax.tree.unflatten(traced.out_tree, evaluate(program, *traced.leaves))
 
 
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr; its equations keep their names and source lines.
-
-    Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
-    Differentiating equations that are bound one by one takes two to three times as long.
-    """
-    body = program.jaxpr
+    """Evaluates a jaxpr; its equations keep their names and source lines."""
+    # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
+    # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
+    # differentiated yet, and binding one is quicker.
+    body, is_staged = program.jaxpr, _is_staged([*args, *program.consts])
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
@@ -138,10 +115,11 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
     outer, mesh = source_info_util.current_name_stack(), _read_context_mesh()
-    for eqn, last_used in zip(body.eqns, _find_last_uses(body), strict=True):
+    last_uses = itertools.repeat((), len(body.eqns)) if is_staged else _find_last_uses(body)
+    for eqn, last_used in zip(body.eqns, last_uses, strict=True):
         source = eqn.source_info
         with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
-            results = _bind(eqn, read_atom, mesh)
+            results = _bind(eqn, read_atom) if is_staged else _bind_shared(eqn, read_atom, mesh)
         environment.update(zip(eqn.outvars, results, strict=True))
         for var in last_used:  # frees their memory when run eagerly
             del environment[var]
@@ -170,16 +148,26 @@ def _find_last_uses(body: Jaxpr) -> list[set[Var]]:
     return last_uses[::-1]
 
 
-def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
+def _is_staged(values: Sequence[Any]) -> bool:
+    """True if `jit` records the operations on some values, and no other transformation sees them."""
+    tracers = [type(value) for value in values if isinstance(value, Tracer)]
+    return bool(tracers) and all(kind is _STAGED for kind in tracers)
+
+
+def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any]) -> Sequence[Any]:
+    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _bind_shared(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
     positions: dict[Var, int] = {}  # numbers the distinct variables: two operands may be the same one
     for atom in eqn.invars:
         if not isinstance(atom, Literal):
             positions.setdefault(atom, len(positions))
     shared = _share_call(eqn, positions)
-    if shared is not None:
-        return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
-    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
+    if shared is None:
+        return _bind(eqn, read_atom)
+    return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
 
 
 _CALLS: dict[Any, dict[str, Any]] = {}
@@ -238,6 +226,15 @@ def trace_jit() -> JaxprEqn:
         return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
 
+def _find_staging_tracer() -> type:
+    kinds: list[type] = []
+    jax.make_jaxpr(lambda x: kinds.append(type(x)))(1.0)
+    return kinds[0]
+
+
+_STAGED = _find_staging_tracer()
+"""The class of the tracers inside `jit`."""
+
 _JIT = trace_jit()
 """A `jit` equation with one input and one output: the template of all others."""
 
@@ -276,7 +273,7 @@ def prepare_replay(program: Program) -> Program:
     return _prepare(program) or program
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else equal sub-jaxprs would be copied one by one
 def _prepare(program: Program) -> Program | None:
     """Returns the prepared jaxpr, or None if it is the same one, which the cache would keep alive."""
     old = body_of(program)
@@ -325,7 +322,7 @@ def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:
     return sum(not isinstance(case, Literal) and case not in constants for case in eqn.invars[1:]) > 1
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # equal selects are traced once
 def _split_select(result: Any, *operands: Any) -> Jaxpr:
     """Makes a jaxpr that replaces elements that are not selected by zeros, and then selects."""
 

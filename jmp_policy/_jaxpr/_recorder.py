@@ -109,10 +109,7 @@ class Devices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RecorderCalls:
-    """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
-
-    They are jitted functions, which equations with equal types share. Inlined, a call would be a hundred equations.
-    """
+    """Makes equations that call a recorder inside the shard_maps `within`, by jitted functions that they share."""
 
     recorder: Recorder
     within: tuple[Devices, ...] = ()

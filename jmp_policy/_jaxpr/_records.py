@@ -56,28 +56,13 @@ def record_program(
     return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))
 
 
-def _record(
-    program: Program,
-    context: Any,
-    calls: RecorderCalls,
-    arguments: tuple[int, ...] = (),
-    results: tuple[int, ...] = (),
-    *,
-    gathers: bool = True,
-) -> Recorded:
-    return _make_copy(program, context, calls, arguments, results, gathers) or Recorded(program, ())
+def _record(program: Program, context: Any, calls: RecorderCalls, *ends: Any, gathers: bool = True) -> Recorded:
+    return _make_copy(program, context, calls, ends, gathers) or Recorded(program, ())
 
 
-@remember_by_jaxpr
-def _make_copy(
-    program: Program,
-    context: Any,
-    calls: RecorderCalls,
-    arguments: tuple[int, ...],
-    results: tuple[int, ...],
-    gathers: bool,
-) -> Recorded | None:
-    copy = _Copy(context, calls).copy(program, arguments, results, gathers=gathers)
+@remember_by_jaxpr  # else the time doubles with each level of nested branches
+def _make_copy(program: Program, context: Any, calls: RecorderCalls, ends: Any, gathers: bool) -> Recorded | None:
+    copy = _Copy(context, calls).copy(program, *ends, gathers=gathers)
     return None if copy.program is program else copy  # the result would keep the jaxpr alive
 
 

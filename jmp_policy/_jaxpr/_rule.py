@@ -51,10 +51,7 @@ class Rule(abc.ABC):
         return AbstractValue(dtype)
 
     def of_derivative(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
-        """Returns the kind of an argument of a custom derivative, in the dtype that it was traced in.
-
-        `kind` is the kind of the same argument of the function.
-        """
+        """Returns the kind of an argument of a custom derivative, traced in `dtype`; in the function it is `kind`."""
         return self.argument(dtype)
 
     def literal(self, literal: Literal) -> AbstractValue:

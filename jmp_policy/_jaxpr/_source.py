@@ -24,10 +24,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def find_origin(step: Step) -> JaxprEqn:
-    """Finds the equation whose traceback shows the user's line of a step.
-
-    JAX traces its own jitted functions once, so an equation inside one has the traceback of the first caller.
-    """
+    """Finds the equation with the user's line: an equation in a jitted function of JAX has that of its first caller."""
     eqn = step.eqn
     for call, body in reversed(step.around):
         if _is_inside_users_code(eqn, body):
@@ -130,7 +127,6 @@ def _is_library(file: str) -> bool:
     return from_library or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
-@functools.cache
 def _is_from(packages: tuple[str, ...], file: str) -> bool:
     folders = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
     return file.startswith(tuple(os.path.dirname(folder) + os.sep for folder in folders if folder))

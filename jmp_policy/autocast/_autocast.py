@@ -91,9 +91,11 @@ def autocast(
       weights: for a quantized policy, the arguments that hold weights: a number, several, or a function of the paths of
         all arrays, such as `lambda path: path.endswith("kernel")`. A path begins with the number or name of its
         argument: `"0/layers/0/kernel"`. Values that come from these arrays by casts, transposes, reshapes and slices,
-        also in loops, are quantized in matmuls and convolutions as `quant.dot_general` does, from the dtype that the
-        arrays have. Tables that are indexed
-        are not quantized. `explain(autocast(f, ...), *args)` lists all. Other policies ignore `weights`.
+        also in loops, are quantized in matmuls and convolutions as `quant.dot_general` does, and in `lax.ragged_dot` as
+        `quant.ragged_dot` does, from the dtype that the arrays have. Tables that are indexed are not quantized.
+        A format with `attention=true` also quantizes both matmuls of `jax.nn.dot_product_attention`, and of attention
+        in Flax, Equinox and Haiku.
+        `explain(autocast(f, ...), *args)` lists all. Other policies ignore `weights`.
 
     Returns:
       A function of the arguments of `fun`.

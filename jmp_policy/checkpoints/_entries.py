@@ -118,10 +118,7 @@ _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED),
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """An entry whose value is in two arrays: this one and another, its memory or its scales.
-
-    `decode` returns its value, and `encode` both arrays for a saved entry: bit for bit if it was saved in this form.
-    """
+    """An entry whose value is in two arrays. `decode` returns the value, and `encode` both arrays for a saved entry."""
 
     entry: Entry
     other: Entry

@@ -93,6 +93,7 @@ def convert_value(saved: Any, like: Any) -> Any:
         new = _requantize(saved, like)
         if like.input_clip is None:  # the range of a calibrated model is restored with its weights
             like = dataclasses.replace(like, input_clip=new.input_clip)
+        like = dataclasses.replace(like, input_scale=new.input_scale)  # it belongs to the saved values
         sizes, wanted = (describe_arrays(list_arrays(weight)) for weight in (new, like))
         if sizes != wanted:
             raise Misfit(f"was saved as {sizes}, the target has {wanted}")
@@ -127,7 +128,7 @@ def is_abstract(like: Any) -> bool:
 
 def _check_stored_scales(saved: Any) -> None:
     """Raises a `Misfit` if a scale of a quantized weight is nan, negative or infinite; a block of zeros has 0."""
-    for name in ("scale", "tensor_scale", "input_clip"):
+    for name in ("scale", "tensor_scale", "input_clip", "input_scale"):
         array = saved.get(name) if isinstance(saved, Mapping) else getattr(saved, name)
         numbers = _read_numbers(array)
         bad = numbers[~((numbers >= 0) & (numbers < np.inf))]

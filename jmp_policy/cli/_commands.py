@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._outputs import add_files, check_files, check_folder, print_report, print_text, write_files
 from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments
@@ -34,6 +34,14 @@ keys: versions, by package; device (platform, name, system, half_instructions); 
 exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
 count, sampled, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
+_DIVERGE_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def f(*args): return
+jax.value_and_grad(loss_fn)(*args)`, `def g(*args): return jmp.autocast(f, 'mixed_bfloat16')(*args)` and
+`def make_args(): return make_params(), {_ARRAY}`, and run `jmp-policy diverge train:f train:g --args train:make_args`.
+--json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
+function; rows (path, direction, incoming, outgoing, introduced, amplification, cosine, worst, dtype, iterations);
+outputs (path, error, gap, is_log_probability); unaligned."""
+
 _TUNE_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
 and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
@@ -43,39 +51,13 @@ half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_con
 error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 
 
-def _add_doctor(commands: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "doctor",
-        help="how fast this machine trains in each dtype, and which policy to use",
-        description="Measure matmuls, and forward and backward of a perceptron, in each dtype, and recommend a policy.",
-        epilog=_DOCTOR_EPILOG,
-    )
-    _add_json(parser, "tables")
-    return parser
-
-
-def _add_audit(commands: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "audit",
-        help="which operations of a function run in which dtype, and where that loses numbers",
-        description="Trace a function without running it. Print the dtype of each operation, and the lines that are "
-        "likely to lose precision or time.",
-        epilog=_AUDIT_EPILOG,
-    )
+def _add_audit(parser: argparse.ArgumentParser) -> None:
     _add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
     _add_json(parser, "tables")
-    return parser
 
 
-def _add_numerics(commands: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "numerics",
-        help="what the tensors of a function look like, and what number formats would do to them",
-        description="Run a function once. Print the range of each tensor, and the share of it that would underflow "
-        "or overflow in each number format.",
-        epilog=_NUMERICS_EPILOG,
-    )
+def _add_numerics(parser: argparse.ArgumentParser) -> None:
     _add_call(parser, "train:grad_step")
     options = {
         "formats": ("FORMAT", "such as float16, bf16, int4/32 or mxfp8 (default: float16 bfloat16 "
@@ -87,17 +69,19 @@ def _add_numerics(commands: Any) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
     _add_json(parser, "a table")
     add_files(parser, page=", with all rows, that sorts", picture="the exponents")
-    return parser
 
 
-def _add_tune(commands: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "tune",
-        help="which modules must stay in float32, found by trying",
-        description="Find the smallest set of modules and named scopes that must stay in float32 for the loss and "
-        "gradients of a function to stay within a tolerance of float32. Print it as a PolicyMap.",
-        epilog=_TUNE_EPILOG,
+def _add_diverge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="MODULE:F", help="the reference, such as train:grad_step, in this folder")
+    parser.add_argument(
+        "other", metavar="MODULE:G", help="a function of the same arguments, such as train:low_grad_step"
     )
+    _add_call_arguments(parser)
+    _add_json(parser, "a table")
+    add_files(parser, page="", picture="the errors along the depth")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
     _add_call(parser, "train:loss_fn")
     parser.add_argument("--policy", default="mixed_float16", help="what to tune (default: mixed_float16)")
     parser.add_argument(
@@ -119,13 +103,16 @@ def _add_tune(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--trials", type=Path, metavar="FILE", help="save trials here, and resume from those in it")
     _add_json(parser, "a table")
     add_files(parser, page="", picture="the trials")
-    return parser
 
 
 def _add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
     """Adds the function of a command and `--args`."""
-    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"such as {example}, in this folder")
+    _add_call_arguments(parser, note)
+
+
+def _add_call_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:
+    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("--args", metavar="MODULE:FUNCTION", help=returned)
 
 
@@ -190,6 +177,21 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_diverge(arguments: argparse.Namespace) -> int:
+    from ..numerics import diverge
+
+    def make_report() -> Any:
+        check = lambda fun: diverge(fun, fun)
+        f, args = load_call(arguments, check, example=_ARRAY)
+        check_numbers(args, arguments.args, _ARRAY)
+        other = argparse.Namespace(function=arguments.other, args=arguments.args)
+        g, _ = load_call(other, check, example=_ARRAY)
+        return diverge(f, g)(*args)
+
+    _show(make_report, arguments)
+    return 0
+
+
 def _run_tune(arguments: argparse.Namespace) -> int:
     """Returns 1 if no map is within the tolerance."""
     from ..numerics._tune import tune
@@ -231,10 +233,44 @@ def _show(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
     return report
 
 
-COMMANDS: dict[str, tuple[Callable[[Any], argparse.ArgumentParser], Callable[[argparse.Namespace], int]]] = {
-    "doctor": (_add_doctor, _run_doctor),
-    "audit": (_add_audit, _run_audit),
-    "numerics": (_add_numerics, _run_numerics),
-    "tune": (_add_tune, _run_tune),
-}
-"""By name: adds the subparser of a command, and runs it."""
+class Command(NamedTuple):
+    """A command of `jmp-policy`: the texts of its help, the function that adds its arguments, and the one that runs."""
+
+    help: str
+    description: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "doctor": Command(
+        "how fast this machine trains in each dtype, and which policy to use",
+        "Measure matmuls, and forward and backward of a perceptron, in each dtype, and recommend a policy.",
+        _DOCTOR_EPILOG, lambda parser: _add_json(parser, "tables"), _run_doctor,
+    ),
+    "audit": Command(
+        "which operations of a function run in which dtype, and where that loses numbers",
+        "Trace a function without running it. Print the dtype of each operation, and the lines that are likely to lose "
+        "precision or time.",
+        _AUDIT_EPILOG, _add_audit, _run_audit,
+    ),
+    "numerics": Command(
+        "what the tensors of a function look like, and what number formats would do to them",
+        "Run a function once. Print the range of each tensor, and the share of it that would underflow or overflow in "
+        "each number format.",
+        _NUMERICS_EPILOG, _add_numerics, _run_numerics,
+    ),
+    "diverge": Command(
+        "which modules make two versions of a function differ",
+        "Run two functions of one model once. Print, for each module and named scope, the error that comes in, that goes "
+        "out, and that it introduces if it alone is replaced.",
+        _DIVERGE_EPILOG, _add_diverge, _run_diverge,
+    ),
+    "tune": Command(
+        "which modules must stay in float32, found by trying",
+        "Find the smallest set of modules and named scopes that must stay in float32 for the loss and gradients of a "
+        "function to stay within a tolerance of float32. Print it as a PolicyMap.",
+        _TUNE_EPILOG, _add_tune, _run_tune,
+    ),
+}  # fmt: skip

@@ -72,8 +72,9 @@ def _make_parser() -> "_Parser":
     parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (add_parser, run) in COMMANDS.items():
-        subparser = add_parser(commands)
+    for name, (help, description, epilog, add_arguments, run) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        add_arguments(subparser)
         subparser.set_defaults(parser=subparser, command=name, run=run)
     return parser
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import (
+    NO_VALUE,
     Args,
     Aux,
     DTypeLike,
@@ -229,7 +230,7 @@ def _reduce(
     def compute_in_found(dtype: np.dtype | None) -> tuple[Any, PyTree]:
         try:
             return compute(*args, **kwargs) if dtype is None else compute_in(dtype, None)
-        except _NEEDS_VALUES:
+        except NO_VALUE:
             if dtype is None:
                 raise
             warn_once(
@@ -243,11 +244,6 @@ def _reduce(
         return search_reduce_dtype(compute_in_found)
     with hold_given():
         return compute_in(dtype, on_opaque)
-
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-)  # fmt: skip
 
 
 def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:

@@ -18,6 +18,7 @@ from .._base import ACTIVE_POLICY, remember_on_class
 from ..modules import is_in_full_precision, widen_policy
 from ..modules.common import describe_written_dtypes
 from ..policy import MapRule, Match, Policy, PolicyMap
+from ..quant._layers import explain_unused_cache
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
 
@@ -155,6 +156,14 @@ class ActivePolicy:
         known.update(NOTES.get().types)
         return self.policy.explain_unused(dict(known))
 
+    def note_cache(self) -> None:
+        """Records that a layer inside stores its cache as the policy says, or may do so."""
+        self.attachment._known_caches.append(True)
+
+    def explain_unused_cache(self) -> list[str]:
+        """Returns a warning if no attention layer of any call stores its cache as the policy says."""
+        return [] if self.attachment._known_caches else explain_unused_cache(self.policy)
+
     def explain_written_dtypes(self) -> list[str]:
         """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""
         layers = NOTES.get().layers
@@ -169,6 +178,10 @@ class ActivePolicy:
     @functools.cached_property
     def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:
         return {}
+
+    @functools.cached_property
+    def _known_caches(self) -> list[bool]:
+        return []
 
     def _fill_compute_dtype(self, policy: Policy) -> Policy:
         return policy if policy.compute_dtype is not None else policy.replace(compute_dtype=self.inferred)

@@ -35,6 +35,7 @@ from ..modules.common import find_wider_dtype, keep_wide_results
 from ..policy import Policy, match_policy, stored_format_of
 from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
+from ._cache import check_cache
 from ._fields import (
     PARAMETER_WRAPPERS,
     find_fields,
@@ -104,8 +105,8 @@ def _call_inside(
     scope: Any = module.scope
     paths = add_paths_to_jit_keys(scope) if active.has_paths else _UNCHANGED
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
-        if isinstance(module, nn.MultiHeadDotProductAttention):
-            _check_cache(module)
+        if isinstance(module, nn.MultiHeadDotProductAttention) and match.policy.cache is None:
+            check_cache(module, None)
         next_fun = _compute_as(match.policy, context, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
@@ -121,7 +122,7 @@ def _call_inside(
 
 def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `next_fun` with the matmul of the policy."""
-    is_plain = policy.quantization is None and policy.accumulate_dtype is None
+    is_plain = policy.quantization is None and policy.accumulate_dtype is None and policy.cache is None
     if is_plain and not isinstance(context.module, PARAMETER_WRAPPERS):
         return next_fun
     bound: Any = context.orig_method  # a partial of the function
@@ -131,7 +132,7 @@ def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[
 def _is_cast_due(module: nn.Module) -> bool:
     """True if a module that a rule names casts its inputs: at its outermost call, unless its author wrote a dtype."""
     is_open = has_open_dtype(module) or not find_fields(type(module)).has_dtype
-    return is_open and not _is_inside_boundary(module)
+    return is_open and module.scope.flags.get(_RUNNING) != module.path  # type: ignore[union-attr]
 
 
 def _note_layer(module: nn.Module, policy: Policy) -> None:
@@ -141,20 +142,6 @@ def _note_layer(module: nn.Module, policy: Policy) -> None:
         return
     written = written_dtype(module)
     NOTES.get().layers[path_text(module)] = None if written is None else find_wider_dtype(written, policy)
-
-
-def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
-    """Raises a `ValueError` if the decode cache of an attention module has another dtype than the module."""
-    if not module.has_variable("cache", "cached_key"):
-        return
-    found, dtype = module.get_variable("cache", "cached_key").dtype, module.dtype
-    if dtype is not None and found != np.dtype(dtype):
-        path, computed = path_text(module) or type(module).__name__, np.dtype(dtype).name
-        raise ValueError(
-            f"The cache of {path!r} is {found}, but under its policy the layer computes in {computed}. Make the cache "
-            "under the same policy, model.init(...)['cache'], or cast it, "
-            f"jmp_policy.cast_floating(cache, {computed!r})."
-        )
 
 
 def _call_at_boundary(module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -175,11 +162,6 @@ def _mark_boundary(module: nn.Module) -> Iterator[None]:
     finally:
         # A method that calls the method of its base class has replaced the scope.
         module.scope.flags = before  # type: ignore[union-attr]
-
-
-def _is_inside_boundary(module: nn.Module) -> bool:
-    """True if the boundary of this module, or of the one that it is a clone of, is running."""
-    return module.scope.flags.get(_RUNNING) == module.path  # type: ignore[union-attr]
 
 
 INSIDE = "_jmp_inside"
@@ -228,6 +210,8 @@ class _MakerAcross:
         self._make = vars(module)["nnx_class"]
         self._rules = active.get_rules_inside(module, policy)
         self._path = active.locate(module)
+        if policy.cache is not None:
+            active.note_cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self._make(*args, **kwargs)

@@ -137,7 +137,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
             note_quantized_weights(module, error)
             raise
         if method.__name__ == "__call__":  # other methods may not call the modules that a rule names
-            for message in active.explain_unused(module):
+            for message in (*active.explain_unused(module), *active.explain_unused_cache()):
                 warn_once(active.policy, message)
             for message in active.explain_written_dtypes():
                 warn_once(given.owner, message)

@@ -33,10 +33,12 @@ from ..quant._weights import (
     reason_unquantized,
     table_layout,
 )
+from ._cache import attend_by_cache
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
 from ._quantized import (
     MULTIPLIES,
+    call_with_fields,
     check_is_rewritable,
     find_state,
     find_stored,
@@ -50,10 +52,7 @@ from ._quantized import (
 def multiply_by_policy(
     module: nn.Module, function: Callable[..., Any], policy: Policy, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
-
-    Replaces the function in the layer's field during the call, or a method of Flax without one. A user's methods stay.
-    """
+    """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy if Flax wrote it."""
     format = policy.quantization
     if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)
@@ -64,7 +63,8 @@ def multiply_by_policy(
     if isinstance(module, nn.RNN) and isinstance(format, Float8):
         return share_state(module, format, next_fun)
     if isinstance(module, nn.MultiHeadDotProductAttention):
-        return _attend_by_policy(module, attention_format_of(format), next_fun)
+        next_fun = _attend_by_policy(module, attention_format_of(format), next_fun)
+        return attend_by_cache(module, policy.cache, next_fun)
     if layer_of(type(module)) is None or (format is None and policy.accumulate_dtype is None):
         return next_fun
 
@@ -87,13 +87,8 @@ def _attend_by_policy(
     is_open = module.attention_fn is nn.dot_product_attention and module.precision is None
     if format is None or not is_open or any(getattr(module, name) is not None for name in fields):
         return next_fun
-
-    def call_attention(*args: Any, **kwargs: Any) -> Any:
-        multiply = lambda: functools.partial(multiply_padded, format)
-        with temporarily_set(module, dict.fromkeys(fields, multiply)):
-            return next_fun(*args, **kwargs)
-
-    return call_attention
+    multiply = lambda: functools.partial(multiply_padded, format)
+    return call_with_fields(module, dict.fromkeys(fields, multiply), next_fun)
 
 
 def find_sums_dtype(module: nn.Module, policy: Policy) -> np.dtype | None:

@@ -208,7 +208,7 @@ def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[...
         return rewrite_others
 
     fields = {name: spare(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
-    return _call_with_fields(module, fields, next_fun)
+    return call_with_fields(module, fields, next_fun)
 
 
 def share_state(module: nn.RNN, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,15 +217,17 @@ def share_state(module: nn.RNN, format: Float8, next_fun: Callable[..., Any]) ->
     shared = (shared,) if isinstance(shared, str) else shared
     if has_no_state(module, format) or not isinstance(shared, tuple | list):
         return next_fun
-    return _call_with_fields(module, {"variable_broadcast": (*shared, OVERWRITE)}, next_fun)
+    return call_with_fields(module, {"variable_broadcast": (*shared, OVERWRITE)}, next_fun)
 
 
-def _call_with_fields(module: nn.Module, fields: dict[str, Any], next_fun: Callable[..., Any]) -> Callable[..., Any]:
-    def call_with_fields(*args: Any, **kwargs: Any) -> Any:
+def call_with_fields(module: nn.Module, fields: dict[str, Any], next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `next_fun` with attributes of a module set during the call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         with temporarily_set(module, fields):
             return next_fun(*args, **kwargs)
 
-    return call_with_fields
+    return call
 
 
 @remember_weakly

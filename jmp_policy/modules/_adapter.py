@@ -70,15 +70,10 @@ class ModelInfo:
 
 
 class Adapter(Protocol):
-    """The functions that the library needs from a Flax API.
+    """The functions that the library needs from a Flax API."""
 
-    Attributes:
-      autocast_example: for errors: a call of `autocast` with a function that calls a module.
-      audit_example: likewise for `audit`.
-    """
-
-    autocast_example: str
-    audit_example: str
+    autocast_example: str  # for errors: a call of `autocast` with a function that calls a module
+    audit_example: str  # likewise for `audit`
 
     def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         """Returns a module or class with a policy in place of the one it may have had. `target` does not change."""
@@ -89,10 +84,7 @@ class Adapter(Protocol):
         ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns `fun` with a hook in place of each method of a module that it calls, also `setup` if asked.
-
-        In nnx the modules among the arguments are hooked. Nobody else may hold these.
-        """
+        """Returns `fun` with a hook in place of each method; in nnx, nobody else may hold the modules in its inputs."""
         ...
 
     find_modules: Callable[[PyTree], dict[str, type]] = staticmethod(lambda arguments: {})

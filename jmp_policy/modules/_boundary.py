@@ -54,9 +54,10 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast
     decides, and in a `PolicyMap` the first rule that covers it, else the map's default.
 
     Modules and nnx Variables among the arguments are not cast, nor objects that are not pytrees. A function has no
-    weights, so it ignores the quantization of its policy. Arrays that a partial or a callable pytree holds are cast
-    like arguments; arrays in a closure are not. A function that calls itself casts at each level. In a scan, give the
-    policy to the code around the scan, or to the linen class that `nn.scan` lifts: the carry must keep its dtype.
+    weights, so it ignores the quantization of its policy, and warns of a `cache`. Arrays that a partial or a callable
+    pytree holds are cast like arguments; arrays in a closure are not. A function that calls itself casts at each level.
+    In a scan, give the policy to the code around the scan, or to the linen class that `nn.scan` lifts: the carry must
+    keep its dtype.
 
     Args:
       target: a function, or a linen or nnx class or instance. Without one, or with a policy in its place, the result
@@ -170,6 +171,12 @@ def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
     if message := explain_uncast(fun):
         warn_user(message)
     names, own = frozenset(no_cast), given[""] if isinstance(given, PolicyMap) else given
+    if own.cache is not None:
+        warn_user(
+            f"{name_function(fun)} is a function: cache={str(own.cache)!r} of its policy has no effect, because only "
+            f"attention layers of Flax store a cache. Give that policy to the model. For example: with_policy(model, "
+            f"{own.name!r})."
+        )
     holds_arrays = not isinstance(fun, types.FunctionType)
 
     @functools.wraps(fun)

@@ -24,13 +24,7 @@ from ._shadow import NodeKind, find_kind, list_items
 
 
 def examine(
-    model: nnx.Module,
-    inputs: Args,
-    method: Method,
-    rngs: PyTree,
-    kwargs: Kwargs,
-    trace: Callable[..., None],
-    hook: Hook,
+    model: Any, inputs: Args, method: Method, rngs: PyTree, kwargs: Kwargs, trace: Callable[..., None], hook: Hook
 ) -> ModelInfo:
     """Traces a copy of an nnx module, which may be abstract (`Adapter.examine`)."""
     tree = _Tree(model)
@@ -143,7 +137,8 @@ class _Nnx(Adapter):
             return decorate_class(target, policy, names)
         attachment = Attachment(policy, reject_param, no_cast=names)
         module = attachment.attach(target)
-        for message in (*attachment.explain_unused_rules(), *attachment.explain_written_dtypes()):
+        unused = *attachment.explain_unused_rules(), *attachment.explain_unused_cache()
+        for message in (*unused, *attachment.explain_written_dtypes()):
             warn_user(message)
         return module
 

@@ -11,7 +11,9 @@ from .._base import OVERWRITE, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
+from ..quant._layers import explain_unused_cache
 from ..quant._weights import WEIGHT_NAMES
+from ._cache import cache_format_of
 from ._methods import list_public_methods, run_method
 from ._module_spec import (
     SPEC,
@@ -62,10 +64,7 @@ class _Around(NamedTuple):
 
 
 class Attachment:
-    """One walk over a module tree that gives each module its spec.
-
-    Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
-    """
+    """A walk that copies modules, which share their Variables, and gives each a spec; `owned` ones change in place."""
 
     def __init__(
         self,
@@ -102,6 +101,12 @@ class Attachment:
     def explain_written_dtypes(self) -> list[str]:
         """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""
         return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
+
+    def explain_unused_cache(self) -> list[str]:
+        """Returns a warning if no attention layer stores its cache as the policy says."""
+        layers = ((cache_format_of(kind, self._find_match(path).policy), kind) for path, kind in self.types.items())
+        is_used = any(format is not None or is_bridge(kind) for format, kind in layers)
+        return [] if is_used else explain_unused_cache(self.given)
 
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
         """Gives the policy to the modules in a value at a path inside a tree."""
@@ -158,7 +163,9 @@ class Attachment:
         new_spec = self._make_spec(base, attributes, path, is_root, source, rewritten)
         policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
-        self._note_written_dtype(base, attributes, path, is_open, policy)
+        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
+            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
+            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
         # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
         new_attributes = make_attributes(base, attributes, policy, is_open)
@@ -199,13 +206,6 @@ class Attachment:
             accumulate_dtype=find_sums_dtype(base, attributes, policy),
             authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
         )
-
-    def _note_written_dtype(
-        self, base: type, attributes: Attributes, path: Path, is_open: bool, policy: Policy
-    ) -> None:
-        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
-            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
     def _rebuild(
         self,

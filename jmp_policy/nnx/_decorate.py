@@ -133,7 +133,7 @@ def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, no_cast: tuple
     """Attaches the policy to a new module in place, and copies the modules among its constructor's arguments."""
     attachment = _make_attachment(given, no_cast, arguments)
     attachment.attach(module)
-    for message in attachment.explain_unused_rules():
+    for message in (*attachment.explain_unused_rules(), *attachment.explain_unused_cache()):
         warn_once(given, message)
     for message in attachment.explain_written_dtypes():
         warn_once(type(module), message)

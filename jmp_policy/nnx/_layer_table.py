@@ -14,10 +14,6 @@ from ._shadow import Attributes
 Shape = tuple[int, ...]
 
 
-def _linear(attributes: Attributes, shape: Shape) -> Layout:
-    return Layout(shape[-2:-1], 1)
-
-
 def _linear_general(attributes: Attributes, shape: Shape) -> Layout:
     channels = len(attributes["out_features"])
     last = len(shape) - channels
@@ -39,17 +35,13 @@ def _einsum(attributes: Attributes, shape: Shape) -> Layout:
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 
 
-def _table(attributes: Attributes, shape: Shape) -> Layout:
-    return table_layout(shape)
-
-
 LAYERS: dict[type, WeightedLayer] = {
-    nnx.Linear: WeightedLayer("kernel", "dot_general", "dot_general", _linear),
+    nnx.Linear: WeightedLayer("kernel", "dot_general", "dot_general", lambda _, shape: Layout(shape[-2:-1], 1)),
     nnx.LinearGeneral: WeightedLayer("kernel", "dot_general", "dot_general", _linear_general),
     nnx.Einsum: WeightedLayer("kernel", "einsum", "einsum_op", _einsum),
     nnx.Conv: WeightedLayer("kernel", "conv_general_dilated", "conv_general_dilated", _convolution),
     nnx.ConvTranspose: WeightedLayer("kernel", layout=_convolution),
-    nnx.Embed: WeightedLayer("embedding", layout=_table),
+    nnx.Embed: WeightedLayer("embedding", layout=lambda _, shape: table_layout(shape)),
 }
 """Subclasses of a layer have the same row."""
 

@@ -27,6 +27,7 @@ from ..modules import (
 from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
+from ._cache import cache_format_of, check_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes
 from ._products import describe_quantization
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
@@ -79,8 +80,9 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
         changed = {"dtype": policy.compute_dtype}
     elif spec.policy.compute_dtype is None and source is DtypeSource.LINEN_MODULE and not spec.casts:
         changed = make_linen_attributes(vars(module), spec, policy.compute_dtype)
-    if isinstance(module, nnx.MultiHeadAttention):
-        kwargs = give_cache_dtype(module, method, changed.get("dtype", vars(module).get("dtype")), args, kwargs)
+    dtype = changed.get("dtype", vars(module).get("dtype"))
+    if isinstance(module, nnx.MultiHeadAttention) and dtype is not None:
+        kwargs = _give_cache_dtype(module, method, dtype, cache_format_of(spec.base, given), args, kwargs)
 
     # The method runs on a shadow, because other threads may call the module.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
@@ -139,23 +141,15 @@ def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
     return args[0] if args else kwargs.get("carry")
 
 
-def give_cache_dtype(
-    module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype | None, args: Args, kwargs: Kwargs
+def _give_cache_dtype(
+    module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype, format: np.dtype | None, args: Args, kwargs: Kwargs
 ) -> Kwargs:
-    """Adds the dtype of an attention layer to `init_cache` (by default float32); rejects a cache of another dtype."""
-    if dtype is None:
-        return kwargs
+    """Adds the dtype of an attention layer to `init_cache` (by default float32); rejects a cache of another format."""
     name = getattr(method, "__name__", "")
     if name == "init_cache" and len(args) < 2:
-        return {"dtype": dtype} | kwargs
-    cache, decode = module.cached_key, kwargs.get("decode")
-    decode = module.decode if decode is None else decode
-    if name == "__call__" and decode and cache is not None and cache.get_value().dtype != dtype:
-        raise ValueError(
-            f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
-            "Make it anew under the policy: layer.init_cache(input_shape). "
-            f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
-        )
+        return {"dtype": dtype if format is None else format} | kwargs
+    if name == "__call__":
+        check_cache(module, dtype, format, kwargs)
     return kwargs
 
 

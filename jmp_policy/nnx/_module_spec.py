@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy, PolicyMap
+from ._cache import cache_format_of, make_cached_attention
 from ._products import make_product_attributes, make_wide_layer
 from ._shadow import Attributes, NodeKind, find_kind
 
@@ -65,7 +66,9 @@ class ModuleSpec:
     def runs(self) -> type:
         """The class whose methods run. Not a field, because pickle could not find it by name."""
         runs = self.base if self.layer_class is None else self.layer_class(self.base)
-        return runs if self.accumulate_dtype is None else make_wide_layer(runs, self.accumulate_dtype)
+        runs = runs if self.accumulate_dtype is None else make_wide_layer(runs, self.accumulate_dtype)
+        cache = cache_format_of(self.base, self.policy)
+        return runs if cache is None else make_cached_attention(runs, cache)
 
     @property
     def attached(self) -> bool:

@@ -112,10 +112,8 @@ _UNWRITTEN = object()
 def call_on_shadow(
     module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
-    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes.
-
-    Params are read in `dtype`, cast at each use: gradients of a weight that is cast once would sum in half precision.
-    """
+    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes."""
+    # Params are cast to `dtype` at each use: gradients of a weight that is cast once would sum in half precision.
     # Without a dtype, the shadow shares the values of the module.
     record = _Originals(dtype)
     attributes = vars(module)
@@ -157,7 +155,8 @@ class _Originals:
         self._hand_over(attributes, before, after)
         for original, stand_in, held in self.originals.values():
             if isinstance(stand_in, nnx.Param):
-                _write_param(original, stand_in)
+                if (written := stand_in.get_raw_value()) is not original.get_raw_value():
+                    original.set_value(written)
             elif isinstance(held, dict):
                 self._hand_over(_get_contents(original), held, _get_contents(stand_in))
             elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(operator.is_, stand_in, held))):
@@ -205,12 +204,6 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
     methods = {"get_value": get_value, "set_value": set_value, "__getattr__": get_attribute}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
-
-
-def _write_param(original: nnx.Param, view: nnx.Param) -> None:
-    written = view.get_raw_value()
-    if written is not original.get_raw_value():
-        original.set_value(written)
 
 
 def _get_contents(container: Node) -> Any:

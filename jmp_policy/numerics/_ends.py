@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._base import Args, Kwargs, PyTree, describe, is_array
+from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe, drop_value_key, is_array
 from ..modules import find_adapter, is_flax_object
 
 
@@ -19,38 +19,6 @@ def check_function(fun: Any, caller: str) -> None:
     audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
     example = audited.replace("audit", caller)
     raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
-
-
-KeyPath = tuple[Any, ...]
-_ARRAY = object()
-
-
-class Results:
-    """The outputs of a function, whose arrays can be computed elsewhere and put back."""
-
-    def __init__(self) -> None:
-        self._leaves: list[tuple[KeyPath, Any]] = []
-        self._structure: Any = None
-
-    def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Wraps a function so that it returns a list of its output arrays."""
-
-        def call_and_take(*args: Any, **kwargs: Any) -> list[Any]:
-            leaves, self._structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
-            self._leaves = [(path, _ARRAY if is_array(leaf) else leaf) for path, leaf in leaves]
-            return [leaf for _, leaf in leaves if is_array(leaf)]
-
-        return call_and_take
-
-    def put_back(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the outputs of the function with the given arrays."""
-        given = iter(arrays)
-        leaves = [next(given) if leaf is _ARRAY else leaf for _, leaf in self._leaves]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def list_paths(self) -> list[KeyPath]:
-        """Returns the paths of the arrays."""
-        return [path for path, leaf in self._leaves if leaf is _ARRAY]
 
 
 def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
@@ -90,7 +58,7 @@ def spell_arguments(
     spelled = []
     for path in _list_array_paths(arguments, is_lifted=is_lifted):
         name, rest = _find_parameter(signature, path)
-        number, inside = rest[: len(rest) - len(path[2:])], _drop_value(path[2:])
+        number, inside = rest[: len(rest) - len(path[2:])], drop_value_key(path[2:])
         owner = functools.reduce(_step_into, path[:2], given)
         spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
     return spelled
@@ -157,13 +125,7 @@ def _find_own(path: KeyPath) -> KeyPath | None:
 
 
 def _join(name: str, path: KeyPath) -> str:
-    return "/".join([name, *map(_read_key, _drop_value(path))])
-
-
-def _drop_value(path: KeyPath) -> KeyPath:
-    """Drops the last key of a path to the array of an nnx Variable."""
-    is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return path[:-1] if is_value else path
+    return "/".join([name, *map(_read_key, drop_value_key(path))])
 
 
 def _read_key(key: Any) -> str:

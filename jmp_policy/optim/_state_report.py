@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import PyTree, is_array, is_floating_dtype
-from ..report import Column, Report, Table, find_row, format_bytes, shorten_dtypes
+from ..report import Column, Report, Table, find_row, format_bytes, make_columns, shorten_dtypes
 from ._moments import Blocks, QuantizedMomentsState, choose_sides, is_embedding, list_moments, map_moments, show_path
 
 
@@ -90,20 +90,14 @@ class StateReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain dictionaries, lists, strings and numbers, for tests and JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "moment_bytes": self.moment_bytes,
-            "float32_bytes": self.float32_bytes,
-            "other_bytes": self.other_bytes,
-            "bytes_per_param": self.bytes_per_param,
-        }
+        totals = ("moment_bytes", "float32_bytes", "other_bytes", "bytes_per_param")
+        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
 
     def __repr__(self) -> str:
         return f"<StateReport: {len(self.rows)} moments; print it for the table>"
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        texts = [Column("parameter"), Column("role"), Column("dtype"), Column("block")]
-        columns = [*texts, Column("bytes", is_number=True), Column("left", wraps=True)]
+        columns = [*make_columns("parameter, role, dtype, block", "bytes"), Column("left", wraps=True)]
         return [Table(columns, [_list_cells(row) for row in self.rows])]
 
     def _list_notes(self) -> list[str]:

@@ -24,7 +24,8 @@ class Int8(CheckedFormat):
         dynamic scales.
       min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
         than the matmul.
-      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too.
+      attention: if True, Flax's attention layers multiply queries by keys, and probabilities by values, in 8 bits too;
+        under `autocast` so do `jax.nn.dot_product_attention` and the attention layers of Equinox and Haiku.
         In nnx, calls with dropout or `sow_weights` do not.
 
     Raises:

@@ -10,11 +10,13 @@
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
-    field      ::= "params" | "compute" | "output" | "accumulate" | "reduce" | "precision"   (or p, c, o, a, r)
-    value      ::= dtype | "none"
+    field      ::= "params" | "compute" | "output" | "accumulate" | "reduce" | "precision" | "cache"
+                                                                                                 (or p, c, o, a, r)
+    value      ::= dtype | "none"                        (of `cache`: "int8" | "float8" | "float8_e4m3fn" | "none")
 
 Spaces and case are ignored. Parameters default to float32, compute to parameters, output to compute. Without `reduce`,
-the function determines the dtype of gradient reductions; without `accumulate`, matmuls output the compute dtype.
+the function determines the dtype of gradient reductions; without `accumulate`, matmuls output the compute dtype;
+without `cache`, the decode cache of attention has the compute dtype.
 """
 
 import re
@@ -42,6 +44,7 @@ _FIELDS = {
     "r": "reduce_dtype",
     "reduce": "reduce_dtype",
     "precision": "precision",
+    "cache": "cache",
 }
 _INFERRING = {
     "infer": (None, None, None),
@@ -117,13 +120,13 @@ def _parse_fields(text: str) -> dict[str, Any]:
         if not equals:
             _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
-            nearest = did_you_mean(key, ("params", "compute", "output", "accumulate", "reduce", "precision"))
+            nearest = did_you_mean(key, ("params", "compute", "output", "accumulate", "reduce", "precision", "cache"))
             _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{nearest} For example: {EXAMPLE!r}.")
         if field in given:
             _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
         if value.lower() == "none":
             given[field] = None
-        elif field == "precision":
+        elif field in ("precision", "cache"):
             given[field] = value
         else:
             where = f" in {quote(part.strip())} of policy {quote(text)}"

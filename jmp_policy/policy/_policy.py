@@ -66,10 +66,13 @@ class Policy:
         model, to the output dtype at its boundary. A head under `"p=f32,c=bf16,o=f32,a=f32"` returns logits that were
         never rounded to bfloat16, and its float32 weight gets a float32 gradient. `None` means the compute dtype. A
         `jnp.dot` in a module's own code is not affected, except in `autocast`. Forward mode is not supported.
+      cache: dtype in which Flax's attention layers store keys and values in decode mode: `"int8"`, `"float8_e4m3fn"`
+        (or `"float8"`), or `None` for the compute dtype. Each head at each position has a float32 scale, and is rounded
+        once, when it is written. Attention reads the stored values in the compute dtype.
 
     Raises:
       ValueError: a dtype is not floating, the accumulate dtype cannot represent all values of the compute dtype, or the
-        precision or quantization is unknown.
+        precision, quantization or cache is unknown.
 
     >>> import jax, numpy as np, jmp_policy as jmp
     >>> policy = jmp.Policy("float32", "bfloat16", "float32")
@@ -88,6 +91,7 @@ class Policy:
     quantization: Quantization | None
     reduce_dtype: np.dtype | None
     accumulate_dtype: np.dtype | None
+    cache: np.dtype | None
 
     def __new__(
         cls,
@@ -99,6 +103,7 @@ class Policy:
         quantization: Quantization | str | None = None,
         reduce_dtype: DTypeLike | None = None,
         accumulate_dtype: DTypeLike | None = None,
+        cache: DTypeLike | None = None,
     ) -> "Policy":
         """Returns the interned policy of these fields."""
         compute_dtype = param_dtype if compute_dtype is _LIKE_PARAMS else compute_dtype
@@ -111,8 +116,9 @@ class Policy:
             parse_quantization(quantization, where=" for quantization"),
             _parse_optional_dtype(reduce_dtype, "reduce_dtype"),
             _parse_optional_dtype(accumulate_dtype, "accumulate_dtype"),
+            _parse_cache(cache),
         )
-        _check_accumulate_dtype(fields[-1], fields[1])
+        _check_accumulate_dtype(fields[-2], fields[1])
         new = object.__new__(cls)
         vars(new).update(zip(_FIELDS, fields, strict=True))
         return _INTERNED.setdefault(fields, new)
@@ -176,7 +182,7 @@ class Policy:
         if self.quantization is not None:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
-        options = (self.precision, self.reduce_dtype, self.accumulate_dtype)
+        options = (self.precision, self.reduce_dtype, self.accumulate_dtype, self.cache)
         has_options = any(option is not None for option in options)  # NumPy has float64 equal None
         if not has_options and compute == output:
             if param == compute:
@@ -186,7 +192,7 @@ class Policy:
         return str(self)
 
     def get_config(self) -> dict[str, str | None]:
-        """Returns the fields as strings and `None`, for JSON; `reduce_dtype` and `accumulate_dtype` only if set.
+        """Returns the fields as strings and `None`, for JSON; `reduce_dtype`, `accumulate_dtype` and `cache` only if set.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "float16", None).get_config()
@@ -207,14 +213,19 @@ class Policy:
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
                 f"A policy's config has the keys {sorted(required)}, and optionally 'precision', 'quantization', "
-                f"'reduce_dtype' and 'accumulate_dtype', got {got}. "
+                f"'reduce_dtype', 'accumulate_dtype' and 'cache', got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)
 
     def __str__(self) -> str:
         dtypes = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
-        options = {"accumulate": self.accumulate_dtype, "reduce": self.reduce_dtype, "precision": self.precision}
+        options = {
+            "accumulate": self.accumulate_dtype,
+            "reduce": self.reduce_dtype,
+            "precision": self.precision,
+            "cache": self.cache,
+        }
         given = dtypes | {key: value for key, value in options.items() if value is not None}
         plain = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
@@ -229,8 +240,9 @@ class Policy:
 
 FROM = "_from_"  # between the quantization and the rest of a policy's name
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
-_LATER = ("reduce_dtype", "accumulate_dtype")  # added later: configs and pickles from before lack them
+_LATER = ("reduce_dtype", "accumulate_dtype", "cache")  # added later: configs and pickles from before lack them
 _OPTIONAL = ("precision", "quantization", *_LATER)
+_CACHES = ("int8", "float8_e4m3fn")
 _INTERNED: dict[tuple, Policy] = {}
 
 
@@ -251,6 +263,19 @@ def _check_accumulate_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np
             f"Products of {str(compute_dtype)!r} cannot be accumulated in {str(accumulate_dtype)!r}, which cannot "
             f"represent all values of compute_dtype={str(compute_dtype)!r}. For example: accumulate_dtype='float32'."
         )
+
+
+def _parse_cache(cache: DTypeLike | None) -> np.dtype | None:
+    if cache is None:
+        return None
+    try:
+        name = cache.strip().lower() if isinstance(cache, str) else np.dtype(cache).name
+    except TypeError:  # not a dtype
+        name = str(cache)
+    name = "float8_e4m3fn" if name == "float8" else name
+    if name not in _CACHES:
+        raise ValueError(f"Unknown cache {quote(cache)}. {did_you_mean(name, _CACHES)} For example: cache='int8'.")
+    return np.dtype(name)
 
 
 def _parse_precision(precision: Precision) -> str | None:

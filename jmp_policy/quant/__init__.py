@@ -1,7 +1,7 @@
 """Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
-  layers from data; `gptq` rounds weights for data; `compare` returns a `Comparison` of error and size, with a
+  layers from data; `gptq` and `awq` round weights for data; `compare` returns a `Comparison` of error and size, with a
   `LayerComparison` for each layer.
 - Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
@@ -24,6 +24,7 @@ from ..policy import (
     Int8 as Int8,
 )
 from ._attention import dot_product_attention as dot_product_attention
+from ._awq import awq as awq
 from ._calibrate import calibrate as calibrate
 from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
 from ._gptq import gptq as gptq

@@ -15,7 +15,6 @@ from ..report import (
     BEFORE,
     KEPT,
     Bars,
-    Column,
     Panel,
     Report,
     Table,
@@ -23,6 +22,7 @@ from ..report import (
     find_row,
     find_style,
     format_bytes,
+    make_columns,
     plot_bars,
 )
 from ._calibrate import require_adapter
@@ -111,18 +111,14 @@ class Comparison(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as dictionaries, lists, strings and numbers, for JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "output_error": self.output_error,
-        }
+        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        return {"rows": [row.to_dict() for row in self.rows], **sizes, "output_error": self.output_error}
 
     def plot(self) -> Any:
         """Plots output error and bytes per layer, as a `matplotlib.figure.Figure`. Needs matplotlib."""
         rows = self.rows
         colors = [_choose_color(row) for row in rows]
-        errors = [None if row.output_error is None else 100 * row.output_error for row in rows]
+        errors, whole = [row.output_error and 100 * row.output_error for row in rows], 100 * self.output_error
         unit, divisor = choose_byte_unit(max((row.bytes_before for row in rows), default=0))
         before = [row.bytes_before / divisor for row in rows]
         after = [row.bytes_after / divisor for row in rows]
@@ -132,9 +128,7 @@ class Comparison(Report):
             kind="layer",
             names=[row.path or row.type for row in rows],
             panels=[
-                Panel(
-                    "Output error", "% of the norm before", [Bars(errors, colors)], 100 * self.output_error, "not seen"
-                ),
+                Panel("Output error", "% of the norm before", [Bars(errors, colors)], whole, "not seen"),
                 Panel("Weights", unit, [Bars(before, BEFORE), Bars(after, colors, height=0.5)]),
             ],
             legend={"before": BEFORE, **formats, **({"left as it was": KEPT} if has_left else {})},
@@ -146,16 +140,13 @@ class Comparison(Report):
         return f"<Comparison: {counts}; print it for the table>"
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        texts, numbers = ("layer", "type", "format"), ("before", "after", "weight error", "SQNR", "output error")
-        columns = [*map(Column, texts), *(Column(number, is_number=True) for number in numbers)]
+        columns = make_columns("layer, type, format", "before, after, weight error, SQNR, output error")
         return [Table(columns, [*map(_list_cells, self.rows)])]
 
     def _list_notes(self) -> list[str]:
         before, after, quantized = self.bytes_before, self.bytes_after, self.quantized
-        if not before:
-            notes = ["weights: 0 B"]
-        else:
-            notes = [f"weights: {format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}"]
+        change = f"{format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}" if before else "0 B"
+        notes = [f"weights: {change}"]
         size = sum(row.bytes_before for row in quantized)
         if size and len(quantized) < len(self.rows):
             share = sum(row.bytes_after for row in quantized) / size

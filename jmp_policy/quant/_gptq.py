@@ -14,6 +14,7 @@ from .._base import PyTree
 from ..modules import Method
 from ..policy import Int4, Int8
 from ._layer_by_layer import quantize_layer_by_layer
+from ._matrix import Calibration, InputStatistics, Rounded
 from ._numbers import Clip, Quantized, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric
 
 
@@ -93,14 +94,14 @@ def gptq(
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size is a number of inputs, got {block_size!r}. For example: block_size=128.")
 
-    def round_matrix(weights: jax.Array, hessians: jax.Array, format: Int4 | Int8, block: int) -> Quantized:
-        return round_by_hessian(weights, hessians, damping, Rounding(format, block, clip, block_size, act_order))
+    def round_groups(weights: jax.Array, statistics: InputStatistics, format: Int4 | Int8, block: int) -> Rounded:
+        rounding = Rounding(format, block, clip, block_size, act_order)
+        return Rounded(*round_by_hessian(weights, statistics.hessian, damping, rounding))
 
     settings = {"damping": damping, "act_order": act_order, "clip": clip}
     options = {"clip": clip, "input_clips": input_clips, "stacked": stacked}
-    return quantize_layer_by_layer(
-        "gptq", model, batches, variables, method, kwargs, round_matrix, settings, options, file, progress
-    )
+    calibration = Calibration("gptq", round_groups, settings)
+    return quantize_layer_by_layer(calibration, model, batches, variables, method, kwargs, options, file, progress)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Rounds the weights of a model one after another, each for the inputs that it gets from those rounded before."""
 
-import base64
 import collections
 import contextlib
 import dataclasses
@@ -10,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,38 +21,35 @@ from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arra
 from ..modules import Method, find_adapter
 from ..policy import Int4, Int8, Policy, PolicyMap
 from ._calibrate import observe_products
-from ._numbers import Quantized, pack
+from ._matrix import (
+    Calibration,
+    InputStatistics,
+    Matrix,
+    Rounded,
+    Weight,
+    add_input_scale,
+    measure_inputs,
+    round_matrix,
+)
 from ._products import Bilinear, Convolution, is_matmul
 from ._quantize import apply_quantizer
 from ._quantizer import Quantizer
 from ._weights import Layout, QuantizedArray, block_length, stack_shape
 
-RoundMatrix = Callable[[jax.Array, jax.Array, Int4 | Int8, int], Quantized]
-"""Rounds the groups of a matrix, like `round_by_hessian`: `(weights, hessians, format, block)`."""
-
 
 def quantize_layer_by_layer(
-    name: str,
+    calibration: Calibration,
     model: Any,
     batches: Iterable[Any],
     variables: PyTree,
     method: Method,
     kwargs: Kwargs,
-    round_matrix: RoundMatrix,
-    settings: dict[str, Any],
     options: dict[str, Any],
     file: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> Any:
-    """Quantizes a model as `gptq` says.
-
-    Args:
-      name: the name of the public function.
-      round_matrix: rounds one matrix.
-      settings: further entries of the header of the file.
-      options: of `quantize`.
-    """
-    batches = list(batches)
+    """Quantizes a model as `gptq` and `awq` say; `options` are those of `quantize`."""
+    batches, name = list(batches), calibration.name
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
@@ -72,19 +68,22 @@ def quantize_layer_by_layer(
     weights, is_linen = sum_arrays(adapter.find_weights(target)), adapter.quantize is None
     if is_linen:
         model, target = target.unbind()
-    quantizer = _Quantizer(name, policy, options["clip"], options["input_clips"] or {})
+    quantizer = _Quantizer(calibration, policy, options["clip"], options["input_clips"] or {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the last call of `apply_quantizer` warns
         marked = apply_quantizer(target, quantizer, options["stacked"])
+    if calibration.scales_inputs and not quantizer.matrices:
+        return marked  # nothing is stored in int4
     bound = adapter.bind(model, marked) if is_linen else marked
 
     def run(batch: Any) -> None:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         adapter.run(bound, inputs, method, kwargs, lambda call, next_fun, args, kwargs: next_fun(*args, **kwargs))
 
-    header = {"method": name, "policy": str(policy), **settings, "weights": weights, "batches": sum_arrays(batches)}
+    sums = {"weights": weights, "batches": sum_arrays(batches)}
+    header = {"method": name, "policy": str(policy), **calibration.settings, **sums}
     log = JsonLog(None if file is None else Path(file), header, "matrices", f"{name}(..., file={{!r}})", name)
-    done = log.read(lambda stored, lines: {line["matrix"]: _decode(line) for line in lines})
+    done = log.read(lambda stored, lines: {line["matrix"]: Rounded.decode(line) for line in lines})
     if done is None:
         log.start()
     passes = _Passes(quantizer.matrices, run)
@@ -96,55 +95,16 @@ def quantize_layer_by_layer(
         if done is not None and number in done:
             matrix.store(done[number])
             continue
-        if not passes.measure(number, times, batches):
+        statistics = passes.measure(number, times, batches)
+        if statistics is None:
             continue
-        made, share = _round(name, matrix, passes.hessian, passes.inner, round_matrix)
+        made, share = round_matrix(calibration, matrix, statistics, passes.inner)
         matrix.store(made)
-        log.add({"matrix": number, "path": matrix.weight.path, **_encode(made)})
+        log.add({"matrix": number, "path": matrix.weight.path, **made.encode()})
         if is_shown:
             line = f"{name}: {count} of {len(uses)}, {matrix.weight.path}: {share:.2g} of the error of nearest"
             print(escape_controls(line), file=sys.stderr)
     return apply_quantizer(target, quantizer, options["stacked"])
-
-
-@dataclasses.dataclass
-class _Weight:
-    """A weight, perhaps a stack of matrices: floating, and rounded as far as the passes have come."""
-
-    path: str
-    array: jax.Array
-    stored: QuantizedArray
-
-
-class _Matrix(NamedTuple):
-    """One matrix of a weight."""
-
-    weight: _Weight
-    place: int  # in the stack
-
-    def read(self) -> jax.Array:
-        """Returns the floating matrix."""
-        return _flatten(self.weight.array, self.weight.stored)[self.place].astype(jnp.float32)
-
-    def read_stored(self) -> QuantizedArray:
-        return jax.tree.map(lambda leaf: _flatten(leaf, self.weight.stored)[self.place], self.weight.stored)
-
-    def store(self, made: Quantized) -> None:
-        """Replaces the stored matrix by one of the same shapes."""
-        stored = self.weight.stored
-        new = {}
-        for name, part in made._asdict().items():
-            if part is not None:
-                whole = getattr(stored, name)
-                flat = _flatten(whole, stored).at[self.place].set(part)
-                new[name] = flat.reshape(whole.shape)
-        self.weight.stored = dataclasses.replace(stored, **new)
-
-
-def _flatten(leaf: jax.Array, weight: QuantizedArray) -> jax.Array:
-    """Returns an array of a weight with the axes of its stack as one."""
-    depth = len(stack_shape(weight.shape, weight.layout))
-    return leaf.reshape(-1, *leaf.shape[depth:])
 
 
 class _Quantizer(Quantizer):
@@ -154,11 +114,11 @@ class _Quantizer(Quantizer):
     shares a weight hands on its marks.
     """
 
-    def __init__(self, name: str, given: Policy | PolicyMap, clip: Any, input_clips: Any) -> None:
+    def __init__(self, calibration: Calibration, given: Policy | PolicyMap, clip: Any, input_clips: Any) -> None:
         super().__init__(given, clip, input_clips)
-        self.matrices: list[_Matrix] = []
-        self._name = name
-        self._weights: dict[tuple[str, str], _Weight] = {}
+        self.matrices: list[Matrix] = []
+        self._calibration = calibration
+        self._weights: dict[tuple[str, str], Weight] = {}
 
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
@@ -169,17 +129,21 @@ class _Quantizer(Quantizer):
             return self._weights[key].stored
         if stored is None or not layout.channels:  # tables are read row by row
             return stored
-        path = "/".join(filter(None, key))
+        path, calibration = "/".join(filter(None, key)), self._calibration
+        if calibration.scales_inputs and isinstance(stored.format, Int8):
+            return stored
         if not isinstance(stored.format, Int4 | Int8):
             raise ValueError(
-                f"{self._name} rounds to int4 and int8, and the weight {path!r} has the format {str(stored.format)!r}. "
-                f"Leave it out by a rule of the map, and quantize it afterwards. "
+                f"{calibration.name} rounds to int4 and int8, and the weight {path!r} has the format "
+                f"{str(stored.format)!r}. Leave it out by a rule of the map, and quantize it afterwards. "
                 f"For example: PolicyMap({{{module!r}: 'mixed_bfloat16'}}, 'int4_from_mixed_bfloat16')."
             )
-        weight = self._weights[key] = _Weight(path, array, stored)
+        if calibration.scales_inputs:
+            stored = add_input_scale(stored)
+        weight = self._weights[key] = Weight(path, array, stored)
         stack = stack_shape(array.shape, layout)
         first = len(self.matrices)
-        self.matrices += [_Matrix(weight, place) for place in range(math.prod(stack))]
+        self.matrices += [Matrix(weight, place) for place in range(math.prod(stack))]
         marks = jnp.arange(first, len(self.matrices)).reshape(stack)
         return dataclasses.replace(stored, tensor_scale=marks)
 
@@ -191,13 +155,13 @@ class _Enough(Exception):
 class _Passes:
     """Runs a model with marked weights, and puts each rounded matrix in the place of the marked one."""
 
-    def __init__(self, matrices: Sequence[_Matrix], run: Callable[[Any], None]) -> None:
+    def __init__(self, matrices: Sequence[Matrix], run: Callable[[Any], None]) -> None:
         self._matrices, self._run_model = matrices, run
         self._uses: collections.Counter[int] = collections.Counter()
         self._inputs: dict[int | None, str] = {}  # checksums for matrices that are used once
         self._number: int | None = None
         self._left = 0
-        self.hessian: Any = None
+        self._statistics: InputStatistics | None = None
         self.inner = 1
 
     def find_uses(self, batch: Any) -> dict[int, int]:
@@ -206,16 +170,16 @@ class _Passes:
         self._run(batch)
         return dict(self._uses)
 
-    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> bool:
-        """Finds the Hessian `(groups, inputs, inputs)` of one matrix; False if no run used it."""
+    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> InputStatistics | None:
+        """Returns the statistics of the inputs of one matrix, or None if no run used it."""
         before, self._number = self._number, number
-        if self.hessian is not None and uses == 1 and self._inputs.get(before) == self._inputs[number]:
-            return True  # as the query, key and value of an attention: one matrix is enough
-        self.hessian = None
+        if self._statistics is not None and uses == 1 and self._inputs.get(before) == self._inputs[number]:
+            return self._statistics  # as the query, key and value of an attention: one matrix is enough
+        self._statistics = None
         for batch in batches:
             self._left = uses
             self._run(batch)
-        return self.hessian is not None
+        return self._statistics
 
     def _run(self, batch: Any) -> None:
         with jax.disable_jit(), observe_products(self._observe), contextlib.suppress(_Enough):
@@ -239,8 +203,8 @@ class _Passes:
                 for number, inputs in zip(numbers, rows, strict=True):
                     self._inputs[number] = sum_arrays((inputs, self.inner, self._uses[number]))
                 return weight
-            new = _multiply_rows(rows[numbers.index(self._number)])
-            self.hessian = new if self.hessian is None else self.hessian + new
+            new = measure_inputs(rows[numbers.index(self._number)])
+            self._statistics = new if self._statistics is None else jax.tree.map(jnp.add, self._statistics, new)
         self._left -= 1
         if self._left == 0:
             raise _Enough
@@ -250,16 +214,10 @@ class _Passes:
         stored = [self._matrices[number].read_stored() for number in numbers]
         new = {
             name: jnp.stack([getattr(one, name) for one in stored]).reshape(getattr(weight, name).shape)
-            for name in Quantized._fields
+            for name in Rounded._fields
             if getattr(weight, name) is not None
         }
         return dataclasses.replace(weight, **new)
-
-
-@jax.jit
-def _multiply_rows(rows: jax.Array) -> jax.Array:
-    rows = rows.astype(jnp.float32)
-    return jnp.einsum("gmk,gml->gkl", rows, rows, precision="highest")
 
 
 def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, int] | None:
@@ -314,51 +272,7 @@ def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArr
     return examples.transpose(1, 0, 4, 3, 2).reshape(1, groups, -1, weight.layout.length), 1
 
 
-def _round(
-    name: str, matrix: _Matrix, hessian: jax.Array, inner: int, round_matrix: RoundMatrix
-) -> tuple[Quantized, float]:
-    """Returns the stored arrays of a matrix, and its error relative to nearest; nearest if that is not larger."""
-    path, nearest = matrix.weight.path, matrix.read_stored()
-    layout, format = nearest.layout, nearest.format
-    assert isinstance(format, Int4 | Int8)
-    if not bool(jnp.isfinite(hessian).all()):
-        raise ValueError(
-            f"The inputs of the weight {path!r} are not all finite, or their squares overflow float32, so {name} "
-            "cannot round it. Leave such batches out. For example: [x for x in batches if np.isfinite(x).all()]."
-        )
-    groups, inputs, _ = hessian.shape
-    split = lambda weight: jnp.moveaxis(weight.reshape(inputs, inner, groups, -1), 2, 0)
-    block = layout.length if isinstance(format, Int8) else block_length(layout, format)
-    weight = split(matrix.read())
-    made = round_matrix(weight, hessian, format, block)
-    values = jnp.moveaxis(made.values, 0, 2).reshape(-1, block, *nearest.shape[len(layout.contracted) :])
-    is_packed = isinstance(format, Int4)
-    values = pack(values.astype(jnp.uint4), -1 - layout.channels) if is_packed else values.reshape(nearest.shape)
-    join = lambda part: jnp.moveaxis(part, 0, 1).reshape(nearest.scale.shape)
-    new = Quantized(values, join(made.scale), None if made.zero_point is None else join(made.zero_point))
-    rounded = dataclasses.replace(nearest, **new._asdict())
-    error, before = (
-        float(_measure_error(split(one.dequantize(jnp.float32)) - weight, hessian)) for one in (rounded, nearest)
-    )
-    if math.isnan(error):
-        raise ValueError(
-            f"The Hessian of the weight {path!r} is singular: its inputs depend on each other, or there are fewer rows "
-            f"of them than the {inputs} inputs of the layer. Pass more batches or more damping. "
-            f"For example: {name}(..., damping=0.01)."
-        )
-    if error < before:
-        return new, error / before
-    return Quantized(nearest.values, nearest.scale, nearest.zero_point), 1.0
-
-
-@jax.jit
-def _measure_error(change: jax.Array, hessian: jax.Array) -> jax.Array:
-    """Returns the square error of the outputs for a change of a weight."""
-    change = change.reshape(*change.shape[:2], -1)
-    return jnp.sum(change * jnp.matmul(hessian, change, precision="highest"))
-
-
-def _check_uses(name: str, matrices: Sequence[_Matrix], uses: dict[int, int]) -> None:
+def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
     unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
     named = ", ".join(map(repr, unseen))
     why = "they are not called, run inside of vmap or remat, or compute with a function that no policy replaces"
@@ -366,14 +280,3 @@ def _check_uses(name: str, matrices: Sequence[_Matrix], uses: dict[int, int]) ->
         raise ValueError(f"{name} cannot read the inputs of any weight ({named or 'there are tables alone'}): {why}.")
     if unseen:
         warn_user(f"{name} rounds {named} to nearest and cannot read their inputs: {why}")
-
-
-def _encode(made: Quantized) -> dict[str, Any]:
-    encode = lambda part: [str(part.dtype), part.shape, base64.b64encode(np.asarray(part).tobytes()).decode()]
-    return {name: None if part is None else encode(part) for name, part in made._asdict().items()}
-
-
-def _decode(line: dict[str, Any]) -> Quantized:
-    decode = lambda dtype, shape, text: jnp.asarray(np.frombuffer(base64.b64decode(text), dtype).reshape(shape))
-    arrays: dict[str, Any] = {name: line[name] and decode(*line[name]) for name in Quantized._fields}
-    return Quantized(**arrays)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -248,13 +248,18 @@ def parse_product_format(quantization: Quantization | str | None, function: str)
         )
     if isinstance(format, Int8) and format.act_scale == "static":
         raise ValueError(f"{function} has no calibrated scale, which {str(format)!r} needs. For example: 'int8'.")
-    if isinstance(format, Float8) or (isinstance(format, Int8 | MXFP8) and format.activations):
+    if multiplies_8_bits(format):
         return format
+    kind = "quantizes weights only" if isinstance(format, Int8 | MXFP8) else "has 4"
     raise ValueError(
-        f"{function} multiplies two operands in 8 bits, and {str(format)!r} "
-        f"{'has 4' if format.bits == 4 else 'quantizes weights only'}. For example: quantization='int8', "
-        "'float8(recipe=current)' or 'mxfp8'."
+        f"{function} multiplies two operands in 8 bits, and {str(format)!r} {kind}. "
+        "For example: quantization='int8', 'float8(recipe=current)' or 'mxfp8'."
     )
+
+
+def multiplies_8_bits(format: Quantization) -> TypeGuard[Int8 | Float8 | MXFP8]:
+    """True if both operands of a matmul may be in 8 bits."""
+    return isinstance(format, Float8) or (isinstance(format, Int8 | MXFP8) and format.activations)
 
 
 def _check_format(weight: StoredWeight, format: Quantization | None) -> None:

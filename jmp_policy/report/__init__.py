@@ -11,7 +11,6 @@ from ._plots import (
     FormatRange as FormatRange,
     Histogram as Histogram,
     Panel as Panel,
-    Style as Style,
     find_style as find_style,
     list_styles as list_styles,
     make_figure as make_figure,

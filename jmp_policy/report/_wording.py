@@ -33,7 +33,8 @@ def shorten_policy(policy: Policy | None) -> str:
         return ""
     *format, source = policy.name.split("_from_")
     parts = (part.partition("=") for part in source.split(","))
-    shortened = ",".join(f"{key[0]}={shorten_dtypes([value])}" if value else key for key, _, value in parts)
+    shorten = lambda key: key if key in ("precision", "cache") else key[0]
+    shortened = ",".join(f"{shorten(key)}={shorten_dtypes([value])}" if value else key for key, _, value in parts)
     return "_from_".join([*format, shortened])
 
 

@@ -58,10 +58,7 @@ class Gathering(NamedTuple):
 
 
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
-    """Gathers one array and casts it back to its dtype. Its cotangent is summed over devices, and each gets its shard.
-
-    The cast back is exact, and sums several uses of the result in the dtype of the array before one reduction.
-    """
+    """Gathers one array in its own dtype. Its cotangent is summed over devices, and each gets its shard of the sum."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
     split_over = tuple(axis for _, axes in how.splits for axis in axes)
@@ -159,12 +156,7 @@ T = TypeVar("T")
 
 
 def gather_params(
-    params: T,
-    policy: PolicySpec,
-    specs: Any,
-    *,
-    reduce_axes: AxisName,
-    fun: Callable[[T], Any] | None = None,
+    params: T, policy: PolicySpec, specs: Any, *, reduce_axes: AxisName, fun: Callable[[T], Any] | None = None
 ) -> T:
     """Gathers parameters in the compute dtype of a policy, and reduces their gradients in its reduce dtype.
 
@@ -231,8 +223,8 @@ def gather_params(
     return structure.unflatten(gather(dtypes, leaves))
 
 
-class _Part(NamedTuple):
-    """Shard of a parameter, or the whole parameter on explicit axes."""
+class _Shard(NamedTuple):
+    """The shard of a parameter on this device, or the whole parameter on explicit axes."""
 
     array: jax.Array
     spec: PartitionSpec
@@ -241,7 +233,7 @@ class _Part(NamedTuple):
     is_explicit: bool
 
 
-def _list_parts(params: Any, specs: Any, axes: tuple) -> Iterator[_Part]:
+def _list_parts(params: Any, specs: Any, axes: tuple) -> Iterator[_Shard]:
     explicit = is_explicit(axes)
     check = check_explicit if explicit else check_axes
     check(axes, "reduce_axes")
@@ -253,10 +245,10 @@ def _list_parts(params: Any, specs: Any, axes: tuple) -> Iterator[_Part]:
         splits = find_splits(spec, axes, where)
         if splits and name:
             raise ValueError(f"{where} splits float8 state, which every device needs whole. For example: jax.P().")
-        yield _Part(array, spec, splits, bool(name), explicit)
+        yield _Shard(array, spec, splits, bool(name), explicit)
 
 
-def _gather_part(x: jax.Array, part: _Part, how: Gathering) -> jax.Array:
+def _gather_part(x: jax.Array, part: _Shard, how: Gathering) -> jax.Array:
     if not part.is_state:
         return reshard_leaf(x, how, part.spec) if part.is_explicit else gather_leaf(x, how)
     varying = jax.typeof(x).manual_axis_type.varying

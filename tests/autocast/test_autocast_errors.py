@@ -58,6 +58,18 @@ def test_a_quantized_policy_without_weights_is_refused():
         AutocastRules(scopes={"head": "int8_from_mixed_bfloat16"})
 
 
+def test_a_policy_with_a_cache_is_refused():
+    message = (
+        r"^autocast knows no layers, and cannot store their cache as the policy '{0},cache=int8'{1} says\. "
+        r"Use with_policy\(model, '{0},cache=int8'\) for a Flax module, or 'mixed_bfloat16'\.$"
+    )
+    fields = "params=float32,compute=bfloat16,output=bfloat16"
+    with pytest.raises(ValueError, match=message.format(fields, "")):
+        autocast(jnp.sin, "c=bf16,cache=int8")
+    with pytest.raises(ValueError, match=message.format(fields, " for the key 'head' of a PolicyMap")):
+        autocast(jnp.sin, PolicyMap({"head": "c=bf16,cache=int8"}, "float32"))
+
+
 @pytest.mark.parametrize(
     ("format", "needed", "other"),
     [

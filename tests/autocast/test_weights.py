@@ -9,53 +9,16 @@ import numpy as np
 import pytest
 from compiles import compiles
 from flax import linen as nn, nnx
+from quantized_models import square
 
-from jmp_policy import PolicyMap, autocast, explain, force_full_precision, with_policy
+from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
 from jmp_policy._jaxpr import walk
+from jmp_policy.quant._weights import Layout
 
 POLICY = "int8_from_mixed_bfloat16"
 FORMATS = ["int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)"]
 W, X = jnp.ones((64, 64)), jnp.ones((16, 64))
 STACK = jnp.ones((2, 64, 64))
-
-
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64)(nn.relu(nn.Dense(128)(x)))
-
-
-class ConvNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(64)(nn.relu(nn.Conv(64, (3, 3))(x)).mean((1, 2)))
-
-
-class Block(nn.Module):
-    """A GPT of one block; its table is left by a rule, because `autocast` quantizes no lookups."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(64, 64)(tokens)
-        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
-        x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
-        return nn.Dense(64, use_bias=False)(nn.LayerNorm()(x))
-
-
-class NnxConvNet(nnx.Module):
-    def __init__(self, rngs):
-        self.conv, self.head = nnx.Conv(32, 64, (3, 3), rngs=rngs), nnx.Linear(64, 64, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(nnx.relu(self.conv(x)).mean((1, 2)))
-
-
-IMAGES = jax.random.normal(jax.random.key(1), (16, 4, 4, 32))
-TOKENS = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
-
-
-def square(apply, params, x):
-    return (apply(params, x).astype(jnp.float32) ** 2).mean()
 
 
 def assert_equal(ours, theirs):
@@ -64,52 +27,19 @@ def assert_equal(ours, theirs):
         np.testing.assert_array_equal(np.float32(a), np.float32(b), jax.tree_util.keystr(path))
 
 
-def assert_equals_with_policy(model, x, policy):
-    variables = model.init(jax.random.key(0), x)
-    theirs, ours = with_policy(model, policy).apply, autocast(model.apply, policy, weights=0)
-    steps = [jax.jit(jax.value_and_grad(functools.partial(square, apply))) for apply in (ours, theirs)]
-    assert_equal(*(step(variables, x) for step in steps))
-
-
 def list_quantization(fun, *args):
     return {row.path: row.quantization for row in explain(fun, *args).rows}
 
 
+def count_operations(fun, *args):
+    """Counts the operations of a function and of its calls, by their name and types."""
+    steps = (step for step in walk(jax.make_jaxpr(fun)(*args).jaxpr) if step.name not in ("link", "constant"))
+    return collections.Counter((step.name, *(var.aval.str_short() for var in step.results)) for step in steps)
+
+
 def is_int8(fun, *args):
-    return "preferred_element_type=int32" in str(jax.make_jaxpr(fun)(*args))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_mlp_has_the_bits_of_with_policy(format):
-    assert_equals_with_policy(MLP(), jax.random.normal(jax.random.key(1), (32, 64)), f"{format}_from_mixed_bfloat16")
-
-
-@pytest.mark.slow
-def test_a_weight_is_rounded_before_the_cast_of_its_author():
-    model = nn.Dense(64, dtype=jnp.bfloat16)
-    assert_equals_with_policy(model, jax.random.normal(jax.random.key(1), (32, 64)), POLICY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "float8(min_size=0,recipe=current)"])
-def test_a_convnet_has_the_bits_of_with_policy(format):
-    assert_equals_with_policy(ConvNet(), IMAGES, f"{format}_from_mixed_bfloat16")
-
-
-@pytest.mark.slow
-def test_a_transformer_has_the_bits_of_with_policy():
-    """In float32: in bfloat16 the norms and the softmax of both differ, quantized or not."""
-    assert_equals_with_policy(Block(), TOKENS, PolicyMap({"Embed_0": "float32"}, "int8_from_float32"))
-
-
-@pytest.mark.slow
-def test_an_nnx_convnet_has_the_bits_of_with_policy():
-    model = NnxConvNet(nnx.Rngs(0))
-    ours = autocast(lambda model, x: model(x), POLICY, weights=0)
-    step = nnx.jit(nnx.value_and_grad(lambda model, x: square(lambda model, x: model(x), model, x)))
-    theirs = step(with_policy(model, POLICY), IMAGES)
-    assert_equal(nnx.jit(nnx.value_and_grad(functools.partial(square, ours)))(model, IMAGES), theirs)
+    names = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+    return any(name in names and kind.startswith("int32") for name, kind, *_ in count_operations(fun, *args))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -118,14 +48,132 @@ def test_every_format_multiplies_as_with_policy(format):
     policy, variables = f"{format}_from_mixed_bfloat16", {"params": {"kernel": W}}
     model, plain = nn.Dense(64, use_bias=False), lambda variables, x: x @ variables["params"]["kernel"]
 
-    def count_operations(apply):
-        program = jax.make_jaxpr(jax.grad(functools.partial(square, apply)))(variables, X).jaxpr
-        steps = (step for step in walk(program) if step.name not in ("link", "constant"))
-        return collections.Counter((step.name, *(var.aval.str_short() for var in step.results)) for step in steps)
+    count = lambda apply: count_operations(jax.grad(functools.partial(square, apply)), variables, X)
+    operations = count(autocast(plain, policy, weights=0))
+    assert operations == count(with_policy(model, policy).apply)
+    assert operations != count(autocast(plain, "mixed_bfloat16"))
 
-    operations = count_operations(autocast(plain, policy, weights=0))
-    assert operations == count_operations(with_policy(model, policy).apply)
-    assert operations != count_operations(autocast(plain, "mixed_bfloat16"))
+
+EXPERTS, ROWS = jnp.ones((4, 64, 64)), jnp.array([5, 0, 8, 3])
+
+
+def multiply_transposed(w, x):
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    return jax.lax.ragged_dot_general(x, w, ROWS, numbers)
+
+
+EIGHT_BITS = ["int8", "mxfp8", "float8(min_size=0,recipe=current)", "float8(min_size=0,recipe=current/row)"]
+RAGGED = {
+    "plain": (lambda w, x: jax.lax.ragged_dot(x, w, ROWS), lambda w: w),
+    "transposed": (multiply_transposed, lambda w: jnp.swapaxes(w, 1, 2)),
+}
+
+
+def make_expert_functions(format, way):
+    """Makes losses by `autocast` and by `quant.ragged_dot`."""
+    fun, turn = RAGGED[way]
+    by_hand = lambda w, x: quant.ragged_dot(x.astype(jnp.bfloat16), turn(w), ROWS, quantization=format)
+    ours = autocast(fun, f"{format}_from_mixed_bfloat16", weights=0)
+    return [functools.partial(square, apply) for apply in (ours, by_hand)]
+
+
+@pytest.mark.parametrize("way", RAGGED)
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_experts_are_multiplied_as_by_ragged_dot(format, way):
+    """By the operations of the forward and backward pass; a slow test compares bits."""
+    ours, by_hand = make_expert_functions(format, way)
+    assert count_operations(jax.grad(ours, (0, 1)), EXPERTS, X) == count_operations(
+        jax.grad(by_hand, (0, 1)), EXPERTS, X
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_experts_have_the_bits_of_ragged_dot(format):
+    w, x = jax.random.normal(jax.random.key(0), EXPERTS.shape), jax.random.normal(jax.random.key(1), X.shape)
+    assert_equal(*(jax.jit(jax.value_and_grad(loss, (0, 1)))(w, x) for loss in make_expert_functions(format, "plain")))
+
+
+@pytest.mark.parametrize("format", ["int4/32", "nvfp4", "int8(activations=false)"])
+def test_experts_in_other_formats_are_rounded(format):
+    fun = autocast(RAGGED["plain"][0], f"{format}_from_p=f32,c=bf16,o=none", weights=0)
+
+    def by_hand(w, x):
+        rounded = quant.quantize_array(w, format, Layout((64,), 1)).dequantize(jnp.bfloat16)
+        return jax.lax.ragged_dot(x.astype(jnp.bfloat16), rounded, ROWS).astype(jnp.float32)
+
+    assert count_operations(fun, EXPERTS, X) == count_operations(by_hand, EXPERTS, X)
+    [text] = list_quantization(fun, EXPERTS, X).values()
+    assert text.startswith(format)
+
+
+def test_sums_of_experts_are_in_the_accumulate_dtype():
+    fun = autocast(RAGGED["plain"][0], "int8_from_p=f32,c=bf16,o=none,a=f32", weights=0)
+    assert is_int8(fun, EXPERTS, X)
+    # Only the input is cast to bfloat16.
+    assert count_operations(fun, EXPERTS, X)["convert_element_type", "bfloat16[16,64]"] == 1
+
+
+def split_heads(x):
+    return x.reshape(-1, *x.shape[-2:-1], 4, 16)
+
+
+def attend_by_jax(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return jax.nn.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_linen(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return nn.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_nnx(w, x):
+    query, other = split_heads(x @ w), split_heads(x)
+    return nnx.dot_product_attention(query, other, other).reshape(x.shape)
+
+
+def attend_by_haiku(w, x):
+    haiku = pytest.importorskip("haiku")
+    net = haiku.transform(lambda x: haiku.MultiHeadAttention(4, 16, w_init=jnp.zeros)(x, x, x))
+    params = jax.tree.map(lambda param: jnp.zeros(param.shape), jax.eval_shape(net.init, jax.random.key(0), x))
+    return net.apply(params, None, x @ w)
+
+
+def attend_by_equinox(w, x):
+    equinox = pytest.importorskip("equinox")
+    return equinox.nn.MultiheadAttention(4, 64, key=jax.random.key(0))(x @ w, x, x)
+
+
+ATTENTION = [attend_by_jax, attend_by_linen, attend_by_nnx, attend_by_haiku, attend_by_equinox]
+
+
+@pytest.mark.parametrize("attend", ATTENTION)
+@pytest.mark.parametrize(("format", "dtype"), [("int8", "int8"), ("float8(recipe=current,min_size=0", "float8_e4m3fn")])
+def test_attention_is_quantized_if_the_format_says_so(attend, format, dtype):
+    def count_matmuls(attention):
+        text = f"{format}{',' if '(' in format else '('}attention={attention})_from_mixed_bfloat16"
+        fun = autocast(attend, text, weights=0)
+        steps = [step.eqn for step in walk(jax.make_jaxpr(fun)(W, X).jaxpr) if step.name == "dot_general"]
+        return sum(all(str(atom.aval.dtype) == dtype for atom in eqn.invars) for eqn in steps)
+
+    assert (count_matmuls("false"), count_matmuls("true")) == (1, 3)
+
+
+def test_only_attention_without_a_rule_of_its_own_is_quantized():
+    attend = lambda w, x: (jnp.einsum("bqhd,bkhd->bhqk", split_heads(x @ w), split_heads(x)), attend_by_jax(w, x))
+    policy = "int8(attention=true)_from_mixed_bfloat16"
+    left_out = autocast(jax.named_scope("half")(attend), PolicyMap({"half": "mixed_bfloat16"}, policy), weights=0)
+    count = lambda fun: str(jax.make_jaxpr(fun)(W, X)).count("preferred_element_type=int32")
+    assert count(autocast(attend, policy, weights=0)) == 2 + 2
+    assert count(left_out) == 0
+
+
+def test_a_rule_quantizes_the_attention_of_a_scope():
+    inside = jax.named_scope("attention")(attend_by_jax)
+    policy = PolicyMap({"attention": "int8(attention=true)_from_mixed_bfloat16"}, "int8_from_mixed_bfloat16")
+    fun = autocast(lambda w, x: inside(w, x) + attend_by_jax(w, x), policy, weights=0)
+    assert str(jax.make_jaxpr(fun)(W, X)).count("preferred_element_type=int32") == 3 + 1
 
 
 def scan(body, *args, **options):
@@ -151,6 +199,8 @@ WAYS = {
     "branch": (lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x, w), W),
     "jit": (jax.jit(lambda w, x: x @ jax.jit(jnp.transpose)(w)), W),
     "remat": (jax.checkpoint(lambda w, x: x @ w), W),
+    "ragged": (RAGGED["plain"][0], EXPERTS),
+    "scanned ragged": (lambda w, x: scan(lambda x, w: (RAGGED["plain"][0](w, x), None), x, w), EXPERTS[None]),
     "vmap": (jax.vmap(lambda w, x: w @ x, (None, 0)), W),
 }
 
@@ -170,12 +220,13 @@ def test_transformations_work_around_it():
     assert is_int8(jax.grad(lambda w: jax.checkpoint(quantized)(w, X).astype(jnp.float32).sum()), W)
 
 
+@pytest.mark.parametrize("multiply", [lambda w, x: x @ w, lambda w, x: jax.lax.ragged_dot(x, w[None], ROWS[:1] + 11)])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_shard_map_is_entered(check_vma):
+def test_a_shard_map_is_entered(check_vma, multiply):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data"), "check_vma": check_vma}
-    inside = jax.shard_map(autocast(lambda w, x: x @ w, POLICY, weights=0), mesh=mesh, **specs)
-    around = autocast(jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs), POLICY, weights=0)
+    inside = jax.shard_map(autocast(multiply, POLICY, weights=0), mesh=mesh, **specs)
+    around = autocast(jax.shard_map(multiply, mesh=mesh, **specs), POLICY, weights=0)
     for fun in (inside, around):
         assert is_int8(jax.grad(lambda w, fun=fun: fun(w, X).astype(jnp.float32).sum()), W)
 
@@ -211,6 +262,7 @@ REASONS = {
     "a rule leaves it out": jax.named_scope("half")(lambda w, x: x @ w["own"]),
     "the rows of a table are read": lambda w, x: w["own"][x[:, 0].astype(int)] @ w["own"],
     "it is the input of a convolution": lambda w, x: jax.lax.conv(w["own"][None, None], x[None, None], (1, 1), "SAME"),
+    "it is not a matrix for each group of rows": lambda w, x: jax.lax.ragged_dot(w["own"], x[None].mT, jnp.array([64])),
     "nothing reads it": lambda w, x: x,
 }
 
@@ -270,59 +322,6 @@ def test_a_second_eager_call_compiles_nothing():
     with compiles() as count:
         fun(STACK, X)
     assert count == [0]
-
-
-@pytest.mark.slow
-def test_an_equinox_model_is_quantized():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.Sequential([eqx.nn.Conv2d(64, 64, 3, key=jax.random.key(0)), eqx.nn.Lambda(jnp.ravel)])
-    params, static = eqx.partition((model, eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(1))), eqx.is_array)
-
-    def apply(params, images, x):
-        convolve, mlp = eqx.combine(params, static)
-        return jax.vmap(convolve)(images), jax.vmap(mlp)(x)
-
-    found = list_quantization(autocast(apply, POLICY, weights=0), params, jnp.ones((2, 64, 4, 4)), X)
-    assert {name: text for name, text in found.items() if name.endswith("weight")} == {
-        "0/0/layers/0/weight": "int8",
-        "0/1/layers/0/weight": "int8",
-        "0/1/layers/1/weight": "int8",
-    }
-
-
-@pytest.mark.slow
-def test_an_equinox_mlp_trains_like_its_flax_twin():
-    """The first losses are equal; later ones differ by one rounding, of sums over a transposed gradient."""
-    eqx = pytest.importorskip("equinox")
-    x = jax.random.normal(jax.random.key(1), (32, 64))
-    model = MLP()
-    variables = model.init(jax.random.key(0), x)
-    layers = [variables["params"][name] for name in ("Dense_1", "Dense_0")]  # the inner one is made last
-    mlp = eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(0))
-    for i, layer in enumerate(layers):
-        where = lambda mlp, i=i: (mlp.layers[i].weight, mlp.layers[i].bias)
-        mlp = eqx.tree_at(where, mlp, (layer["kernel"].T, layer["bias"]))
-    params, static = eqx.partition(mlp, eqx.is_array)
-    ours = autocast(lambda params, x: jax.vmap(eqx.combine(params, static))(x), POLICY, weights=0)
-    losses = []
-    for apply, tree in ((with_policy(model, POLICY).apply, variables), (ours, params)):
-        step = jax.jit(jax.value_and_grad(functools.partial(square, apply)))
-        losses.append([])
-        for _ in range(5):
-            loss, grads = step(tree, x)
-            tree = jax.tree.map(lambda p, g: p - g, tree, grads)
-            losses[-1].append(float(loss))
-    np.testing.assert_allclose(*losses, rtol=1e-6)
-    assert losses[0][-1] < losses[0][0]
-
-
-def test_a_haiku_net_is_quantized():
-    hk = pytest.importorskip("haiku")
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(64)(jax.nn.relu(hk.Conv2D(64, 3)(x)).mean((1, 2)))))
-    images = jnp.ones((2, 4, 4, 32))
-    params = jax.eval_shape(net.init, jax.random.key(0), images)
-    found = list_quantization(autocast(net.apply, POLICY, weights=0), params, images)
-    assert found == {"0/conv2_d/w": "int8", "0/linear/w": "int8"}
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ for each rule that covers some, however many modules it covers.
 
 import functools
 
+import jax
 import pytest
 
-from benchmarks.many_modules import contestants, count_calls
+from benchmarks.many_modules import contestants, count_calls, step_traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -32,3 +33,12 @@ def test_tracing_with_a_policy_calls_at_most_a_tenth_more_functions(case):
     _, by_hand, policy, rules = map(count_calls, models()[case])
     assert policy <= 1.1 * by_hand
     assert rules <= (1.3 if case[0] == "linen" else 1.12) * by_hand
+
+
+def test_tracing_a_step_takes_at_most_two_thirds_more_calls_for_any_number_of_parameters():
+    with jax.numpy_dtype_promotion("standard"):
+        few, many = ({name: [*map(count_calls, traces)] for name, traces in step_traces(n).items()} for n in (10, 40))
+    assert len(few) == 3
+    for name, (calls, plain) in many.items():
+        assert calls <= 1.66 * plain
+        assert calls <= 4.3 * few[name][0]

@@ -18,7 +18,7 @@ from test_rewriter import Copying
 from test_transparency import BFLOAT16, assert_near
 from zoo import ZOO
 
-from jmp_policy._jaxpr import AbstractValue, Rewriter, float_dtype, run, trace
+from jmp_policy._jaxpr import AbstractValue, Rewriter, _evaluate, float_dtype, run, trace
 from jmp_policy.autocast import autocast
 
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
@@ -110,6 +110,30 @@ def test_a_second_eager_call_compiles_nothing(fun, caplog):
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         fun(X, W)
     assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")] == []
+
+
+def test_equations_inside_jit_are_bound_as_outside(monkeypatch):
+    bound = jax.make_jaxpr(autocast(network, BFLOAT16))(X, W)
+    monkeypatch.setattr(_evaluate, "_STAGED", None)
+    shared = jax.make_jaxpr(autocast(network, BFLOAT16))(X, W)
+    assert str(bound) == str(shared)
+    assert list(map(name_and_line, bound.eqns)) == list(map(name_and_line, shared.eqns))
+
+
+def name_and_line(eqn):
+    frames = eqn.source_info.traceback.raw_frames()
+    return str(eqn.source_info.name_stack), [code.co_name for code in frames[0] if code.co_filename == __file__]
+
+
+def test_the_gradient_of_a_function_shares_the_derivatives_of_equal_equations():
+    def deep(x):
+        for _ in range(10):
+            x = jnp.tanh(x @ W) + x
+        return x.sum()
+
+    _evaluate._CALLS.clear()
+    jax.make_jaxpr(jax.grad(autocast(deep, BFLOAT16)))(X)
+    assert 0 < len(_evaluate._CALLS) < 10
 
 
 def test_a_jitted_call_is_traced_once():

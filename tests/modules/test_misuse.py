@@ -238,3 +238,9 @@ def test_use_policy_decorates_a_function():
         return [jmp.default_policy().name, *(read(depth - 1) if depth else [])]
 
     assert (read(), read.__doc__, jmp.default_policy().name) == (["mixed_bfloat16"] * 2, "Reads.", "float32")
+
+
+def test_a_cache_in_the_policy_of_a_function_is_a_warning():
+    text = r"^loss_fn is a function: cache='int8' of its policy has no effect.* with_policy\(model, 'params=float32,co"
+    with pytest.warns(UserWarning, match=text):
+        jmp.with_policy(loss_fn, "c=bf16,cache=int8")

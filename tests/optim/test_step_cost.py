@@ -63,17 +63,36 @@ def _count_calls(leaves, fun, tx):
     return pstats.Stats(profile).total_calls
 
 
-def test_tracing_a_step_is_linear_and_costs_three_quarters_more_than_without_skips():
-    """Counts Python calls, which do not depend on the machine. One `jit` more around the branch made it 1.78."""
-    plain, skipping = optax.adamw(1e-3), jmp.optim.skip_nonfinite(optax.adamw(1e-3))
+def _plain_update(grads, state, params):
+    updates, state = INNER.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
-    def update(grads, state, params):
-        updates, state = plain.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
+def _half_loss(params):
+    return sum(jnp.sum((leaf.astype(jnp.bfloat16) * 2).astype(jnp.float32)) for leaf in params.values())
+
+
+def _plain_minimize(grads, state, params):
+    loss, grads = jax.value_and_grad(_half_loss)(params)
+    return *_plain_update(grads, state, params), loss
+
+
+def test_tracing_a_step_is_linear_and_costs_two_thirds_more_than_without_skips():
+    """Counts Python calls, which do not depend on the machine: 1.64, and 1.50 for 400 leaves."""
+    skipping = jmp.optim.skip_nonfinite(INNER)
     step = functools.partial(jmp.optim.step, skipping)
-    for fun, tx in ((update, plain), (step, skipping)):
+    for fun, tx in ((_plain_update, INNER), (step, skipping)):
         _count_calls(1, fun, tx)  # fills caches
     few, many = (_count_calls(leaves, step, skipping) for leaves in (10, 40))
     assert many <= 4.3 * few
-    assert many <= 1.76 * _count_calls(40, update, plain)
+    assert many <= 1.66 * _count_calls(40, _plain_update, INNER)
+
+
+def test_tracing_minimize_costs_half_more_than_without_loss_scaling():
+    """Counts Python calls: 1.45, and 1.39 for 400 leaves. Differentiating a traced loss function made it 1.51."""
+    scaled = jmp.optim.loss_scaled(INNER, jmp.DynamicLossScale())
+    minimize = jmp.optim.minimize(_half_loss, scaled)
+    minimizing = lambda grads, state, params: minimize(params, state)
+    for fun, tx in ((_plain_minimize, INNER), (minimizing, scaled)):
+        _count_calls(1, fun, tx)  # fills caches
+    assert _count_calls(40, minimizing, scaled) <= 1.47 * _count_calls(40, _plain_minimize, INNER)

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import string
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
@@ -52,8 +53,8 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "reduce", "r", "accumulate", "a", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_",
-          "int4/64", "_from_",
+          " ", "reduce", "r", "accumulate", "a", "cache", "none", "_with_float32_vars", "infer", *PRECISIONS,
+          "int8_from_", "int4/64", "_from_",
           "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "",
           "\0", "\u017f", "\u0130"]  # fmt: skip
 
@@ -151,17 +152,20 @@ quantizations = st.one_of(
 
 
 accumulates = st.sampled_from([None, "float64"])  # which holds the numbers of all others
+caches = st.sampled_from([None, "int8", "float8_e4m3fn"])
 
 
-@given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates)
-@example("float64", "float64", "float64", None, None, "float64", None)
-@example(None, None, None, None, None, None, "float64")
+@given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates, caches)
+@example("float64", "float64", "float64", None, None, "float64", None, None)
+@example(None, None, None, None, None, None, "float64", None)
+@example("float32", "float32", "float32", None, None, None, None, "int8")
 @examples(40)
-def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate):
-    options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce}
+def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate, cache):
+    options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce, "cache": cache}
     policy = Policy(param, compute, output, accumulate_dtype=accumulate, **options)
     assert policy.quantization == quantization
     assert policy.accumulate_dtype == accumulate
+    assert (policy.cache and policy.cache.name) == cache
     assert policy.reduce_dtype == Policy(reduce, None, None).param_dtype
     assert get_policy(str(policy)) is policy
     assert get_policy(policy.name) is policy
@@ -200,6 +204,8 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("c=f16,r=f33", r"^Unknown dtype 'f33' in 'r=f33' of policy 'c=f16,r=f33'\. Did you mean 'f32'"),
         ("c=f16,acumulate=f32", r"^Unknown key 'acumulate' in 'acumulate=f32' in .*Did you mean 'accumulate'\?"),
         ("a=f16,accumulate=f32,c=f16", r"^'accumulate=f32' sets accumulate_dtype a second time in policy 'a=f16,accu"),
+        ("c=f16,cache=in8", r"^In policy 'c=f16,cache=in8': Unknown cache 'in8'\. Did you mean 'int8'\? For"),
+        ("cache=int8,cache=float8", r"^'cache=float8' sets cache a second time in policy 'cache=int8,cache=float8'\."),
         ("c=f16,redcue=f32", r"^Unknown key 'redcue' in 'redcue=f32' in policy .*Did you mean 'reduce'\? For exam"),
         ("r=f16,reduce=f32", r"^'reduce=f32' sets reduce_dtype a second time in policy 'r=f16,reduce=f32'\."),
         ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
@@ -280,6 +286,18 @@ def test_accumulate_is_a_field_of_the_string(text):
     assert policy is Policy("float32", "bfloat16", "bfloat16", accumulate_dtype="float32")
     assert policy.name == "params=float32,compute=bfloat16,output=bfloat16,accumulate=float32"
     assert get_policy("c=bf16,a=none") is get_policy("c=bf16")
+
+
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
+def test_cache_is_a_field_of_the_string(format):
+    dtype = np.dtype(getattr(jnp, format))
+    policy = Policy("float32", "bfloat16", "bfloat16", cache=dtype)
+    assert policy.cache == dtype
+    for spelling in (format, f" {format.upper()}", *(["float8"] if format == "float8_e4m3fn" else [])):
+        assert get_policy(f"c=bf16, Cache={spelling}") is policy
+        assert Policy("float32", "bfloat16", "bfloat16", cache=spelling) is policy
+    assert policy.name == f"params=float32,compute=bfloat16,output=bfloat16,cache={format}"
+    assert get_policy("c=bf16,cache=none") is get_policy("mixed_bfloat16")
 
 
 @pytest.mark.parametrize("text", ["c=bf16,reduce=float32", "R = F32, c=bf16", "c=bf16,precision=none,reduce=full"])

@@ -182,6 +182,9 @@ def test_policies_are_immutable(any_policy):
         (lambda: Policy(None, None, None, reduce_dtype="f33"), r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean"),
         (lambda: Policy(None, None, None, accumulate_dtype="f33"), r"^Unknown dtype 'f33' for accumulate_dtype\. Did"),
         (lambda: Policy(None, None, None, accumulate_dtype="int32"), r"^Unknown dtype 'int32' for accumulate_dtype\."),
+        (lambda: Policy(None, None, None, cache="int7"), r"^Unknown cache 'int7'\. Did you mean 'int8'\? For"),
+        (lambda: Policy(None, None, None, cache="bf16"), r"^Unknown cache 'bf16'\. Known are 'int8', 'float8_e4m3fn'"),
+        (lambda: Policy(None, None, None, cache=object), r"^Unknown cache <class 'object'>\. .*: cache='int8'\.$"),
         (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For "),
         (
             lambda: Policy(None, None, None).replace(compute="f16"),
@@ -224,17 +227,21 @@ def test_a_config_without_precision_is_read():
     assert Policy.from_config(config) == Policy("float32", None, "bfloat16")
 
 
-@pytest.mark.parametrize("word", ["reduce", "accumulate"])
-def test_a_policy_without_a_dtype_that_came_later_is_stored_as_it_was_before_there_was_one(word):
+LATER = {"reduce_dtype": "float32", "accumulate_dtype": "float32", "cache": "int8"}
+
+
+@pytest.mark.parametrize("field", LATER)
+def test_a_policy_without_a_dtype_that_came_later_is_stored_as_it_was_before_there_was_one(field):
     """Older versions read what this one writes, and a run that goes on finds the config that it began with."""
     policy = jmp.get_policy("mixed_bfloat16")
     assert list(policy.get_config()) == ["param_dtype", "compute_dtype", "output_dtype", "precision", "quantization"]
+    word = field.removesuffix("_dtype")
     assert word not in f"{policy!r} {policy} {policy.name}"
     assert word.encode() not in pickle.dumps(policy)
-    given = policy.replace(**{f"{word}_dtype": "float32"})
-    assert given.get_config() == policy.get_config() | {f"{word}_dtype": "float32"}
+    given = policy.replace(**{field: LATER[field]})
+    assert given.get_config() == policy.get_config() | {field: LATER[field]}
     assert given is not policy
-    assert given.replace(**{f"{word}_dtype": None}) is policy
+    assert given.replace(**{field: None}) is policy
 
 
 NARROWER = [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16"),
@@ -260,9 +267,9 @@ def test_an_accumulate_dtype_that_holds_the_numbers_of_products_is_taken(compute
     assert Policy(None, compute, None, accumulate_dtype=compute).accumulate_dtype == np.dtype(compute)
 
 
-@pytest.mark.parametrize("field", ["reduce_dtype", "accumulate_dtype"])
+@pytest.mark.parametrize("field", LATER)
 def test_maps_and_keras_keep_what_came_later(field):
-    policy = jmp.get_policy("mixed_bfloat16").replace(**{field: "float32"})
+    policy = jmp.get_policy("mixed_bfloat16").replace(**{field: LATER[field]})
     policies = jmp.PolicyMap({"head": policy}, "mixed_bfloat16")
     for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
         assert again is policies

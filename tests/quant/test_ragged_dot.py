@@ -10,6 +10,9 @@ from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
+from benchmarks._compiled import products
+from benchmarks._programs import Program
+from benchmarks._targets import tpu
 from jmp_policy import quant
 
 FORMATS = ("int8", "float8(recipe=current,min_size=0)", "mxfp8")
@@ -140,6 +143,22 @@ def test_accelerators_get_8_bit_operands(format, operands):
         calls = [line for line in text.splitlines() if 'composite "chlo.ragged_dot"' in line]
         types = [re.findall(r"tensor<[0-9x]+x(\w+)>", line.rpartition(" : ")[2]) for line in calls]
         assert [f"{left} {right} {out}" for left, right, _, out in types] == operands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "operands"),
+    [
+        ("int8", {"s8": 1, "bf16": 2}),
+        ("float8(recipe=current)", {"f8e4m3fn": 1, "f8e5m2 x f8e4m3fn": 1, "f8e4m3fn x f8e5m2": 1}),
+        ("mxfp8", {"bf16": 3}),
+    ],
+)
+def test_the_compiler_for_a_tpu_keeps_8_bit_operands(format, operands):
+    pytest.importorskip("libtpu")
+    shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (4, 128, 256), (256, 256)))
+    program = Program(jax.jit(lambda *operands: run_groups(*operands, (64, 0, 160, 32), format)), shapes)
+    assert products(tpu().compile(program)) == operands
 
 
 def test_output_and_gradients_have_the_dtypes_of_dot_general():

@@ -27,7 +27,7 @@ _PASSING = PASSING - {"sign", "one_minus_square"} | {"scatter-add", "scatter-sub
 _ARITHMETIC = (PASSING & set(INFER)) | {"scatter-add", "scatter-sub", "scatter-mul", "dot_general"}
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # a body is rewritten several times, until the kinds of its carry settle
 def find_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
     """Finds the positions in the carry of accumulated values; `carry` numbers the carried arguments of `program`."""
     return _find_float32_accumulators(program, carry) | _find_plain_sums(program, carry)

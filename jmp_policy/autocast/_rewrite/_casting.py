@@ -23,11 +23,11 @@ from ..._jaxpr import (
     is_float,
 )
 from ...policy import Policy, PolicyMap, Quantization
+from ...quant._layers import attention_format_of
 from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
-    PRODUCTS,
     Level,
     PrecisionFinder,
     as_low,
@@ -43,13 +43,13 @@ from ._precision import (
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
+from ._weight_products import AttentionProduct, Product, describe_attention_product, describe_weight_product
 from ._weights import (
     A_WEIGHT,
     NO_WEIGHT,
+    WEIGHT_PRODUCTS,
     WHY_BACKWARD,
     Names,
-    WeightProduct,
-    describe_weight_product,
     follow_weights,
 )
 from ._writers import FLOAT32, FULL, LOW, SUM, TRACED, EquationWriter
@@ -70,7 +70,8 @@ class CastingRule(EquationWriter):
         self.sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
         self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
         may_have_sums = self.sums is not None or (self.scopes is not None and self.scopes.accumulates)
-        self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums)
+        may_attend = attention_format_of(self.quantization) is not None or bool(self.scopes and self.scopes.attends)
+        self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums, may_attend)
         self._in_scopes: dict[Any, CastingRule] = {}
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
@@ -223,7 +224,9 @@ class CastingRule(EquationWriter):
         if precision in _ROUNDING and not keeps_sums(eqn, values):
             values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
         product = self.find_weight_product(eqn, weights, context) if any(weights) else ""
-        if isinstance(product, WeightProduct):
+        if not any(weights) and context.attends and precision is Precision.LOW:
+            product = self._find_attention_product(eqn, context)
+        if not isinstance(product, str):
             results = self._write_weight_product(product, eqn, values, body)
         elif eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
@@ -238,10 +241,10 @@ class CastingRule(EquationWriter):
 
     def find_weight_product(
         self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace, where: str = ""
-    ) -> WeightProduct | str:
+    ) -> Product | str:
         """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
         rule = self if place.scope is None else self._find_rule_of(place.scope)
-        if eqn.primitive.name not in PRODUCTS:
+        if eqn.primitive.name not in WEIGHT_PRODUCTS:
             return "it is not a matmul or convolution"
         if rule.quantization is None:
             return "a rule leaves it out"
@@ -249,7 +252,7 @@ class CastingRule(EquationWriter):
             return WHY_BACKWARD
         if rule._precisions.find(eqn, (), place) is not Precision.LOW:
             return "it does not run in the compute dtype"
-        if all(weights):
+        if all(weights[:2]):
             return "both operands are weights"
         position = 0 if weights[0] else 1
         sums = rule.sums if rule._is_cast_in(eqn) else None
@@ -258,13 +261,19 @@ class CastingRule(EquationWriter):
             return product
         return product.reason_left([_shape_of(atom) for atom in eqn.invars], where) or product
 
+    def _find_attention_product(self, eqn: JaxprEqn, place: EquationPlace) -> AttentionProduct | str:
+        """Returns the quantized form of a matmul of two activations, or an empty string."""
+        format = attention_format_of(self.quantization)
+        is_open = not place.backward and self._is_cast_in(eqn)
+        return describe_attention_product(eqn, format, self.sums) if is_open else ""
+
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
         """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""
-        dtypes = [float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)]
+        dtypes = [float_dtype(atom) for atom in (*eqn.invars[:2], *eqn.outvars)]
         return FLOAT32 in dtypes[:2] or all(dtype == self.compute_dtype for dtype in dtypes)
 
     def _write_weight_product(
-        self, product: WeightProduct, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
+        self, product: Product, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
     ) -> list[Value]:
         """Writes a quantized matmul, which rounds the weight from its own dtype, before a cast of the author."""
         is_cast, made = self._is_cast_in(eqn), float_dtype(eqn.outvars[0])

@@ -43,7 +43,7 @@ def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
     return name in STEEP and (name != "div" or position == 1)
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else the time doubles with each level of nested calls
 def _follow(program: Jaxpr, leaving: frozenset[int], search: _Search) -> tuple[list[frozenset[int]], set[Var]]:
     """Returns the outputs of each equation that reach a target, and all variables that do."""
     reaching = set(list_variables(atom for i, atom in enumerate(program.outvars) if i in leaving))
@@ -75,7 +75,6 @@ def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], sear
     return steep
 
 
-@remember_by_jaxpr
 def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
     """Finds the outputs of equations with sub-jaxprs that only a backward pass reads; so are those in `leaving`."""
     forward = (eqn for eqn in program.eqns if not _is_of_backward(eqn))
@@ -101,7 +100,7 @@ def is_gradient_sum(program: Jaxpr, number: int) -> bool:
     return eqn.primitive.name == "add_any" and _is_of_backward(eqn) and number in _find_gradient_sums(program)
 
 
-@remember_by_jaxpr
+@remember_by_jaxpr  # else each sum would look for all of them
 def _find_gradient_sums(program: Jaxpr) -> set[int]:
     staying: set[Var] = set()  # operands of computations of the backward pass
     found = set()

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
+import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, ModuleType
@@ -19,9 +19,10 @@ from ..._base import did_you_mean, list_paths_to
 from ..._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, walk
 from ...modules import FULL_PRECISION
 from ...policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
+from ...quant._layers import attention_format_of
 from ...quant._products import needs_state
 from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
-from ._tables import FUNCTIONS
+from ._tables import ATTENTION, FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
 """The dtypes that autocast casts from and to. Values of other dtypes stay as they were traced."""
@@ -75,6 +76,11 @@ class Scopes:
         """True if matmuls of a scope may return another dtype than the compute dtype."""
         scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
         return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
+
+    @property
+    def attends(self) -> bool:
+        """True if the policy of a scope quantizes attention."""
+        return any(attention_format_of(scope.quantization) is not None for _, scope in self._everywhere.rows)
 
     def find(self, path: str, backward: bool) -> Scope | None:
         """Finds the scope of a path, in the backward pass or not."""
@@ -185,9 +191,13 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
             f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
             f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
         )
+    if policy.cache is not None:
+        raise ValueError(
+            f"autocast knows no layers, and cannot store their cache as the policy {name!r}{where and ' ' + where} "
+            f"says. Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
+        )
 
 
-@functools.cache
 def _trace_precision(name: str | None) -> Any:
     """Returns the `precision` parameter of a matmul under a default precision."""
     with jax.default_matmul_precision(name) if name is not None else contextlib.nullcontext():
@@ -213,6 +223,7 @@ class EquationPlace(NamedTuple):
     steep: frozenset[int] = NONE  # its outputs that reach an operation that is steep where others saturate
     logarithmic: frozenset[int] = NONE  # its outputs that reach a logarithm, even through sums
     saved: frozenset[int] = NONE  # its outputs that only a backward pass reads, for loops under an accumulate dtype
+    attends: bool = False  # True in a function of `ATTENTION`, if a policy quantizes attention
 
     @property
     def treatment(self) -> str | None:
@@ -233,10 +244,11 @@ _DECIDED = (_REGION, _NESTED)
 
 
 class PlaceFinder:
-    """Finds the place of each equation. With `finds_saved`, also the residuals of loops."""
+    """Finds the place of each equation. With `finds_saved`, also the residuals of loops, with `attends` attention."""
 
-    def __init__(self, functions: "Functions", scopes: Scopes | None, finds_saved: bool = False):
+    def __init__(self, functions: "Functions", scopes: Scopes | None, finds_saved: bool = False, attends: bool = False):
         self._functions, self._scopes, self._finds_saved = functions, scopes, finds_saved
+        self._attention = _ATTENTION if attends else None
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
@@ -264,10 +276,11 @@ class PlaceFinder:
             function = _REGION
         elif function is None:
             function = self._functions.find(eqn)
+        attends = outer.attends or (self._attention is not None and self._attention.find(eqn) is not None)
+        here = EquationPlace(backward, function, steep=steep, logarithmic=logarithmic, attends=attends)
         if self._scopes is not None:
             path = self._scopes.paths.find(outer.path, eqn)
-            return EquationPlace(backward, function, path, self._scopes.find(path, backward), steep, logarithmic)
-        here = EquationPlace(backward, function, steep=steep, logarithmic=logarithmic)
+            return here._replace(path=path, scope=self._scopes.find(path, backward))
         return outer if here == outer else here
 
 
@@ -291,7 +304,11 @@ class Functions:
         traceback = eqn.source_info.traceback
         found = None
         self._look_up()
-        for code in () if traceback is None else traceback.raw_frames()[0]:
+        codes = () if traceback is None else traceback.raw_frames()[0]
+        names, ids = map(operator.attrgetter("co_name"), codes), map(id, codes)
+        if self._by_name.keys().isdisjoint(names) and self._by_code.keys().isdisjoint(ids):
+            return None  # quicker than a loop over tens of frames
+        for code in codes:
             function = self._by_name.get(code.co_name) or self._by_code.get(id(code))
             if function is not None:
                 found = function
@@ -318,6 +335,7 @@ def find_functions(rows: Iterable[tuple[str, str]]) -> Functions:
 
 
 _OF_TABLES = Functions(FUNCTIONS)
+_ATTENTION = Functions(dict.fromkeys(ATTENTION, "attention"))
 
 
 def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, make_remat, remember_by_jaxpr, without_mesh
+from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, make_remat, without_mesh
 from ._place import EquationPlace
 
 KEEPING = frozenset(("mul", "div", "square", "integer_pow"))
@@ -66,7 +66,6 @@ def write_again(
     return body.append(remat, atoms, kinds, remat.params)
 
 
-@remember_by_jaxpr
 def _find_last_uses(program: Jaxpr) -> dict[Var, int]:
     """Finds the number of the last equation that reads each variable; outputs are read after all equations."""
     uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}

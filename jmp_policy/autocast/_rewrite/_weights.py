@@ -1,28 +1,25 @@
-"""Matmuls and convolutions by a weight: follows weights through a jaxpr, and describes their quantized form."""
+"""Follows weights through a jaxpr, to the matmuls and convolutions that read them."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, sub_jaxprs
-from ...policy import MULTIPLE, ODD_ROWS, Float8, Int4, Quantization
-from ...quant._layers import LayerProduct, Multiply, WeightedLayer, spell_format
-from ...quant._products import describe_convolution, describe_dot_general, reason_not_float8
-from ...quant._weights import WHY_TABLES_WIDE, Layout, block_length, prepare_weight, reason_unquantized
+from ...quant._weights import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
+from ._weight_products import Product
 
 Names = frozenset[int]
 """The numbers of the weights that a value consists of; empty for a value that is not a weight."""
 
 NO_WEIGHT: Names = frozenset()
 A_WEIGHT: Names = frozenset([0])
+
+WEIGHT_PRODUCTS = PRODUCTS | {"ragged_dot_general"}
+"""Primitives that are quantized if one operand is a weight."""
 
 _FOLLOWED = (having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"convert_element_type"}) - {"gather", "tile"}
 """Primitives whose output is a weight if all their floating operands are. A `gather` reads rows of a table."""
@@ -53,109 +50,11 @@ def _size(atom: Atom) -> int:
     return math.prod(aval.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightProduct:
-    """A matmul or convolution by a weight, as a function of both operands.
-
-    The axes of the weight are brought into the order batch, summed, outputs: the one of a Flax kernel.
-    """
-
-    operation: str  # the name of the primitive
-    position: int  # of the weight among the operands
-    order: tuple[int, ...]  # the axes of the weight in the new order
-    summed: int  # number of summed axes
-    channels: int  # number of axes of outputs
-    options: tuple[tuple[str, Any], ...]  # of the operation on the input and the reordered weight
-    out_order: tuple[int, ...]  # the axes of the output in the order of the equation
-    quantization: Quantization
-    accumulate: np.dtype | None = None
-
-    def __call__(self, *operands: jax.Array) -> jax.Array:
-        weight, inputs = _reorder(operands[self.position], self.order), operands[1 - self.position]
-        stored: Any = weight
-        if not isinstance(self.quantization, Float8):
-            stored = prepare_weight(weight, self.quantization, self._find_layout(weight.shape))
-        product = LayerProduct(self.operation, self.quantization, self.accumulate, lambda *x: x, as_tuple=False)
-        return _reorder(Multiply(product)(inputs, stored, **dict(self.options)), self.out_order)
-
-    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str) -> str | None:
-        """Returns the reason why the weight is not quantized, or None. Raises if its blocks do not divide it."""
-        shape, inputs = tuple(shapes[self.position][axis] for axis in self.order), shapes[1 - self.position]
-        layout = self._find_layout(shape)
-        if not self.channels or not self.summed:
-            return "it is multiplied as a vector"
-        if not isinstance(self.quantization, Float8):
-            reason = reason_unquantized(shape, layout, self.quantization)
-            if reason is None and isinstance(self.quantization, Int4):
-                block_length(layout, self.quantization, where)
-            return reason
-        operands = [jax.ShapeDtypeStruct(own, np.float32) for own in (inputs, shape)]
-        describe: Any = describe_dot_general if self.operation == "dot_general" else describe_convolution
-        operation = describe(*operands, **dict(self.options)).operation
-        lengths = zip(operation.left, inputs, strict=True)
-        rows = math.prod(length for label, length in lengths if label not in operation.right)
-        is_odd = self.operation == "dot_general" and rows % MULTIPLE
-        return reason_not_float8(operation, inputs, shape, self.quantization) or (ODD_ROWS if is_odd else None)
-
-    def __str__(self) -> str:
-        if isinstance(self.quantization, Float8):
-            return str(self.quantization)
-        return spell_format(self.quantization, WeightedLayer("kernel", self.operation), None)
-
-    def _find_layout(self, shape: tuple[int, ...]) -> Layout:
-        end = len(shape) - self.channels
-        return Layout(shape[end - self.summed : end], self.channels)
-
-
-def describe_weight_product(
-    eqn: JaxprEqn, position: int, quantization: Quantization, accumulate: np.dtype | None
-) -> WeightProduct | str:
-    """Describes a matmul or convolution whose operand at `position` is a weight, or returns why it is left."""
-    name, params = eqn.primitive.name, {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
-    ndim = len(_shape(eqn.invars[position]))
-    if name == "conv_general_dilated":
-        if position == 0:
-            return "it is the input of a convolution"
-        numbers = params["dimension_numbers"]
-        outputs, inputs, *window = numbers.rhs_spec
-        params["dimension_numbers"] = numbers._replace(rhs_spec=(ndim - 1, ndim - 2, *range(ndim - 2)))
-        order, summed, channels = (*window, inputs, outputs), ndim - 1, 1
-        given = {key: value for key, value in params.items() if key != "out_sharding" or value is not None}
-        return WeightProduct(name, 1, order, summed, channels, tuple(given.items()), (), quantization, accumulate)
-    contracted, batch = params["dimension_numbers"]
-    own, other = (tuple(map(int, axes[position])) for axes in (contracted, batch)), 1 - position
-    summed_axes, batch_axes = own
-    free = tuple(axis for axis in range(ndim) if axis not in (*summed_axes, *batch_axes))
-    n = len(batch_axes)
-    weight_axes = tuple(range(n, n + len(summed_axes))), tuple(range(n))
-    params["dimension_numbers"] = ((contracted[other], weight_axes[0]), (batch[other], weight_axes[1]))
-    out_order: tuple[int, ...] = ()
-    if position == 0:
-        if params.get("out_sharding") is not None:
-            return "it is the left operand, and the output has a sharding"
-        rows = len(_shape(eqn.invars[1])) - n - len(summed_axes)
-        out_order = (*range(n), *range(n + rows, n + rows + len(free)), *range(n, n + rows))
-    order = (*batch_axes, *summed_axes, *free)
-    options = tuple(params.items())
-    return WeightProduct(
-        name, position, order, len(summed_axes), len(free), options, out_order, quantization, accumulate
-    )
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape
-
-
-def _reorder(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    return x if order == tuple(sorted(order)) else lax.transpose(x, order)
-
-
 class WeightUse(NamedTuple):
     """An equation that reads weights and does more than moving them."""
 
     names: Names
-    product: WeightProduct | str  # its quantized form, or the reason to leave it
+    product: Product | str  # its quantized form, or the reason to leave it
     is_product: bool  # True for a matmul or convolution
     is_lookup: bool = False  # True if it reads rows of a table
 
@@ -169,7 +68,7 @@ class WeightFinder:
 
     def __init__(
         self,
-        find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], WeightProduct | str],
+        find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], Product | str],
         contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]],
         enters: Callable[[JaxprEqn, EquationPlace], bool],
     ):
@@ -218,7 +117,7 @@ class WeightFinder:
         self, eqn: JaxprEqn, read: Sequence[Names], made: Sequence[Names], place: EquationPlace
     ) -> list[WeightUse]:
         name, weights = eqn.primitive.name, NO_WEIGHT.union(*read)
-        if name in PRODUCTS:
+        if name in WEIGHT_PRODUCTS:
             return [WeightUse(weights, self._find_product(eqn, read, place), True)]
         if any(made):
             return []

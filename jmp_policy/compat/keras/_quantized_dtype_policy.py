@@ -241,7 +241,7 @@ class GPTQDTypePolicy(_CalibratedDTypePolicy):
 
 
 class AWQDTypePolicy(_CalibratedDTypePolicy):
-    """A dtype policy for weights in 4 bits, under the name of Keras's AWQ. `quant.gptq` makes such weights here.
+    """A dtype policy for weights that `quant.awq` makes, under Keras's name and with Keras's attributes.
 
     Arguments, attributes and errors are as for `GPTQDTypePolicy`, with 4 bits alone.
 

@@ -8,12 +8,21 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import Args, DTypeLike, Kwargs, PyTree, is_array, name_state, parse_dtype, warn_once, warn_user
+from ..._base import (
+    Args,
+    DTypeLike,
+    Kwargs,
+    PyTree,
+    Results,
+    drop_value_key,
+    name_state,
+    parse_dtype,
+    warn_once,
+    warn_user,
+)
 from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, find_line, float_dtype, run_lifted, trace
 from ._marks import Need, Obstacle, Origin, Upcasts, find_marks
 from ._widening import Widening
-
-KeyPath = tuple[Any, ...]
 
 
 def reduce_gradients_in(
@@ -24,10 +33,9 @@ def reduce_gradients_in(
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, PyTree]:
-    """Calls a function that returns a value and gradients, with its gradients summed over devices in a dtype.
+    """Calls a function that returns a value and gradients, which are summed over devices in a dtype.
 
-    `parameters` are the differentiated arrays among the arguments. With `on_opaque=None`, for the dtype of a policy,
-    nothing is an error, and each warning is given once.
+    `parameters` are the differentiated arrays. With `on_opaque=None`, for a policy, it warns once and raises nothing.
     """
     try:
         parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
@@ -41,9 +49,9 @@ def reduce_gradients_in(
             raise
         warn_once(reduce_gradients_in, f"{_OF_POLICY} {error}")
         return differentiated(*args, **kwargs)
-    results = _Results()
-    run = functools.partial(_trace_and_run, parsed, on_opaque, results, set(map(id, parameters)))
-    return run_lifted(run, results.watch_gradients(differentiated), args, kwargs)
+    gradients: dict[int, str] = {}
+    run = functools.partial(_trace_and_run, parsed, on_opaque, gradients, set(map(id, parameters)))
+    return run_lifted(run, _watch_gradients(differentiated, gradients), args, kwargs)
 
 
 _OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
@@ -52,15 +60,22 @@ _OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
 def _trace_and_run(
     dtype: np.dtype,
     on_opaque: Literal["error", "warn"] | None,
-    results: "_Results",
+    gradients: dict[int, str],
     parameters: set[int],
     fun: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> PyTree:
+    results, names = Results(), list[str | None]()
+
+    def list_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        arrays = results.take_arrays(fun)(*args, **kwargs)
+        names[:] = [gradients.get(id(leaf)) for leaf in arrays]
+        return arrays
+
     with explain_tracing("value_and_grad", ", reduce_dtype='float32'"):
-        traced = trace(results.take_arrays(fun), args, kwargs)
-    old, names = traced.program, results.names
+        traced = trace(list_arrays, args, kwargs)
+    old = traced.program
     origins = tuple([Origin.PARAMETER if id(leaf) in parameters else Origin.DATA for leaf in traced.leaves])
     marks = find_marks(old.jaxpr, _list_needs(names), origins, dtype)
     if marks.obstacles and _is_refused(old.jaxpr, names, origins, dtype, on_opaque):
@@ -96,62 +111,25 @@ def _is_refused(
     return False
 
 
-class _Results:
-    """Outputs of a gradient function: its arrays, and which of them are gradients."""
+def _watch_gradients(
+    differentiated: Callable[..., tuple[Any, PyTree]], gradients: dict[int, str]
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Records the path of each gradient by the id of its array, without float8 state."""
 
-    def __init__(self) -> None:
-        self._leaves: list[Any] = []
-        self._structure: Any = None
-        self._gradients: dict[int, str] = {}
-        self.names: list[str | None] = []
+    @functools.wraps(differentiated)
+    def call_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        out, grads = differentiated(*args, **kwargs)
+        leaves = jax.tree_util.tree_leaves_with_path(grads)
+        for (path, leaf), state in zip(leaves, name_state(grads), strict=True):
+            if not state:
+                gradients[id(leaf)] = jax.tree_util.keystr(drop_value_key(path), simple=True, separator="/")
+        return out, grads
 
-    def watch_gradients(self, differentiated: Callable[..., tuple[Any, PyTree]]) -> Callable[..., tuple[Any, PyTree]]:
-        """Returns the same function, and records its gradients, without float8 state."""
-
-        @functools.wraps(differentiated)
-        def call_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-            out, grads = differentiated(*args, **kwargs)
-            leaves = jax.tree_util.tree_leaves_with_path(grads)
-            for (path, leaf), state in zip(leaves, name_state(grads), strict=True):
-                if not state:
-                    self._gradients[id(leaf)] = _spell_path(path)
-            return out, grads
-
-        return call_and_watch
-
-    def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Returns the same function with a list of its arrays as output."""
-
-        def call_and_take(*args: Any, **kwargs: Any) -> list[Any]:
-            self._leaves, self._structure = jax.tree.flatten(fun(*args, **kwargs))
-            arrays = [leaf for leaf in self._leaves if _is_traced(leaf)]
-            self.names = [self._gradients.get(id(leaf)) for leaf in arrays]
-            self._leaves = [_ARRAY if _is_traced(leaf) else leaf for leaf in self._leaves]
-            return arrays
-
-        return call_and_take
-
-    def put_back(self, arrays: Sequence[Any]) -> PyTree:
-        """Returns the outputs of the function, with these arrays."""
-        given = iter(arrays)
-        return jax.tree.unflatten(self._structure, [next(given) if x is _ARRAY else x for x in self._leaves])
-
-
-_ARRAY = object()
-
-
-def _is_traced(leaf: object) -> bool:
-    """True if an output can be an output of a jaxpr; the float0 gradients of integers cannot."""
-    return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+    return call_and_watch
 
 
 def _list_needs(names: Sequence[str | None]) -> tuple[Need, ...]:
     return tuple([Need.NONE if name is None else Need.GRADIENT for name in names])
-
-
-def _spell_path(path: KeyPath) -> str:
-    is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return jax.tree_util.keystr(path[:-1] if is_value else path, simple=True, separator="/")
 
 
 _SHOWN = 5

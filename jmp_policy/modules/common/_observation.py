@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, is_array
+from ..._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, Results, flatten_function, is_array
 from .._adapter import ModuleCall, is_flax_object
 
 _SCOPE = "jmp_policy_module_"
@@ -28,13 +28,10 @@ class Observation:
 
     def trace(self, fun: Callable[..., Any], *args: Any) -> None:
         """Traces a function that calls a model under the hook. Arrays among `args` become abstract."""
-
-        def list_arrays(*args: Any) -> list[Any]:  # `make_jaxpr` needs arrays as outputs
-            return [leaf for leaf in jax.tree.leaves(fun(*args)) if is_array(leaf)]
-
-        program, arrays = _split_arrays(list_arrays, args)
+        # Flattening copies RNG streams too, so that the caller's do not advance.
+        flat, arrays, _ = flatten_function(Results().take_arrays(fun), args, {})
         with OBSERVING(object()), _ignore_map_warnings():
-            self.program = jax.make_jaxpr(program)(arrays).jaxpr
+            self.program = jax.make_jaxpr(flat)(*arrays).jaxpr
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method and records its dtypes, unless another method of the same module is running."""
@@ -61,9 +58,10 @@ def read_path(scope: str) -> str | None:
 
 def eval_shapes(fun: Callable[..., Any], *args: Any) -> PyTree:
     """Like `jax.eval_shape`, for arguments and results that are not all arrays."""
-    program, arrays = _split_arrays(fun, args)
+    flat, arrays, structures = flatten_function(fun, args, {})
     with _ignore_map_warnings():
-        return jax.eval_shape(program, arrays)
+        out = jax.eval_shape(flat, *arrays)
+    return jax.tree.unflatten(structures[-1], out)
 
 
 @contextlib.contextmanager
@@ -72,18 +70,6 @@ def _ignore_map_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="policy rule ")
         yield
-
-
-def _split_arrays(fun: Callable[..., Any], args: Args) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-    """Returns `fun` as a function of the arrays among its arguments, and these arrays."""
-    leaves, structure = jax.tree.flatten(args)  # copies RNG streams too, so that the caller's do not advance
-    positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def program(arrays: list[Any]) -> Any:
-        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
-        return fun(*jax.tree.unflatten(structure, filled.values()))
-
-    return program, [leaves[index] for index in positions]
 
 
 def _add_dtypes(dtypes: dict[str, tuple[str, ...]], path: str, tree: PyTree) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Var
 
-from ..._base import TRACING
+from ..._base import TRACING, Results
 from ..._jaxpr import (
     HALF,
     MATMULS,
@@ -26,7 +26,7 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._ends import Results, check_function
+from .._ends import check_function
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._facts import ValueFacts, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul

@@ -4,7 +4,6 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from ..._base import list_paths_to
 from ..._jaxpr import MATMULS
@@ -28,36 +27,28 @@ def diagnose(
     exponent = round(math.log2(scale))
     values = trial.list_values(policy)
     losses = {value: trial.find_loss(value, exponent) for value in values}
-    repair = _find_repair(trial, values, policy, exponent if is_given else None)
-    losses |= {value: loss for value, loss in repair.later.items() if value not in losses or not losses[value].what}
+    culprits, choice, later = _find_repair(trial, values, policy, exponent if is_given else None)
+    losses |= {value: loss for value, loss in later.items() if value not in losses or not losses[value].what}
     has_scale = any(map(trial.is_scaled, values))
-    kept = scale if is_given and repair.scale.exponent == exponent else math.ldexp(1.0, repair.scale.exponent)
-    reasons = _list_reasons(losses, trial.rows, repair.culprits)
+    kept = scale if is_given and choice.exponent == exponent else math.ldexp(1.0, choice.exponent)
+    reasons = _list_reasons(losses, trial.rows, culprits)
     return Prediction(
         reasons=reasons,
-        policy_map=make_map(repair.culprits, policy, trial.paths),
+        policy_map=make_map(culprits, policy, trial.paths),
         loss_scale=kept if has_scale else None,
         policy=policy,
         asked_scale=scale,
         by=by,
         risks=_rank_scopes(losses),
-        notes=tuple(_list_notes(trial, values, reasons, repair, has_scale=has_scale)),
-        spans=tuple(_list_spans(losses, trial.rows, exponent, repair.culprits)),
+        notes=tuple(_list_notes(trial, values, reasons, culprits, choice.exponent if has_scale else None)),
+        spans=tuple(_list_spans(losses, trial.rows, exponent, culprits)),
     )
-
-
-class _Repair(NamedTuple):
-    """Scopes to keep in float32, the loss scale for the others, and losses found with these changes."""
-
-    culprits: tuple[str, ...]
-    scale: ScaleChoice
-    later: dict[NarrowValue, Loss]
 
 
 def _find_repair(
     trial: "_TrialRun", values: Sequence[NarrowValue], policy: Policy | PolicyMap, given: int | None
-) -> _Repair:
-    """Moves scopes to float32 until no other scope loses values. Each move changes the casts of other scopes."""
+) -> tuple[tuple[str, ...], ScaleChoice, dict[NarrowValue, Loss]]:
+    """Returns scopes to keep in float32, each of which changes the casts of others, a loss scale, and their losses."""
     culprits: dict[str, None] = {}
     later: dict[NarrowValue, Loss] = {}
     scale = trial.choose_scale(values, given)
@@ -71,7 +62,7 @@ def _find_repair(
         later |= {value: loss for value, loss in losses.items() if loss.what}
         values = trial.list_values(make_map(culprits, policy, trial.paths))
         scale = trial.choose_scale(values, given)
-    return _Repair(tuple(culprits), scale, later)
+    return tuple(culprits), scale, later
 
 
 class _TrialRun:
@@ -201,14 +192,18 @@ def _list_spans(
 
 
 def _list_notes(
-    trial: _TrialRun, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair, *, has_scale: bool
+    trial: _TrialRun,
+    values: Sequence[NarrowValue],
+    reasons: Sequence[Reason],
+    culprits: Sequence[str],
+    exponent: int | None,
 ) -> Iterable[str]:
-    if has_scale:
-        yield _describe_scale(trial, values, reasons, repair)
+    if exponent is not None:
+        yield _describe_scale(trial, values, reasons, spell_scale(math.ldexp(1.0, exponent)))
     else:
         yield "No backward pass was measured: use collect(jax.value_and_grad(loss_fn), where='all')."
-    if repair.culprits:
-        names = ", ".join(path or "(no scope)" for path in repair.culprits)
+    if culprits:
+        names = ", ".join(path or "(no scope)" for path in culprits)
         yield f"In float32 by .policy_map: {names}."
     if trial.is_of_modules:
         yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
@@ -219,8 +214,8 @@ def _list_notes(
         yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or '(no scope)'}."
 
 
-def _describe_scale(trial: _TrialRun, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair) -> str:
-    scale, widest = spell_scale(math.ldexp(1.0, repair.scale.exponent)), trial.find_widest(values)
+def _describe_scale(trial: _TrialRun, values: Sequence[NarrowValue], reasons: Sequence[Reason], scale: str) -> str:
+    widest = trial.find_widest(values)
     if widest is not None and trial.choose_scale(values, None).unsaved:
         first, last = widest
         return (

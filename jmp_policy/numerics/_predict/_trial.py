@@ -137,10 +137,8 @@ Chain = tuple[int, ...]
 
 
 def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -> dict[Chain, Written]:
-    """Finds the dtypes of each equation under a policy, by the ids of the equations around it and of itself.
-
-    A jaxpr with half precision was traced under a policy: the new one is taken to leave the same values in float32.
-    """
+    """Finds the dtypes of each equation under a policy, by the ids of the equations around it and of itself."""
+    # A jaxpr with half precision was traced under a policy: the new one is taken to leave the same values in float32.
     program, rule = observed.program, _make_casting_rule(observed, policy)
     start: Any = EquationPlace()
     if by == "with_policy" or has_half(program):

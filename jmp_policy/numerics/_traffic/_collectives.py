@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from ..._base import TRACING, describe
-from ..._jaxpr import ModulePaths, Register, find_direction, flatten_function
-from .._ends import Results, check_function
+from ..._base import TRACING, Results, describe, flatten_function
+from ..._jaxpr import ModulePaths, Register, find_direction
+from .._ends import check_function
 from ._collective import Collective, Meshes, OpLocation, add_up, find_meshes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,16 @@ from ...policy import Policy, PolicyMap
 
 def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_policy: Policy) -> PolicyMap:
     """Makes the map that gives `kept` scopes `kept_policy` and the others `policy`; only the root casts its outputs."""
-    wanted = {"": False} | {scope: scope in kept for scope in scopes}
-    outer = {
-        path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in wanted) for path in wanted if path
-    }
-    changed = sorted((path for path in outer if wanted[path] != wanted[outer[path]]), key=lambda path: -path.count("/"))
-    inner = {True: kept_policy.replace(output_dtype=None), False: policy.replace(output_dtype=None)}
-    rules = [(re.escape(path), inner[wanted[path]]) for path in changed]
-    return PolicyMap(rules, inner[True] if wanted[""] else policy)
+    kept_policy = kept_policy.replace(output_dtype=None)
+    return assign_policies({scope: kept_policy if scope in kept else policy for scope in scopes}, policy)
+
+
+def assign_policies(wanted: Mapping[str, Policy], default: Policy) -> PolicyMap:
+    """Makes the map that gives each scope its policy; only the root, by default with `default`, casts its outputs."""
+    inner = {path: policy.replace(output_dtype=None) for path, policy in {"": default, **wanted}.items()}
+    outer = {path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in inner) for path in inner if path}
+    changed = sorted((path for path in outer if inner[path] != inner[outer[path]]), key=lambda path: -path.count("/"))
+    return PolicyMap([(re.escape(path), inner[path]) for path in changed], wanted.get("", default))
 
 
 def write_code(policy_map: PolicyMap) -> str:
@@ -75,7 +77,7 @@ class Subject:
     ) -> tuple[Callable[..., Any], PyTree]:
         """Returns a function of one tree of arrays, seen through `look`, and that tree. Writes to objects are lost."""
         observe, args = self._make_observed(policy, scale)
-        arrays, rebuild = _take_apart(args)
+        arrays, rebuild = take_apart(args)
         observed = look(observe)
         return lambda arrays: observed(*rebuild(arrays)), arrays
 
@@ -138,7 +140,7 @@ def _is_floating(leaf: Any) -> bool:
     return is_array(leaf) and is_floating_dtype(leaf.dtype)
 
 
-def _take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
+def take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
     """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
     if find_lifting_adapter(args) is None:
         arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)

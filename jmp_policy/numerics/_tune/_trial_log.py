@@ -15,8 +15,9 @@ class Trial:
     """Result of one run under a map.
 
     Attributes:
-      kept: the scopes kept out of the policy.
-      error: the largest relative error; infinite if any result was not finite.
+      kept: the scopes kept out of the policy; under `effective_bits`, `path=format` for each layer that does not have
+        the smallest format.
+      error: the largest relative error, or the relative increase of the loss; infinite if any result was not finite.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)

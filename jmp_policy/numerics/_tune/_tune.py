@@ -15,6 +15,7 @@ from ..._base import describe, escape_controls, is_floating, sum_arrays
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
+from ._bits import parse_formats, tune_bits
 from ._ranking import Ranking, find_format, rank_scopes
 from ._search import SearchResult, find_smallest
 from ._subject import Observed, Subject, is_loss, make_map
@@ -29,7 +30,9 @@ def tune(
     args: Sequence[Any],
     policy: PolicySpec,
     *,
-    tolerance: float,
+    tolerance: float | None = None,
+    formats: Sequence[str] | None = None,
+    effective_bits: float | None = None,
     metric: Callable[..., Any] | None = None,
     budget: int | None = None,
     gradients: bool | None = None,
@@ -50,6 +53,11 @@ def tune(
     The error is the largest relative error (in the norm) of any output or gradient leaf. A leaf with a small norm is
     compared with 0.1 of the root mean square of all leaves. Any non-finite value makes the error infinite.
 
+    With `formats` and `effective_bits`, it finds the format of each layer of a module instead, so that the loss rises
+    little and the weights take at most so many bits on average. One pass predicts the increase for each layer and
+    format: half the mean square, over examples, of gradient times rounding error. The best map by prediction is
+    measured with the nearest others, until none of them has a smaller loss.
+
     With a quantized policy such as `"int8_from_float32"`, as few layers as possible stay unquantized, and the reference
     is the module without quantization. Float8 trials use current scaling, which needs no state.
 
@@ -59,10 +67,17 @@ def tune(
         to the floating arrays, or the `nnx.Param`s, in the first argument.
       policy: a policy that computes in float16 or bfloat16, or a quantized policy for a module. The output dtype does
         not apply to a loss.
-      tolerance: the largest accepted relative error.
+      tolerance: the largest accepted relative error; not with `effective_bits`.
+      formats: stored formats to choose from, such as `["int4/128", "int8", "bfloat16"]`, around which `policy` has the
+        dtypes. A dtype stores a weight unquantized.
+      effective_bits: the largest mean number of bits per weight, over the weights that some format quantizes. Scales
+        and zero points count, as `quant.QuantizedArray` stores them. `gradients`, `has_aux`, `loss_scale` and `seed`
+        have no effect with it.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
-        under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
-      budget: the maximum number of trials (each compiles); unlimited if `None`.
+        under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted. With `effective_bits`, it
+        is the loss: a differentiable scalar, jitted, and the mean of what it is for each example. The examples are
+        the rows of all arguments but variables. If `None`, the output of the module is the loss.
+      budget: the maximum number of trials; unlimited if `None`. Each compiles, unless `effective_bits` is given.
       gradients: whether to compare gradients. If `None`: for a scalar loss and for a module (of a fixed random
         projection of its outputs), unless the policy quantizes only weights or to integers.
       has_aux: whether the function returns a loss and auxiliary data, which is not compared.
@@ -74,13 +89,16 @@ def tune(
       seed: the seed of the random projection.
 
     Returns:
-      A `Tuning`, with `.policy_map`, `.to_code()`, `.scopes`, `.trials` and `.plot()`. Prints as a table.
+      A `Tuning`, with `.policy_map`, `.to_code()`, `.scopes`, `.trials` and `.plot()`. Prints as a table. With
+      `effective_bits` it has `.formats` and `.curve` too: the loss over the bits.
 
     Raises:
       TypeError: the first argument is not a function or a module, or `args` is not a tuple or list.
       ValueError: the policy is unknown, is a map, computes in float32, is quantized and given to a function, or
-        quantizes no layer; the tolerance or budget is not positive; the float32 results are not finite or not
-        reproducible within the tolerance; or the file has trials of something else.
+        quantizes no layer; the tolerance or budget is not positive; one of `formats` and `effective_bits` is missing,
+        or too small for the model; the loss under `effective_bits` is not a finite scalar other than 0, or has inputs
+        without a common axis of examples; the float32 results are not finite or not reproducible within the tolerance;
+        or the file has trials of something else.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -98,16 +116,18 @@ def tune(
         default='params=float32,compute=float16,output=none',
     )
     """
-    given = _check_policy(policy)
-    _check_numbers(tolerance, budget)
-    subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
+    in_bits = formats is not None or effective_bits is not None
+    given = _check_policy(policy, in_bits)
+    policies = parse_formats(formats, effective_bits, given) if in_bits else {}
+    tolerance = _check_numbers(tolerance, budget, in_bits)
+    subject = _make_subject(fun_or_module, args, given, False if in_bits else gradients, has_aux, seed)
     if not subject.is_module and subject.differentiates:
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
     header = {
         "function": subject.name,
-        "policy": str(given),
+        "policy": " or ".join([str(given), *policies]),
         "compared": _name_metric(metric) if metric else _COMPARED[subject.differentiates],
         "loss scale": scale,
         "seed": seed,
@@ -115,11 +135,14 @@ def tune(
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
     log = TrialLog(None if trials_file is None else Path(trials_file), header)
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if effective_bits is not None:
+        return tune_bits(subject, given, policies, effective_bits, metric, budget, log, is_shown)
     ranking = log.ranking or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
     log.start(ranking)
-    found = tuner.search(tolerance, budget, sys.stderr.isatty() if progress is None else progress)
+    found = tuner.search(tolerance, budget, is_shown)
     return tuner.conclude(found, tolerance, noise)
 
 
@@ -262,22 +285,29 @@ def _has_gradients(subject: Subject, policy: Policy) -> bool:
     return find_lifting_adapter(first) is not None or any(map(is_floating, jax.tree.leaves(first)))
 
 
-def _check_policy(spec: PolicySpec) -> Policy:
+def _check_policy(spec: PolicySpec, in_bits: bool) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
-    if policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
+    if not in_bits and policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy
 
 
-def _check_numbers(tolerance: Any, budget: Any) -> None:
+def _check_numbers(tolerance: Any, budget: Any, in_bits: bool) -> float:
     is_number = isinstance(tolerance, int | float | np.number) and not isinstance(tolerance, bool)
-    if not is_number or not 0 < tolerance < math.inf:
+    if in_bits:
+        if tolerance is not None:
+            raise ValueError(
+                f"tune takes a tolerance or effective_bits, got both: {tolerance!r}. Leave one of them out."
+            )
+        tolerance = math.inf
+    elif not is_number or not 0 < tolerance < math.inf:
         raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         raise ValueError(f"The budget must be an integer of at least 1, got {budget!r}. For example: budget=20.")
+    return float(tolerance)
 
 
 def _name_metric(metric: Any) -> str:

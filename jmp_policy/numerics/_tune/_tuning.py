@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,28 @@ def _sum_squares(leaf: jax.Array, unit: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf / unit.astype(leaf.dtype))).astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class BitRow:
+    """A point of the curve of `tune` under `effective_bits`.
+
+    Attributes:
+      bits: bits per weight, scales included.
+      predicted: the predicted increase of the loss, relative to the loss before quantization. Its unit is fitted to
+        the measured increases of all trials.
+      error: the measured increase; `None` if the budget of trials ran out first.
+      formats: the format of each layer, by path.
+
+    >>> import jmp_policy as jmp
+    >>> jmp.BitRow(4.3, 0.02, 0.018, {"head": "int4/128"}).bits
+    4.3
+    """
+
+    bits: float
+    predicted: float
+    error: float | None
+    formats: Mapping[str, str]
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuning(Report):
     """Scopes that must stay out of a policy, found by `tune`. Prints as a table.
@@ -83,8 +105,13 @@ class Tuning(Report):
       noise: the error between two runs without the policy.
       name: the name of the function or module.
       low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
-      kept: `"float32"` or `"unquantized"`.
+      kept: `"float32"` or `"unquantized"`; under `effective_bits`, `"wider"`.
       by: `"autocast"` for a function, `"with_policy"` for a module.
+      effective_bits: bits per weight under the map, if `tune` was given a limit of them. Then `scopes` are the layers
+        that do not have the smallest format `low`, errors are increases of the loss relative to the loss before
+        quantization, and the tolerance is infinite.
+      formats: the format of each layer, by path, under `effective_bits`.
+      curve: a `BitRow` for each of some maps that no other one beats by prediction, and for the chosen one.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
@@ -105,6 +132,9 @@ class Tuning(Report):
     low: str
     kept: str
     by: str
+    effective_bits: float | None = None
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    curve: tuple[BitRow, ...] = ()
 
     @property
     def is_met(self) -> bool:
@@ -123,16 +153,20 @@ class Tuning(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
         plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
-        for entry, name in [(plain, "error"), (plain, "noise"), *((trial, "error") for trial in plain["trials"])]:
-            entry[name] = entry[name] if math.isfinite(entry[name]) else None
+        entries = [(plain, name) for name in ("error", "noise", "tolerance")]
+        entries += [(entry, "error") for entry in (*plain["trials"], *plain["curve"])]
+        for entry, name in entries:
+            entry[name] = entry[name] if math.isfinite(math.inf if entry[name] is None else entry[name]) else None
         return plain | {"is_met": self.is_met, "code": self.to_code()}
 
     def plot(self) -> "Figure":
-        """Draws the error of each trial against the number of scopes kept.
+        """Draws the error of each trial against the number of scopes kept, or of `curve` against bits per weight.
 
         Raises:
           ImportError: matplotlib is not installed.
         """
+        if self.curve:
+            return self._plot_curve()
         figure = make_figure(7, 4)
         axes = figure.subplots()
         finite = [trial for trial in self.trials if 0 < trial.error < math.inf]
@@ -156,7 +190,27 @@ class Tuning(Report):
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         return figure
 
+    def _plot_curve(self) -> "Figure":
+        figure = make_figure(7, 4)
+        axes = figure.subplots()
+        measured = [row for row in self.curve if row.error is not None]
+        bits, color = [row.bits for row in self.curve], find_style(self.low).color
+        axes.plot(bits, [100 * row.predicted for row in self.curve], **REFERENCE_LINE, label="predicted")
+        errors = [100 * (row.error or 0) for row in measured]
+        axes.plot([row.bits for row in measured], errors, color=color, marker="o", label="measured")
+        chosen = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3}
+        axes.scatter([self.effective_bits or 0.0], [100 * self.error], **chosen, label="the map")
+        axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
+        axes.set_title(self.name, loc="left")
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        return figure
+
     def __repr__(self) -> str:
+        if self.curve:
+            taken = f"{self.effective_bits:.4g} bits per weight, loss {_format_change(self.error)}"
+            return f"<Tuning: {taken}; print it for the table>"
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
         return f"<Tuning: {count}, error {_format_error(self.error)}; print it for the table>"
 
@@ -172,6 +226,13 @@ class Tuning(Report):
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
+        if self.curve:
+            layers = [(path or "(root)", name, f"{ranks[path]} of {len(ranks)}") for path, name in self.formats.items()]
+            points = [(f"{row.bits:.4g}", *map(_format_change, (row.predicted, row.error))) for row in self.curve]
+            return [
+                Table(make_columns("layer, format", "suspicion"), layers),
+                Table(make_columns("bits", "predicted, measured"), points),
+            ]
         rows = [
             (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
             for scope in self.scopes
@@ -179,21 +240,31 @@ class Tuning(Report):
         return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []
 
     def _list_notes(self) -> Sequence[str]:
-        verdict = "within" if self.is_met else "above"
         count = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}"
-        if self.scopes:
-            found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
-        else:
-            found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
-        lines = [
-            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
-            f"With all in {self.low} it is {_format_error(self.low_error)}. {count}."
-        ]
+        lines = [f"{self._describe_bits() if self.curve else self._describe_scopes()} {count}."]
         if self.loss_scale != 1:
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget ran out before the search ended: this is the best map so far.")
         return [*lines, f"As code, from to_code(), for {self.by}:"]
+
+    def _describe_bits(self) -> str:
+        low_error = None if math.isnan(self.low_error) else self.low_error
+        return (
+            f"{self.name} takes {self.effective_bits:.4g} bits per weight. Its loss changes by "
+            f"{_format_change(self.error)}, and with all in {self.low} by {_format_change(low_error)}."
+        )
+
+    def _describe_scopes(self) -> str:
+        verdict = "within" if self.is_met else "above"
+        if self.scopes:
+            found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
+        else:
+            found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
+        return (
+            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
+            f"With all in {self.low} it is {_format_error(self.low_error)}."
+        )
 
     def _find_error_without(self, scope: str) -> float:
         """Returns the error of the trial that leaves out a scope and keeps most of the others."""
@@ -207,3 +278,9 @@ def _format_error(error: float) -> str:
     if math.isnan(error):
         return "not tried"
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
+
+
+def _format_change(error: float | None) -> str:
+    if error is None:
+        return "not tried"
+    return f"{100 * error:+.2g} %" if math.isfinite(error) else "not finite"

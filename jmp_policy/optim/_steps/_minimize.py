@@ -8,7 +8,6 @@ from typing import Any, Concatenate, Literal, overload
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import core
 
 from ..._base import (
@@ -102,7 +101,7 @@ def minimize(
             return _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
 
         reduction = {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
-        # `first_nonfinite` reads module paths while it traces the modules; `extract_half_casts` has traced them before.
+        # `first_nonfinite` reads module paths while it traces the modules; `call_without_casts` has traced them before.
         is_scaled = isinstance(tx.update, LossScaledUpdate)
         if is_scaled and reduce_dtype is None and not records_origin(opt_state):
             new_params, new_state, out = search_reduce_dtype(take_step)
@@ -150,9 +149,8 @@ def _scaled_step(
     def call_scaled(params: PyTree) -> Any:
         return scale_loss(fun(prepare_state(params, scale.loss_scale)), has_aux, scale)
 
-    copies, fun_of_copies = extract_half_casts(call_scaled, params)
     with explain_reuse():
-        (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
+        (_, out), grads = call_without_casts(jax.value_and_grad(call_scaled, has_aux=True), params)
     warn_of_half(out[0], scale)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
@@ -170,44 +168,36 @@ def _find_origin(
     return made, {"origin": origin}
 
 
-def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:
-    """Takes out the casts to half precision that are the only use of a parameter. Returns casts and function."""
+def call_without_casts(differentiated: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree) -> tuple[Any, PyTree]:
+    """Calls a function that returns gradients, without their last casts from half precision to float32."""
     leaves, structure = jax.tree.flatten(params)
     trees = []
 
     def call_on_leaves(leaves: list[Any]) -> list[Any]:
-        out, tree = jax.tree.flatten(fun(structure.unflatten(leaves)))
+        out, tree = jax.tree.flatten(differentiated(structure.unflatten(leaves)))
         trees.append(tree)
         return out
 
+    # To differentiate a traced function costs more than to trace the gradient: `jax.jit` keeps derivatives of jnp.
     traced = jax.make_jaxpr(call_on_leaves)(leaves)
-    # The gradients of several uses must be summed in the dtype of the parameter.
-    casts = _find_half_casts(traced.jaxpr)
-    # The outputs of the casts become inputs, in place of their operands.
-    invars = [var if cast is None else cast.outvars[0] for var, cast in zip(traced.jaxpr.invars, casts, strict=True)]
-    taken = {id(cast) for cast in casts if cast is not None}
-    eqns = [eqn for eqn in traced.jaxpr.eqns if id(eqn) not in taken]
-    evaluate = core.jaxpr_as_fun(traced.replace(jaxpr=traced.jaxpr.replace(invars=invars, eqns=eqns)))
-    cast_like = lambda leaf, cast: lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
-    copies = [leaf if cast is None else cast_like(leaf, cast) for leaf, cast in zip(leaves, casts, strict=True)]
-    return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
+    evaluate = core.jaxpr_as_fun(traced.replace(jaxpr=_drop_casts(traced.jaxpr, len(leaves))))
+    return trees[0].unflatten(evaluate(*leaves))
 
 
-def _find_half_casts(jaxpr: core.Jaxpr) -> list[core.JaxprEqn | None]:
-    """Returns, for each argument, the cast to half precision that is its only use, or None."""
-    readers: dict[int, list[core.JaxprEqn]] = {id(var): [] for var in jaxpr.invars}
-    for eqn in jaxpr.eqns:
-        for read in eqn.invars:
-            readers.get(id(read), []).append(eqn)
-    results = set(map(id, jaxpr.outvars))
-    uses = [(var, readers[id(var)]) for var in jaxpr.invars]
-    return [
-        eqns[0] if len(eqns) == 1 and id(var) not in results and _is_half_cast(eqns[0]) else None for var, eqns in uses
-    ]
+def _drop_casts(jaxpr: core.Jaxpr, count: int) -> core.Jaxpr:
+    """Returns the jaxpr without the casts to float32 that only make some of its last `count` outputs."""
+    others, grads = jaxpr.outvars[: len(jaxpr.outvars) - count], jaxpr.outvars[len(jaxpr.outvars) - count :]
+    used = {id(var) for variables in (others, *(eqn.invars for eqn in jaxpr.eqns)) for var in variables}
+    unused = set(map(id, grads)) - used
+    casts = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if _is_upcast(eqn) and id(eqn.outvars[0]) in unused}
+    dropped = set(map(id, casts.values()))
+    grads = [casts[id(var)].invars[0] if id(var) in casts else var for var in grads]
+    return jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if id(eqn) not in dropped], outvars=[*others, *grads])
 
 
-def _is_half_cast(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "convert_element_type" or not is_half(eqn.outvars[0].aval):
+def _is_upcast(eqn: core.JaxprEqn) -> bool:
+    """True for a cast from half precision to float32."""
+    if eqn.primitive.name != "convert_element_type" or not is_half(eqn.invars[0].aval):
         return False
-    aval: Any = eqn.invars[0].aval
+    aval: Any = eqn.outvars[0].aval
     return np.dtype(aval.dtype) == np.float32 and not aval.weak_type

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -282,10 +283,11 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
     if jax.tree.structure(grads) != jax.tree.structure(params):  # as for lookahead; else optax raises
         return
     for (path, grad), param in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
-        if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):  # some optimizers take one per example
+        shape, expected = np.shape(grad), np.shape(param)
+        if expected != shape and expected != shape[1:]:  # some optimizers take one per example
             raise ValueError(
                 f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
-                f"shape {jnp.shape(grad)}, but the parameter has the shape {jnp.shape(param)}. Differentiate the same "
+                f"shape {shape}, but the parameter has the shape {expected}. Differentiate the same "
                 "parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
             )
 

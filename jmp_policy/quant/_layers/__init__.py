@@ -1,6 +1,15 @@
 """Replacements for the matmul in the fields of Flax layers."""
 
 from .._attention import attention_format_of as attention_format_of, multiply_padded as multiply_padded
+from .._operations import multiplies_8_bits as multiplies_8_bits
+from .._ragged_dot import wide_ragged_dot as wide_ragged_dot
+from ._cache import (
+    CACHED as CACHED,
+    SCALE as SCALE,
+    CacheSlot as CacheSlot,
+    attend_to_slots as attend_to_slots,
+    explain_unused_cache as explain_unused_cache,
+)
 from ._layer import (
     WHY_AS_NUMBERS as WHY_AS_NUMBERS,
     LayerProduct as LayerProduct,

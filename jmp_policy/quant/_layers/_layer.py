@@ -64,10 +64,7 @@ class WeightedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProduct:
-    """The matmul of one layer under a policy, for `Promote` and `Multiply`.
-
-    Layers with equal descriptions share compiled programs, so fields that differ between such layers are not compared.
-    """
+    """The matmul of one layer under a policy. Equal ones share programs, so fields that may differ do not compare."""
 
     operation: str | None  # as in `WeightedLayer`; `None` dequantizes a stored weight before the layer's own matmul
     format: StoredFormat | Float8 | None  # `None` if only the accumulate dtype differs

@@ -51,6 +51,8 @@ class QuantizedArray(Uncast):
       layout: the axes that are summed over.
       dtype: the dtype of the original weight.
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
+      input_scale: float32 of shape `(*stack, blocks, length of a block, 1, ...)`: for `Int4` from `awq`, factors of the
+        weights of each input, else `None`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
@@ -65,6 +67,7 @@ class QuantizedArray(Uncast):
     layout: Layout = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     tensor_scale: jax.Array | None = None
+    input_scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +113,8 @@ class QuantizedArray(Uncast):
             axis = -1 - self.layout.channels
             length = block_length(self.layout, self.format)
             numbers = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis).astype(jnp.float32)
-            wide = ((numbers - self.zero_point.astype(jnp.float32)) * self.scale).reshape(self.shape)  # type: ignore[union-attr]
+            wide = (numbers - self.zero_point.astype(jnp.float32)) * self.scale  # type: ignore[union-attr]
+            wide = (wide if self.input_scale is None else wide * self.input_scale).reshape(self.shape)
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
@@ -173,7 +177,8 @@ class QuantizedArray(Uncast):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
 
-ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale")  # fields that are arrays or None
+# Fields that are arrays or None.
+ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_scale")
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
@@ -330,8 +335,11 @@ def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
 
 def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
-    wanted = describe_arrays(list_arrays(target))
-    found = describe_arrays(state) if isinstance(state, dict) and "values" in state else None
+    is_weight = isinstance(state, dict) and "values" in state
+    # An input scale belongs to the saved values, and the target may be of `quantize`, which makes none.
+    input_scale = state.get("input_scale") if is_weight else None
+    wanted = describe_arrays(list_arrays(dataclasses.replace(target, input_scale=input_scale)))
+    found = describe_arrays(state) if is_weight else None
     if found != wanted:
         saved = f"a weight that is not quantized: {_describe_array(state)}" if found is None else f"{found}"
         from flax import serialization
@@ -341,7 +349,7 @@ def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
             f"The target at {path!r} is {target!r}, of the arrays {wanted}; the checkpoint has {saved}. Quantize the "
             "target with the policy of the checkpoint, or restore into an unquantized target and quantize that."
         )
-    return dataclasses.replace(target, **{name: jnp.asarray(array) for name, array in state.items()})
+    return dataclasses.replace(target, **{"input_scale": None} | {name: jnp.asarray(x) for name, x in state.items()})
 
 
 def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,129 @@
+"""The loss of a model as a function of its weights, and the layers that can be quantized."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._base import describe
+from ...modules import find_adapter
+from ...policy import Policy, PolicyMap
+from ...quant import QuantizedArray, quantize
+from ._subject import Subject, is_loss, take_apart
+
+EXAMPLE = (
+    "For example: tune(model, (variables, x), 'mixed_bfloat16', metric=loss_fn, "
+    "formats=['int4/128', 'int8', 'bfloat16'], effective_bits=4.8)."
+)
+
+
+class Layer(NamedTuple):
+    """A weight that some format quantizes."""
+
+    paths: tuple[str, ...]  # the modules that share it
+    leaf: int  # its position among the leaves of the model
+    weight: Any
+    stored: tuple[Any, ...]  # by format: a QuantizedArray, or the weight in a dtype
+    bits: tuple[int, ...]  # by format, of all arrays
+
+    def select(self, order: Sequence[int]) -> "Layer":
+        """Returns this layer with its formats in another order."""
+        stored, bits = ([part[index] for index in order] for part in (self.stored, self.bits))
+        return self._replace(stored=tuple(stored), bits=tuple(bits))
+
+    def read(self, index: int) -> jax.Array:
+        """Returns the values of the weight in a format, in its own dtype."""
+        stored = self.stored[index]
+        return (stored.dequantize() if isinstance(stored, QuantizedArray) else stored).astype(self.weight.dtype)
+
+
+class Model:
+    """The loss of a model as a function of its weights."""
+
+    def __init__(self, subject: Subject, policy: Policy | PolicyMap, metric: Callable[..., Any] | None):
+        arguments = subject.make_candidate(policy)
+        count = 1 if subject.holds_variables else 2
+        self._subject, self._metric = subject, metric or self._call
+        self._found = _find_weights(arguments[0], *arguments[1:count])
+        arrays, self._rebuild = take_apart(arguments[:count])
+        self._leaves, self._tree = jax.tree.flatten(arrays)
+        self._inputs, self._rebuild_inputs = take_apart(arguments[count:])
+        self._run = jax.jit(self._compute)
+
+    def list_layers(self, policies: dict[str, Policy]) -> list[Layer]:
+        """Stores each weight in each format, and lists those that some format quantizes."""
+        positions = {id(leaf): index for index, leaf in enumerate(self._leaves)}
+        paths: dict[int, list[str]] = {}
+        for path, weight in self._found.items():
+            paths.setdefault(positions[id(weight)], []).append(path)
+        target = self._subject.target if self._subject.holds_variables else self._subject.args[0]
+        by_format = []
+        for policy in policies.values():
+            if policy.quantization is None:
+                by_format.append({path: weight.astype(policy.param_dtype) for path, weight in self._found.items()})
+            else:
+                made = quantize(target, policy)
+                parts = (made,) if self._subject.holds_variables else (self._subject.target, made)
+                by_format.append(_find_weights(*parts))
+        layers = []
+        for leaf, shared in paths.items():
+            stored = tuple(found[shared[0]] for found in by_format)
+            if any(isinstance(each, QuantizedArray) for each in stored):
+                bits = tuple(8 * each.nbytes for each in stored)
+                layers.append(Layer(tuple(shared), leaf, self._leaves[leaf], stored, bits))
+        return layers
+
+    def measure(self, weights: dict[int, jax.Array]) -> float:
+        """Returns the loss with some leaves replaced."""
+        return float(self._run(weights, self._leaves, self._inputs))
+
+    def predict(self, layers: Sequence[Layer]) -> list[list[float]]:
+        """Predicts the increase of the loss for each layer and format: half the mean square of gradient times error.
+
+        The mean is over examples, whose gradients estimate the Fisher information. The mean gradient is left out: it is
+        small after training, and other batches have another one.
+        """
+        sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(self._inputs)}
+        if len(sizes) != 1 or () in sizes:
+            raise ValueError(
+                f"effective_bits takes the gradient of each example, and the inputs of {self._subject.name} have no "
+                f"leading axis of the same length, got {sorted(sizes)}. {EXAMPLE}"
+            )
+        weights = {layer.leaf: layer.weight for layer in layers}
+        changes = [
+            [(layer.read(index) - layer.weight).astype(jnp.float32) for index in range(len(layer.stored))]
+            for layer in layers
+        ]
+
+        @jax.jit
+        def square(weights: Any, leaves: Any, inputs: Any, changes: Any) -> jax.Array:
+            def multiply(example: Any) -> jax.Array:
+                example = jax.tree.map(lambda leaf: leaf[None], example)
+                grads = jax.grad(self._compute)(weights, leaves, example)
+                pairs = zip(layers, changes, strict=True)
+                return jnp.array(
+                    [[jnp.vdot(grads[at.leaf].astype(jnp.float32), one) for one in of] for at, of in pairs]
+                )
+
+            return jnp.mean(jnp.square(lax.map(multiply, inputs)), axis=0) / 2
+
+        return square(weights, self._leaves, self._inputs, changes).tolist()
+
+    def _compute(self, weights: dict[int, jax.Array], leaves: Sequence[Any], inputs: Any) -> jax.Array:
+        leaves = [weights.get(index, leaf) for index, leaf in enumerate(leaves)]
+        model = self._rebuild(jax.tree.unflatten(self._tree, leaves))
+        loss = self._metric(*model, *self._rebuild_inputs(inputs))
+        if not is_loss(loss):
+            given = describe(loss) if not isinstance(loss, jax.Array) else f"{loss.dtype}{list(loss.shape)}"
+            raise ValueError(f"effective_bits needs a scalar loss of {self._subject.name}, got {given}. {EXAMPLE}")
+        return loss.astype(jnp.float32)
+
+    def _call(self, model: Any, *args: Any) -> Any:
+        return model(*args) if self._subject.holds_variables else model.apply(*args)
+
+
+def _find_weights(model: Any, variables: Any = None) -> dict[str, Any]:
+    adapter: Any = find_adapter(model)
+    return adapter.find_weights(adapter.bind(model, variables))
