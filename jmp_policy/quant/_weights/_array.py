@@ -84,7 +84,7 @@ class QuantizedArray(Uncast):
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], arrays: Sequence[Any]) -> "QuantizedArray":
         """Makes a weight of its arrays and static fields, for JAX."""
-        return cls(*arrays[:4], *static, arrays[4], *(_EMPTY if array is None else array for array in arrays[5:]))
+        return cls(*arrays[:4], *static, *arrays[4:5], *(_EMPTY if array is None else array for array in arrays[5:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
