@@ -59,6 +59,7 @@ else:  # `optim` uses one of these and should not load the others
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul OutputErrors Reason Row ScopeErrors Worst",
+        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul OutputErrors Reason Row ScopeErrors "
+        "Worst",
         elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
     )
