@@ -263,8 +263,8 @@ COMMANDS = {
     ),
     "diverge": Command(
         "which modules make two versions of a function differ",
-        "Run two functions of one model once. Print, for each module and named scope, the error that comes in, the one "
-        "that goes out, and the one that it introduces if it alone is replaced.",
+        "Run two functions of one model once. Print, for each module and named scope, the error that comes in, goes "
+        "out, and is introduced if it alone is replaced.",
         _DIVERGE_EPILOG, _add_diverge, _run_diverge,
     ),
     "tune": Command(

@@ -31,8 +31,8 @@ from jmp_policy.cli import main
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
         (
             [],
-            "jmp-policy: error: which command? doctor, audit, numerics, diverge or tune: jmp-policy --help says what "
-            "they do",
+            "jmp-policy: error: which command? doctor, audit, numerics, diverge or tune: "
+            "jmp-policy --help says what they do",
         ),
     ],
 )

@@ -61,8 +61,8 @@ class Analysis(Interpreter):
 
     def apply(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
         name, alias = eqn.primitive.name, find_alias(eqn, operands)
-        if alias is not None or name == "optimization_barrier":
-            return operands if alias is None else [alias]
+        if alias is not None:
+            return [alias] if len(eqn.outvars) == 1 else operands
         if name == "sort":
             return [self._forget(one) for one in operands]
         if name not in RULES or not all(map(_is_number, (*eqn.invars, *eqn.outvars))):

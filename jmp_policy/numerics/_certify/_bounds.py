@@ -71,7 +71,7 @@ def join(values: Sequence[Bounds], term: int, shape: tuple[int, ...]) -> Bounds:
 
 
 def find_alias(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Bounds | None:
-    """Returns the operand that an equation returns unchanged, if it does."""
+    """Returns the operand that an equation returns unchanged, if it does. Of several results, each is an operand."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "select_n" and operands[0].constant is not None:
         return operands[1 + int(operands[0].constant)]
@@ -86,11 +86,12 @@ def find_alias(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Bounds | None:
         x, y = operands if name == "max" else operands[::-1]
         is_neutral = x.computed.low >= y.computed.high and x.exact.low >= y.exact.high
     else:
-        is_neutral = name in _IDENTITIES or (name == "integer_pow" and eqn.params["y"] == 1)
+        is_identity = name in _IDENTITIES and len(eqn.outvars) == len(operands)
+        is_neutral = is_identity or (name == "integer_pow" and eqn.params["y"] == 1)
     return operands[0] if is_neutral and operands[0].shape == getattr(out, "shape", ()) else None
 
 
-_IDENTITIES = (having(Fact.ANNOTATES) | {"copy", "copy_p"}) - {"optimization_barrier"}
+_IDENTITIES = having(Fact.ANNOTATES) | {"copy", "copy_p"}
 
 
 def relate_operands(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Interval | None:

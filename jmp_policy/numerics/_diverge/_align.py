@@ -166,11 +166,10 @@ class _Aligner:
             else:
                 self._align_values(own, scope)
         for i, label in enumerate(g.labels):
-            if label in f.labels:
-                outputs = f.flat.outputs[f.labels.index(label)], g.flat.outputs[i]
-                if not any(isinstance(output, Literal) for output in outputs):
-                    origins = [side.flat.find_origin(value) for side, value in zip(self._sides, outputs, strict=True)]
-                    self._match_read(*origins, None)
+            if isinstance(label, int) and label in f.labels:
+                mine, theirs = f.flat.outputs[f.labels.index(label)], g.flat.outputs[i]
+                if not (isinstance(mine, Literal) or isinstance(theirs, Literal)):
+                    self._match_read(f.flat.find_origin(mine), g.flat.find_origin(theirs), None)
         missing = [scope for scope in f.nodes if scope not in g.nodes and scope.direction != "recomputed"]
         to.unaligned += [describe(scope, "is only in the first function") for scope in missing]
 
