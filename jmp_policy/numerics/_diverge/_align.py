@@ -166,12 +166,12 @@ class _Aligner:
             else:
                 self._align_values(own, scope)
         for i, label in enumerate(g.labels):
-            if label in f.labels:
-                outputs = f.flat.outputs[f.labels.index(label)], g.flat.outputs[i]
-                if not any(isinstance(output, Literal) for output in outputs):
-                    origins = [side.flat.find_origin(value) for side, value in zip(self._sides, outputs, strict=True)]
-                    self._match_read(*origins, None)
-        to.unaligned += [describe(scope, "is only in the first function") for scope in f.nodes if scope not in g.nodes]
+            if isinstance(label, int) and label in f.labels:
+                mine, theirs = f.flat.outputs[f.labels.index(label)], g.flat.outputs[i]
+                if not (isinstance(mine, Literal) or isinstance(theirs, Literal)):
+                    self._match_read(f.flat.find_origin(mine), g.flat.find_origin(theirs), None)
+        missing = [scope for scope in f.nodes if scope not in g.nodes and scope.direction != "recomputed"]
+        to.unaligned += [describe(scope, "is only in the first function") for scope in missing]
 
     def _match_reads(self, own: Scope, scope: Scope) -> None:
         """Pairs the one value of a type that a scope reads in both programs, if it is not aligned yet.
@@ -234,7 +234,9 @@ class _Aligner:
                         left[0].remove(value)
                         left[1].remove(other)
         count = max(sum(side.readers[v] != {"stacked"} for v in some) for side, some in zip(sides, left, strict=True))
-        if count:  # residuals of a scan differ often, and matter to its own backward pass alone
+        if (
+            count and scope.direction != "recomputed"
+        ):  # residuals of a scan differ often, and matter to its own backward pass alone
             self._to.unaligned.append(describe(scope, f"has {count} {'outputs' if count > 1 else 'output'} unaligned"))
 
     def _pair(self, value: int, other: int) -> None:

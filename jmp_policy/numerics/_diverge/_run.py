@@ -1,7 +1,7 @@
 """Runs two aligned programs side by side, and the scopes of the second one on the values of the first."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal as OneOf, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from ._align import Alignment
 from ._measure import Measured, compare
 from ._scopes import Node, Scope, split_loop
 
+Kind = OneOf["passed", "introduced", "skipped"]
+
 
 class Comparison(NamedTuple):
     """A value of `f`, and the one to compare it with.
@@ -23,7 +25,7 @@ class Comparison(NamedTuple):
     that `g` lacks.
     """
 
-    kind: OneOf["passed", "introduced", "skipped"]
+    kind: Kind
     reference: int
     value: int
 
@@ -43,68 +45,66 @@ class Plan:
 
     Attributes:
       alignment: the programs.
-      comparisons: the values to compare.
+      comparisons: the values to compare, numbered.
       scopes: the scopes in the order in which they end, and for a loop its own plan.
     """
 
     alignment: Alignment
-    comparisons: list[Comparison] = dataclasses.field(default_factory=list)
+    comparisons: dict[Comparison, int] = dataclasses.field(default_factory=dict)
     scopes: list["ScopePlan | Plan"] = dataclasses.field(default_factory=list)
 
     @property
     def loops(self) -> list["Plan"]:
         return [plan for plan in self.scopes if isinstance(plan, Plan)]
 
+    def add(self, kind: Kind, values: Iterable[int], references: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Adds comparisons, by default with the values of `f` that are paired with these, and returns their numbers."""
+        values = list(values)
+        partners = [find_partner(self.alignment, value) for value in values] if references is None else references
+        added = [Comparison(kind, *pair) for pair in zip(partners, values, strict=True)]
+        return tuple(self.comparisons.setdefault(comparison, len(self.comparisons)) for comparison in added)
+
 
 def make_plan(alignment: Alignment, given: Collection[int]) -> Plan:
     """Chooses the values to compare. `given` inputs of `g` are arguments, which have no error."""
-    plan, g = Plan(alignment), alignment.g
-    known: dict[Comparison, int] = {}
-
-    def add(kind: Any, value: int) -> int:
-        return add_pair(Comparison(kind, find_partner(alignment, value), value))
-
-    def add_pair(comparison: Comparison) -> int:
-        if comparison not in known:
-            known[comparison] = len(plan.comparisons)
-            plan.comparisons.append(comparison)
-        return known[comparison]
-
+    plan = Plan(alignment)
     for scope in alignment.scopes:
         if scope in alignment.bodies:
             _, node, inner = alignment.bodies[scope]
-            pairs = zip(node.operands, inner.g.flat.inputs, strict=True)
-            is_given = lambda operand: isinstance(operand, Literal) or g.flat.find_origin(operand) in given
-            carried = range(*split_loop(node))
-            plan.scopes.append(
-                make_plan(inner, [v for i, (operand, v) in enumerate(pairs) if is_given(operand) and i not in carried])
-            )
-            continue
-        if scope in alignment.skipped:
-            pairs = [(value, g.exits[other][0]) for value, other in alignment.skipped[scope]]
-            pairs = [pair for pair in pairs if _is_float(alignment, pair[1])]
-            incoming = [add("passed", value) for _, value in pairs]
-            passed, skipped = (
-                tuple(add_pair(Comparison(kind, *pair)) for pair in pairs) for kind in ("passed", "skipped")
-            )
-            plan.scopes.append(ScopePlan(scope, tuple(incoming), passed, skipped))
-            continue
-        made = [value for value in g.list_shared(scope) if value in alignment.pairs and _is_float(alignment, value)]
-        exits = [exit for value in made for exit in g.exits[value]]
-        read = {g.flat.find_exit(value)[0] for value in g.reads.get(scope, ())}
-        read = {value for value in read if g.flat.find_origin(value) in alignment.pairs.keys() - set(given)}
-        read = [value for value in sorted(read) if _is_float(alignment, value)]
-        makers = {value: g.flat.find_scope(g.flat.find_origin(value)) for value in read}
-        same = [v for v, maker in makers.items() if maker is None or maker.direction == scope.direction]
-        plan.scopes.append(
-            ScopePlan(
-                scope,
-                tuple(add("passed", value) for value in same or read),
-                tuple(add("passed", value) for value in exits),
-                tuple(add("introduced", value) for value in exits),
-            )
-        )
+            plan.scopes.append(make_plan(inner, _list_given(alignment, node, inner, given)))
+        elif scope in alignment.skipped:
+            plan.scopes.append(_plan_skipped(plan, scope))
+        else:
+            plan.scopes.append(_plan_scope(plan, scope, given))
     return plan
+
+
+def _list_given(alignment: Alignment, node: Node, inner: Alignment, given: Collection[int]) -> list[int]:
+    """Lists the inputs of an iteration that are, or are parts of, arguments or constants."""
+    carried = range(*split_loop(node))
+    is_given = [isinstance(v, Literal) or alignment.g.flat.find_origin(v) in given for v in node.operands]
+    return [v for i, v in enumerate(inner.g.flat.inputs) if is_given[i] and i not in carried]
+
+
+def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
+    """Compares the outputs of a scope that `g` lacks with the values that it has instead."""
+    alignment = plan.alignment
+    pairs = [(value, alignment.g.exits[other][0]) for value, other in alignment.skipped[scope]]
+    pairs = [pair for pair in pairs if _is_float(alignment, pair[1])]
+    outputs, others = [value for value, _ in pairs], [other for _, other in pairs]
+    outgoing, introduced = plan.add("passed", others, outputs), plan.add("skipped", others, outputs)
+    return ScopePlan(scope, plan.add("passed", others), outgoing, introduced)
+
+
+def _plan_scope(plan: Plan, scope: Scope, given: Collection[int]) -> ScopePlan:
+    alignment, g = plan.alignment, plan.alignment.g
+    is_compared = lambda origin: origin in alignment.pairs and _is_float(alignment, origin)
+    exits = [exit for value in g.list_shared(scope) if is_compared(value) for exit in g.exits[value]]
+    read = {g.flat.find_exit(value)[0]: g.flat.find_origin(value) for value in g.reads.get(scope, ())}
+    read = {exit: origin for exit, origin in sorted(read.items()) if is_compared(origin) and origin not in given}
+    makers = {exit: g.flat.find_scope(origin) for exit, origin in read.items()}
+    same = [exit for exit, maker in makers.items() if maker is None or maker.direction == scope.direction]
+    return ScopePlan(scope, plan.add("passed", same or read), plan.add("passed", exits), plan.add("introduced", exits))
 
 
 def _is_float(alignment: Alignment, value: int) -> bool:

@@ -70,11 +70,14 @@ BAD = {
 }
 
 
-def block(params, x, fault, backward, down=multiply):
+def block(params, x, fault, backward, planted=True, down=multiply):
     def run(scope, good, *args):
-        bad = BAD[fault] if FAULTS.get(fault) == scope else None
+        fun = good
+        if FAULTS.get(fault) == scope:
+            bad = BAD[fault] if planted else good
+            fun = replace_backward(good, bad) if backward else bad
         with jax.named_scope(scope):
-            return (good if bad is None else replace_backward(good, bad) if backward else bad)(*args)
+            return fun(*args)
 
     h = run("attend", attend, run("norm", norm, x, params["scale"]))
     x = x + run("mix", multiply, h, params["mix"])
@@ -89,15 +92,15 @@ def make_arguments(seed, layers=2):
     return params | {"scale": 1 + 0.1 * draw(WIDTH)}, jnp.asarray(rng.normal(size=(6, WIDTH)), jnp.float32)
 
 
-def make_loss(fault=None, backward=False, wrap="plain"):
-    """Returns a loss with a fault in its second block, or in all iterations of a scan."""
+def make_loss(fault, backward, wrap, planted):
+    """Returns a loss with a place for a fault in its second block, or in all iterations of a scan."""
 
     def loss(params, x):
         if wrap == "scan":
             with jax.named_scope("blocks"):
-                x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward), None), x, params)
+                x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward, planted), None), x, params)
         for i in range(0 if wrap == "scan" else len(params["scale"])):
-            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward)
+            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward, planted=planted)
             with jax.named_scope(f"block{i}"):
                 x = (jax.checkpoint(fun) if wrap == "remat" else fun)(
                     jax.tree.map(lambda leaf, i=i: leaf[i], params), x
@@ -115,13 +118,14 @@ def find_path(fault, wrap="plain"):
 class Block(nn.Module):
     fault: str | None
     backward: bool
+    planted: bool
 
     @nn.compact
     def __call__(self, x):
         shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH), "scale": (WIDTH,)}
         params = {name: self.param(name, nn.initializers.normal(0.3), shape) for name, shape in shapes.items()}
         dense = nn.Dense(WIDTH, name="dense")
-        return block(params | {"down": None}, x, self.fault, self.backward, down=lambda x, _: dense(x))
+        return block(params | {"down": None}, x, self.fault, self.backward, self.planted, down=lambda x, _: dense(x))
 
 
 class Quantized(nn.Module):
@@ -129,9 +133,10 @@ class Quantized(nn.Module):
 
     fault: str | None = None
     backward: bool = False
+    planted: bool = True
 
     @nn.compact
     def __call__(self, x):
         for i in range(2):
-            x = Block(self.fault if i == 1 else None, self.backward, name=f"block{i}")(x)
+            x = Block(self.fault if i == 1 else None, self.backward, self.planted, name=f"block{i}")(x)
         return x

@@ -149,6 +149,28 @@ def test_iterations_of_a_scan_are_aligned_one_by_one():
     assert divergence.unaligned == ()
 
 
+def test_a_remat_and_its_function_without_one_are_equal():
+    def loss(model):
+        return lambda w, x: jnp.sum(model(w, x) ** 2)
+
+    divergence = diverge(jax.grad(loss(MODEL)), jax.grad(loss(jax.checkpoint(MODEL))))(W, X)
+    assert {row.path for row in divergence.rows()} >= {"first", "second"}
+    assert max(row.introduced for row in divergence.rows()) < 1e-6
+    assert divergence.unaligned == ()
+
+
+def test_branches_and_unbounded_loops_are_operations_of_their_scope():
+    def model(w, x, low):
+        with jax.named_scope("branch"):
+            x = lax.cond(x[0, 0] < 9, low_first if low else first, second, w, x)
+        with jax.named_scope("loop"):
+            return lax.while_loop(lambda x: jnp.max(x) < 9, lambda x: 2 * jnp.abs(x) + 1, x)
+
+    divergence = diverge(lambda w, x: model(w, x, False), lambda w, x: model(w, x, True))(W, X)
+    assert 1e-4 < find(divergence, "branch").introduced < 1e-2
+    assert find(divergence, "loop").introduced == 0
+
+
 def test_calls_of_one_module_are_aligned_one_by_one():
     def model(x, low):
         for i in range(3):

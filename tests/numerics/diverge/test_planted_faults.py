@@ -25,7 +25,11 @@ def assert_is_first(divergence, path, backward):
 
 
 def compare(policy, wrap, backward, fault):
-    losses = [POLICIES[policy](make_loss(planted, backward, wrap)) for planted in (None, fault)]
+    if (policy, backward, fault) == ("autocast", False, "half"):
+        pytest.skip(
+            "the cast back to float32 makes autocast run the next scope in float32, which is a fault of its own"
+        )
+    losses = [POLICIES[policy](make_loss(fault, backward, wrap, planted)) for planted in (False, True)]
     f, g = map(jax.value_and_grad, losses)
     assert_is_first(diverge(f, g)(*make_arguments(list(FAULTS).index(fault))), find_path(fault, wrap), backward)
 
@@ -60,7 +64,8 @@ def test_every_fault_is_found_in_gradients(policy, wrap, backward, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found_in_a_quantized_model(fault, backward):
     _, x = make_arguments(5)
-    nets = [jmp.with_policy(Quantized(planted, backward), "int8(min_size=0)_from_float32") for planted in (None, fault)]
+    models = (Quantized(fault, backward, planted) for planted in (False, True))
+    nets = [jmp.with_policy(model, "int8(min_size=0)_from_float32") for model in models]
     variables = nets[0].init(jax.random.key(0), x)
     f, g = (jax.grad(lambda variables, x, net=net: jnp.mean(net.apply(variables, x) ** 2)) for net in nets)
     assert_is_first(diverge(f, g)(variables, x), find_path(fault), backward)
