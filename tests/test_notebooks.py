@@ -19,7 +19,7 @@ SHORTER = {
     "quantized": {"steps=800": "steps=8", '"int4_from_float32", 150': '"int4_from_float32", 3'},
     "quickstart": {"2**14, 16": "2**8, 16"},
     "repair": {"STEPS, BATCH = 300, 64": "STEPS, BATCH = 40, 16"},
-    "serve_int4": {"STEPS = 800": "STEPS = 8", "(64,), 0": "(8,), 0"},
+    "serve_int4": {"STEPS = 800": "STEPS = 8", "(64,), 0": "(8,), 0", "64, 4, 2, 32, 16": "64, 4, 1, 32, 4"},
     "sharded": {"4096, 3": "4096, 1", "BAD_PART = 6, 3, 2": "BAD_PART = 2, 1, 2"},
     "small_state": {"STEPS = 200": "STEPS = 12", "RARE_STEPS = 4096, 16, 600": "RARE_STEPS = 256, 16, 20",
                     "for n in range(10)": "for n in range(1)"},

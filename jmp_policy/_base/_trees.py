@@ -27,16 +27,8 @@ DTypeLike = str | np.dtype[Any] | type[np.generic] | SupportsDType
 
 _LONGEST_WORD = 100  # longer words are not compared with known names
 
-_ALIASES = {
-    "full": "float32",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "f64": "float64",
-    "fp64": "float64",
-    "bf16": "bfloat16",
-}
+_ALIASES = {"full": "float32", **{f"{f}{bits}": f"float{bits}" for bits in (16, 32, 64) for f in ("f", "fp")}}
+_ALIASES["bf16"] = "bfloat16"
 
 
 def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'") -> np.dtype:

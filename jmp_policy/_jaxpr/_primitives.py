@@ -110,13 +110,8 @@ def having(*facts: Fact) -> frozenset[str]:
     return frozenset(name for name, known in PRIMITIVES.items() if not known.isdisjoint(facts))
 
 
-CALLED = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-}
+CALLED: dict[str, str] = dict.fromkeys(("jit", "remat2", "shard_map"), "jaxpr")
+CALLED |= dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr")
 """The parameter with the jaxpr, for primitives that run one jaxpr once."""
 
 MATMULS = having(Fact.CONTRACTS)

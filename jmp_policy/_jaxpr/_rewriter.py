@@ -203,18 +203,13 @@ class Rewriter:
         return body.append(eqn, atoms, inner.kinds, {**eqn.params, "call_jaxpr": inner.program, **changed})
 
     def _rewrite_jvp(
-        self,
-        context: Context,
-        traced: Any,
-        kinds: Sequence[AbstractValue],
-        results: Sequence[AbstractValue],
-        *zeros: bool,
+        self, context: Context, traced: Any, kinds: Sequence[AbstractValue], made: Sequence[AbstractValue], *zeros: bool
     ) -> tuple[Any, Any, Any]:
         """Rewrites a JVP rule for inputs and outputs of other kinds. A nonzero tangent has the kind of its primal."""
         program, consts, out_zeros = traced.call_wrapped(*zeros)
         tangents = [kind for kind, zero in zip(kinds, zeros, strict=True) if not zero]
-        wanted = [kind.dtype for kind in results]
-        wanted += [kind.dtype for kind, zero in zip(results, out_zeros, strict=True) if not zero]
+        wanted = [kind.dtype for kind in made]
+        wanted += [kind.dtype for kind, zero in zip(made, out_zeros, strict=True) if not zero]
         # From JAX 0.11 on, constants are leading arguments.
         detached = program.invars[: len(consts)] if not program.constvars else []
         detached_kinds = [self.rule.argument(float_dtype(var)) for var in detached]

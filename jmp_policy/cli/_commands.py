@@ -34,6 +34,14 @@ keys: versions, by package; device (platform, name, system, half_instructions); 
 exponent of the second bin of histograms); rows (path, primitive, source, function, direction, turn, dtype, shape,
 count, sampled, times, amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
 
+_DIVERGE_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def f(*args): return
+jax.value_and_grad(loss_fn)(*args)`, `def g(*args): return jmp.autocast(f, 'mixed_bfloat16')(*args)` and
+`def make_args(): return make_params(), {_ARRAY}`, and run `jmp-policy diverge train:f train:g --args train:make_args`.
+--json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
+function; rows (path, direction, incoming, outgoing, introduced, amplification, cosine, worst, dtype, iterations);
+outputs (path, error, gap, is_log_probability); unaligned."""
+
 _TUNE_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
 and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
@@ -63,6 +71,16 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     add_files(parser, page=", with all rows, that sorts", picture="the exponents")
 
 
+def _add_diverge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="MODULE:F", help="the reference, such as train:grad_step, in this folder")
+    parser.add_argument(
+        "other", metavar="MODULE:G", help="a function of the same arguments, such as train:low_grad_step"
+    )
+    _add_call_arguments(parser)
+    _add_json(parser, "a table")
+    add_files(parser, page="", picture="the errors along the depth")
+
+
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     _add_call(parser, "train:loss_fn")
     parser.add_argument("--policy", default="mixed_float16", help="what to tune (default: mixed_float16)")
@@ -89,8 +107,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
     """Adds the function of a command and `--args`."""
-    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("function", metavar="MODULE:FUNCTION", help=f"such as {example}, in this folder")
+    _add_call_arguments(parser, note)
+
+
+def _add_call_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:
+    returned = f"a function that returns the arguments: a tuple of them, or a single one{note} (default: no arguments)"
     parser.add_argument("--args", metavar="MODULE:FUNCTION", help=returned)
 
 
@@ -150,6 +172,21 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
             if not str(error).startswith("where has"):  # patterns can only be checked after tracing
                 raise
             raise UserError(str(error)) from None
+
+    _show(make_report, arguments)
+    return 0
+
+
+def _run_diverge(arguments: argparse.Namespace) -> int:
+    from ..numerics import diverge
+
+    def make_report() -> Any:
+        check = lambda fun: diverge(fun, fun)
+        f, args = load_call(arguments, check, example=_ARRAY)
+        check_numbers(args, arguments.args, _ARRAY)
+        other = argparse.Namespace(function=arguments.other, args=arguments.args)
+        g, _ = load_call(other, check, example=_ARRAY)
+        return diverge(f, g)(*args)
 
     _show(make_report, arguments)
     return 0
@@ -223,6 +260,12 @@ COMMANDS = {
         "Run a function once. Print the range of each tensor, and the share of it that would underflow or overflow in "
         "each number format.",
         _NUMERICS_EPILOG, _add_numerics, _run_numerics,
+    ),
+    "diverge": Command(
+        "which modules make two versions of a function differ",
+        "Run two functions of one model once. Print, for each module and named scope, the error that comes in, goes "
+        "out, and is introduced if it alone is replaced.",
+        _DIVERGE_EPILOG, _add_diverge, _run_diverge,
     ),
     "tune": Command(
         "which modules must stay in float32, found by trying",

@@ -65,16 +65,10 @@ def check_settings(
 
 
 OTHER_NAMES = {
-    "init_scale": "loss_scale",
-    "initial_scale": "loss_scale",
-    "scale": "loss_scale",
-    "growth_interval": "period",
-    "dynamic_growth_steps": "period",
-    "scale_window": "period",
-    "growth_factor": "factor",
-    "scale_factor": "factor",
-    "minimum_scale": "min_loss_scale",
-    "min_scale": "min_loss_scale",
+    **dict.fromkeys(("init_scale", "initial_scale", "scale"), "loss_scale"),
+    **dict.fromkeys(("growth_interval", "dynamic_growth_steps", "scale_window"), "period"),
+    **dict.fromkeys(("growth_factor", "scale_factor"), "factor"),
+    **dict.fromkeys(("minimum_scale", "min_scale"), "min_loss_scale"),
     "max_scale": "max_loss_scale",
     "fin_steps": "counter",
 }

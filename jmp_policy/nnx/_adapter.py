@@ -24,13 +24,7 @@ from ._shadow import NodeKind, find_kind, list_items
 
 
 def examine(
-    model: nnx.Module,
-    inputs: Args,
-    method: Method,
-    rngs: PyTree,
-    kwargs: Kwargs,
-    trace: Callable[..., None],
-    hook: Hook,
+    model: Any, inputs: Args, method: Method, rngs: PyTree, kwargs: Kwargs, trace: Callable[..., None], hook: Hook
 ) -> ModelInfo:
     """Traces a copy of an nnx module, which may be abstract (`Adapter.examine`)."""
     tree = _Tree(model)

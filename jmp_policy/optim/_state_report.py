@@ -90,13 +90,8 @@ class StateReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain dictionaries, lists, strings and numbers, for tests and JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "moment_bytes": self.moment_bytes,
-            "float32_bytes": self.float32_bytes,
-            "other_bytes": self.other_bytes,
-            "bytes_per_param": self.bytes_per_param,
-        }
+        totals = ("moment_bytes", "float32_bytes", "other_bytes", "bytes_per_param")
+        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
 
     def __repr__(self) -> str:
         return f"<StateReport: {len(self.rows)} moments; print it for the table>"

@@ -77,7 +77,8 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
         - `"mixed_float16"`, `"mixed_bfloat16"`: half-precision compute and output, float32 parameters;
         - `"params=float32,compute=bfloat16,output=float32"`, or `p`, `c`, `o`: parameters default to float32, compute
           to parameters, output to compute; `none` leaves a dtype unchanged; `accumulate=float32`, or `a`, is the output
-          dtype of matmuls, and `reduce=float32`, or `r`, the dtype in which gradients are summed over devices;
+          dtype of matmuls; `reduce=float32`, or `r`, the dtype in which gradients are summed over devices; and
+          `cache=int8` the format of the decode cache of attention;
         - Keras's `"infer"`, `"infer_with_float32_vars"`, `"bfloat16_with_float32_vars"`;
         - `"int8_from_mixed_bfloat16"`, `"int4/64_from_..."`, `"float8_from_..."`, `"mxfp8_from_..."` and so on: any of
           these, quantized.

@@ -324,10 +324,41 @@ def _multiply_blocks(
     left_numbers, right_numbers = (
         dequantize(blocks, axis, jnp.bfloat16) for blocks, axis in ((left, left_axis), (right, right_axis))
     )
-    # XLA on CPUs has no kernel for some matmuls of bfloat16 into float32.
+    return _choose_form(multiply, left_numbers, right_numbers, sizes)
+
+
+def _choose_form(multiply: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiplies; on CPUs, where XLA has no kernel for some matmuls of bfloat16 into float32, in float32."""
     widen = lambda left, right, sizes: multiply(left.astype(np.float32), right.astype(np.float32), sizes)
     with jax.named_scope(PRODUCT_SCOPE):
-        return lax.platform_dependent(left_numbers, right_numbers, sizes, cpu=widen, default=multiply)
+        return lax.platform_dependent(left, right, sizes, cpu=widen, default=multiply)
+
+
+def wide_ragged_dot(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dtype: np.dtype, compute_dtype: np.dtype
+) -> jax.Array:
+    """Computes `lax.ragged_dot` as `wide_product`: operands in `compute_dtype`, the output in `dtype`."""
+    return _wide_product(dtype, compute_dtype, *vary_together(lhs, rhs, sizes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _wide_product(
+    dtype: np.dtype, compute_dtype: np.dtype, left: jax.Array, right: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    multiply = functools.partial(_multiply_groups, axis=1, preferred_element_type=dtype)
+    return _choose_form(multiply, left.astype(compute_dtype), right.astype(compute_dtype), sizes)
+
+
+def _wide_backward(dtype: np.dtype, compute_dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    (left, right, sizes), grad = residuals, grad.astype(compute_dtype)
+    multiply = functools.partial(_multiply_groups, axis=2, preferred_element_type=dtype)
+    add_up = functools.partial(_sum_groups, preferred_element_type=dtype)
+    left_grad = _choose_form(multiply, grad, right.astype(compute_dtype), sizes)
+    right_grad = _choose_form(add_up, left.astype(compute_dtype), grad, sizes)
+    return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
+
+
+_wide_product.defvjp(lambda dtype, compute, *args: (_wide_product(dtype, compute, *args), args), _wide_backward)
 
 
 def _pad_groups(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:

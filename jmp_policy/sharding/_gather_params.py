@@ -156,12 +156,7 @@ T = TypeVar("T")
 
 
 def gather_params(
-    params: T,
-    policy: PolicySpec,
-    specs: Any,
-    *,
-    reduce_axes: AxisName,
-    fun: Callable[[T], Any] | None = None,
+    params: T, policy: PolicySpec, specs: Any, *, reduce_axes: AxisName, fun: Callable[[T], Any] | None = None
 ) -> T:
     """Gathers parameters in the compute dtype of a policy, and reduces their gradients in its reduce dtype.
 

@@ -146,6 +146,45 @@ def test_logits_and_the_gradient_of_their_weight_are_within_1e4_of_float64(compu
             assert max(errors) < bound
 
 
+SIZES = (5, 0, 8, 3)
+
+
+def multiply_experts(w, x):
+    return jax.lax.ragged_dot(x, w, jnp.array(SIZES))
+
+
+def multiply_transposed_experts(w, x):
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    return jax.lax.ragged_dot_general(x, jnp.swapaxes(w, 1, 2), jnp.array(SIZES), numbers)
+
+
+@pytest.mark.parametrize("fun", [multiply_experts, multiply_transposed_experts])
+@pytest.mark.parametrize(("policy", "sums"), [(PLAIN, "bf16"), (WIDE, "f32")])
+def test_experts_have_half_operands_and_sums_in_the_accumulate_dtype(fun, policy, sums):
+    grad = jax.jit(jax.value_and_grad(sum_of(jmp.autocast(fun, policy)), (0, 1)))
+    for platform in ("tpu", "cuda"):
+        text = jax.export.export(grad, platforms=[platform])(draw(4, 8, 24), draw(16, 8)).mlir_module()
+        calls = [line for line in text.splitlines() if 'composite "chlo.ragged_dot"' in line]
+        types = [re.findall(r"tensor<[0-9x]+x(\w+)>", line.rpartition(" : ")[2]) for line in calls]
+        assert [(left, right, out) for left, right, _, out in types] == [("bf16", "bf16", sums)] * 3
+
+
+@pytest.mark.slow
+def test_sums_of_experts_and_their_gradients_are_within_1e4_of_float64():
+    w, x, cotangent = draw(4, 256, 24, scale=1 / 16), draw(16, 256), draw(16, 24)
+    fun = jmp.autocast(multiply_experts, WIDE)
+    out, pull = jax.jit(lambda w, x: jax.vjp(fun, w, x))(w, x)
+    rows = [np.asarray(part, np.float64) for part in np.split(np.asarray(x), np.cumsum(SIZES)[:-1])]
+    grads = [np.asarray(part, np.float64) for part in np.split(np.asarray(cotangent), np.cumsum(SIZES)[:-1])]
+    matrices = [*np.asarray(w, np.float64)]
+    true = np.concatenate([part @ matrix for part, matrix in zip(rows, matrices, strict=True)])
+    true_x = np.concatenate([part @ matrix.T for part, matrix in zip(grads, matrices, strict=True)])
+    true_w = np.stack([part.T @ grad for part, grad in zip(rows, grads, strict=True)])
+    for found, expected in zip((out, *pull(cotangent)), (true, true_w, true_x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert not is_rounded(out)
+
+
 @pytest.mark.slow
 def test_without_an_accumulate_dtype_the_program_is_what_it_was():
     """As it is with the compute dtype for one, which says what holds anyway."""

@@ -18,7 +18,7 @@ from jmp_policy.cli import main
         (["tune", "f:g", "--seed", "-1"], "jmp-policy tune: error: argument --seed: expected an integer from 0 to"),
         (
             ["fly"],
-            "jmp-policy: error: there is no command 'fly'. Known are 'doctor', 'audit', 'numerics', 'tune'.",
+            "jmp-policy: error: there is no command 'fly'. Known are 'doctor', 'audit', 'numerics', 'diverge', 'tune'.",
         ),
         (["docter"], "jmp-policy: error: there is no command 'docter'. Did you mean 'doctor'?"),
         (["--verison"], "jmp-policy: error: there is no option '--verison'. Did you mean '--version'?"),
@@ -31,7 +31,8 @@ from jmp_policy.cli import main
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
         (
             [],
-            "jmp-policy: error: which command? doctor, audit, numerics or tune: jmp-policy --help says what they do",
+            "jmp-policy: error: which command? doctor, audit, numerics, diverge or tune: "
+            "jmp-policy --help says what they do",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def test_each_command_has_its_help_and_an_example():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["audit", "numerics", "tune"])
+@pytest.mark.parametrize("command", ["audit", "numerics", "diverge", "tune"])
 def test_a_command_prints_what_its_example_says(command, tmp_path):
     text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
     [model] = [block.code for block in read_blocks(text) if "def make_args" in block.code]

@@ -1,7 +1,9 @@
 """The decoding cache of an attention layer has the dtype of its layer, or 8 bits if the policy says so."""
 
+import re
 import warnings
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -143,6 +145,21 @@ def test_cache_in_8_bits_is_state_that_splits_and_merges():
         ).dtype
         == jnp.bfloat16
     )
+
+
+def test_layers_with_fewer_heads_of_keys_have_a_scale_for_each_and_multiply_in_int8_as_well():
+    def decode(x):
+        layer = nnx.MultiHeadAttention(4, 8, num_kv_heads=2, decode=True, rngs=rngs())
+        model = jmp.with_policy(layer, f"int8(attention=true)_from_{INT8}")
+        model.init_cache((2, 3, 8))
+        return model(x), nnx.state(model, nnx.Cache)
+
+    out, cache = nnx.eval_shape(decode, jnp.ones((2, 1, 8)))
+    assert out.shape == (2, 1, 8)
+    assert cache["cached_key_scale"].shape == (2, 3, 2, 1)
+    text = str(jax.make_jaxpr(lambda x: decode(x)[0])(jnp.ones((2, 1, 8))))
+    assert text.count(":i32[2,2,3,1,2] = dot_general") == 1  # 3 positions by 2 groups of 2 heads, in each of 2 rows
+    assert len(re.findall(r":i32\S* = dot_general", text)) == 2  # by values too; weights are smaller than `min_size`
 
 
 def test_subclasses_that_prepare_their_own_cache_have_it_in_8_bits():

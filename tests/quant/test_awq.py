@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx, serialization
 
@@ -114,6 +115,10 @@ def test_rounding_is_in_float32_under_x64():
     assert [part.dtype for part in made] == [jnp.uint8, jnp.float32, jnp.uint8, jnp.float32]
 
 
+def _is_none(node):
+    return node is None
+
+
 def _scaled_weight(key=0):
     layout = Layout((16,), 1)
     weight = add_input_scale(quant.quantize_array(jax.random.normal(jax.random.key(key), (3, 16, 4)), "int4/8", layout))
@@ -129,6 +134,8 @@ def test_an_input_scale_multiplies_the_weights_of_an_input_and_is_sliced_with_th
     assert (jax.jit(lambda weight: weight.dequantize())(weight) == weight.dequantize()).all()
     assert weight.nbytes == plain.nbytes + 4 * 48
     assert (weight.shape, repr(weight)) == (plain.shape, repr(plain))
+    empty = jax.tree.map(lambda _: None, weight)
+    assert jax.tree.structure(empty, is_leaf=_is_none) == jax.tree.structure(weight, is_leaf=_is_none)
     second = jax.tree.map(lambda leaf: leaf[1], weight)
     assert (second.dequantize() == weight.dequantize()[1]).all()
     x = jax.random.normal(jax.random.key(1), (2, 16))
@@ -141,7 +148,8 @@ def test_an_input_scale_multiplies_the_weights_of_an_input_and_is_sliced_with_th
     assert placed.input_scale.sharding == spec
 
 
-def test_an_input_scale_is_saved_and_belongs_to_the_saved_values():
+@pytest.mark.slow
+def test_an_input_scale_is_saved_and_belongs_to_the_saved_values(tmp_path):
     scaled = {"kernel": _scaled_weight()}
     plain = {"kernel": dataclasses.replace(_scaled_weight(1), input_scale=None)}
     quant.quantize({"params": {"dense": {"kernel": jnp.ones((64, 64))}}}, "int8_from_float32")  # registers with Flax
@@ -159,6 +167,16 @@ def test_an_input_scale_is_saved_and_belongs_to_the_saved_values():
     assert (floats == scaled["kernel"].dequantize()).all()
     again = jmp.convert_state({"kernel": floats}, scaled)["kernel"]
     assert (again.dequantize() == quant.quantize_array(floats, "int4/8", Layout((16,), 1)).dequantize()).all()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", scaled)
+    with ocp.StandardCheckpointer() as checkpointer:
+        for target in (scaled, jax.eval_shape(lambda: scaled)):
+            restored = checkpointer.restore(tmp_path / "orbax", target)["kernel"]
+            assert (restored.dequantize() == scaled["kernel"].dequantize()).all()
+        raw = checkpointer.restore(tmp_path / "orbax")
+        with pytest.raises(ValueError, match=r"(?i)structure"):  # it would skip an input scale of None
+            checkpointer.restore(tmp_path / "orbax", plain)
+    assert (jmp.convert_state(raw, plain)["kernel"].dequantize() == scaled["kernel"].dequantize()).all()
     bad = {"kernel": dataclasses.replace(_scaled_weight(), input_scale=-jnp.ones((3, 2, 8, 1)))}
     with pytest.raises(ValueError, match=r"was saved with a input_scale of -1\.0"):
         jmp.convert_state(bad, plain)

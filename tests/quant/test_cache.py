@@ -248,6 +248,17 @@ def test_a_sharded_cache_stays_sharded(adapter):
     assert {leaf.sharding.shard_shape(leaf.shape)[:3:2] for leaf in list_arrays(new).values()} == {(1, 1)}
 
 
+def test_a_cache_on_an_explicit_axis_keeps_it():
+    mesh = meshes.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    weights, x = draw_weights(), draw_tokens(4, 2)
+    step, cache = make_linen("params=float32,compute=bfloat16,cache=int8", weights, x)
+    describe = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        split = jax.tree.map(lambda leaf: describe(leaf, P("data") if leaf.ndim else P()), cache)
+        logits, new = jax.eval_shape(functools.partial(step, mask=None), split, describe(x[:, :1], P("data")))
+    assert {leaf.sharding.spec[0] for leaf in [logits, *list_arrays(new).values()]} == {"data"}
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_zeros_stay_zero_and_a_row_with_a_nan_is_nan(format):
     @jax.jit

@@ -21,6 +21,7 @@ from ...quant._products import Bilinear, Convolution, Dot, label_convolution, la
 from . import _tables
 from ._place import COMPUTE_DTYPES, EquationPlace, Scope
 from ._tables import KEEPING_SUMS, SATURATING, Precision
+from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
 
 Numbers = tuple[float, ...]
 """The distinct elements of a value, if they are known and few; otherwise empty."""
@@ -221,7 +222,7 @@ def _classify_primitives(rows: tuple[tuple[str, str], ...], compute_dtype: np.dt
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-"""Matmuls that can return float32. `ragged_dot_general` returns the compute dtype."""
+"""Matmuls of two operands. A `ragged_dot_general` has a third, the sizes of its groups."""
 
 
 def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
@@ -290,7 +291,12 @@ class WideProduct:
         return wide_product(self.operation, left, right, self.dtype, self.compute_dtype)
 
 
-def make_wide_product(eqn: JaxprEqn, dtype: Any, compute_dtype: np.dtype) -> WideProduct:
+def make_wide_product(
+    eqn: JaxprEqn, dtype: np.dtype, compute_dtype: np.dtype
+) -> WideProduct | WideRaggedProduct | None:
+    """Returns a matmul with float32 outputs in place of an equation, or None if it has no such form."""
+    if eqn.primitive.name not in PRODUCTS:
+        return describe_wide_ragged_product(eqn, dtype, compute_dtype)
     return WideProduct(_describe_product(eqn), dtype, compute_dtype)
 
 

@@ -26,6 +26,13 @@ def _give(reason: str, names: Iterable[str]) -> dict[str, str]:
     return dict.fromkeys(sorted(names), reason)
 
 
+def _join(package: str, names: str, end: str = "") -> list[str]:
+    return [f"{package}.{name}{end}" for name in names.split()]
+
+
+_NORMS = "LayerNorm RMSNorm GroupNorm InstanceNorm BatchNorm Embed"
+
+
 LOW = {
     "dot_general": "runs on the matmul units of accelerators",
     "conv_general_dilated": "the same",
@@ -183,50 +190,19 @@ ATTENTION = (
 """Functions whose matmuls of two activations a format with `attention=True` quantizes."""
 
 FUNCTIONS = {
-    "jax.nn.softmax": "narrow",
-    "jax.nn.standardize": "narrow",
-    "jax.nn.log_softmax": "full",
-    "jax.nn.logsumexp": "full",
-    "jax.nn.softplus": "narrow",
+    **_give("narrow", _join("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
+    **_give("full", _join("jax.nn", "log_softmax logsumexp log_sigmoid log1mexp logmeanexp")),
     "jax.nn.gelu": "infer",
-    "jax.nn.elu": "narrow",
-    "jax.nn.celu": "narrow",
-    "jax.nn.selu": "narrow",
-    "jax.nn.log_sigmoid": "full",
-    "jax.nn.log1mexp": "full",
-    "jax.nn.logmeanexp": "full",
-    "jax.nn.squareplus": "narrow",
-    "jax.numpy.linalg": "full",
-    "jax.numpy.linalg.cross": "infer",
-    "jax.numpy.linalg.diagonal": "infer",
-    "jax.numpy.linalg.matmul": "infer",
-    "jax.numpy.linalg.matrix_transpose": "infer",
-    "jax.numpy.linalg.multi_dot": "infer",
-    "jax.numpy.linalg.outer": "infer",
-    "jax.numpy.linalg.tensordot": "infer",
-    "jax.numpy.linalg.vecdot": "infer",
+    **_give("full", _join("jax.numpy", "linalg corrcoef cov poly polyfit polyval")),
+    **_give(
+        "infer", _join("jax.numpy.linalg", "cross diagonal matmul matrix_transpose multi_dot outer tensordot vecdot")
+    ),
     "jax.scipy.linalg": "full",
     "jax.scipy.linalg.block_diag": "infer",
-    "jax.numpy.corrcoef": "full",
-    "jax.numpy.cov": "full",
-    "jax.numpy.poly": "full",
-    "jax.numpy.polyfit": "full",
-    "jax.numpy.polyval": "full",
     "optax.losses": "full",
-    "flax.linen.LayerNorm.__call__": "narrow",
-    "flax.linen.RMSNorm.__call__": "narrow",
-    "flax.linen.GroupNorm.__call__": "narrow",
-    "flax.linen.InstanceNorm.__call__": "narrow",
-    "flax.linen.BatchNorm.__call__": "narrow",
-    "flax.linen.WeightNorm.__call__": "narrow",
-    "flax.linen.SpectralNorm.__call__": "narrow",
-    "flax.linen.Embed.__call__": "narrow",
-    "flax.nnx.LayerNorm.__call__": "narrow",
-    "flax.nnx.RMSNorm.__call__": "narrow",
-    "flax.nnx.GroupNorm.__call__": "narrow",
-    "flax.nnx.InstanceNorm.__call__": "narrow",
-    "flax.nnx.BatchNorm.__call__": "narrow",
-    "flax.nnx.Embed.__call__": "narrow",
+    **_give("narrow", _join("flax.linen", _NORMS, ".__call__")),
+    **_give("narrow", _join("flax.linen", "WeightNorm SpectralNorm", ".__call__")),
+    **_give("narrow", _join("flax.nnx", _NORMS, ".__call__")),
 }
 """Functions that are treated as one operation. `full`: float32 inside and out. `narrow`: float32 inside and compute
 dtype out, unless an input comes from a full operation. `infer`: all operations inside follow their inputs."""

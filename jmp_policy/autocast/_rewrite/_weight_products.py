@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import Atom
 from ...policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
 from ...quant import dot_general, ragged_dot
-from ...quant._layers import LayerProduct, Multiply, WeightedLayer, multiplies_8_bits, spell_format
+from ...quant._layers import LayerProduct, Multiply, WeightedLayer, multiplies_8_bits, spell_format, wide_ragged_dot
 from ...quant._numbers import pad_axis
 from ...quant._products import describe_convolution, describe_dot_general, reason_not_float8, why_sizes_wide
 from ...quant._weights import Layout, block_length, fake_quantize, prepare_weight, reason_unquantized
@@ -141,6 +141,27 @@ def _pad_axes(x: jax.Array, axes: Sequence[int], block: int) -> jax.Array:
     return x
 
 
+@dataclasses.dataclass(frozen=True)
+class WideRaggedProduct:
+    """A grouped matmul with sums in another dtype, whose operands and gradients are as of `wide_product`."""
+
+    is_transposed: bool  # as in `RaggedProduct`
+    dtype: np.dtype
+    compute_dtype: np.dtype
+
+    def __call__(self, rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        matrices = matrices.swapaxes(1, 2) if self.is_transposed else matrices
+        return wide_ragged_dot(rows, matrices, sizes, self.dtype, self.compute_dtype)
+
+
+def describe_wide_ragged_product(eqn: JaxprEqn, dtype: np.dtype, compute_dtype: np.dtype) -> WideRaggedProduct | None:
+    """Describes a grouped matmul with sums in `dtype`, or returns None for another operation or form."""
+    if eqn.primitive.name != "ragged_dot_general" or eqn.params["precision"] is not None:
+        return None
+    product = _describe_ragged_product(eqn, 1, None, None)
+    return None if isinstance(product, str) else WideRaggedProduct(product.is_transposed, dtype, compute_dtype)
+
+
 def describe_attention_product(
     eqn: JaxprEqn, quantization: Quantization | None, accumulate: np.dtype | None
 ) -> AttentionProduct | str:
@@ -152,7 +173,7 @@ def describe_attention_product(
 
 
 def _describe_ragged_product(
-    eqn: JaxprEqn, position: int, quantization: Quantization, accumulate: np.dtype | None
+    eqn: JaxprEqn, position: int, quantization: Any, accumulate: np.dtype | None
 ) -> RaggedProduct | str:
     numbers, params = eqn.params["ragged_dot_dimension_numbers"], eqn.params
     if position == 0 or (*numbers.lhs_ragged_dimensions,) != (0,) or (*numbers.rhs_group_dimensions,) != (0,):

@@ -11,7 +11,6 @@ from ..._base import at_least_float32
 from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, is_float
 from ._place import EquationPlace
 from ._precision import (
-    PRODUCTS,
     CastState,
     Level,
     clamp_masks,
@@ -39,16 +38,16 @@ class EquationWriter(Rule):
         return _WRITERS[precision](self, eqn, values, body)
 
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        is_product = self.sums is not None and eqn.primitive.name in PRODUCTS
+        product = None if self.sums is None else make_wide_product(eqn, self.sums, self.compute_dtype)
         is_half = not any(dtype == FLOAT32 for dtype in map(float_dtype, eqn.invars))
         if is_half:  # as its author wrote it
-            is_as_here = all(float_dtype(atom) == self.compute_dtype for atom in (*eqn.invars, *eqn.outvars))
-            if not is_product or not is_as_here:
+            dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
+            is_as_here = dtypes == {self.compute_dtype}
+            if product is None or not is_as_here:
                 return self._write_traced(eqn, values, body)
-        if not is_product:
+        if product is None or self.sums is None:
             return self._write_in(AbstractValue(self.compute_dtype, LOW), eqn, values, body)
         operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
-        product = make_wide_product(eqn, self.sums, self.compute_dtype)
         return write_product(product, eqn, operands, AbstractValue(self.sums, SUM), body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:

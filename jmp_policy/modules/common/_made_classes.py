@@ -10,11 +10,7 @@ _RECIPE = "_jmp_recipe"
 
 
 def make_subclass(
-    base: type,
-    namespace: dict[str, Any],
-    recipe: tuple[Any, tuple],
-    metaclass: type[type] | None = None,
-    **options: Any,
+    base: type, namespace: dict[str, Any], recipe: tuple, metaclass: type[type] | None = None, **options: Any
 ) -> Any:
     """Makes a subclass with the name of its base."""
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}

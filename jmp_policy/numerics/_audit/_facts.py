@@ -174,19 +174,16 @@ def _recognize_kept(step: Step, facts: Sequence[ValueFacts]) -> str:
 
 _KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares", "iota"))
 
+_KEEPING = ("reduce_max", "reduce_min", "neg", "abs", "sub", "max", "min", "clamp")
+
 _MAKING: dict[str, Callable[[Step, Sequence[ValueFacts]], str]] = {
+    **dict.fromkeys(_KEEPING, _recognize_kept),
+    **dict.fromkeys(("reduce_sum", "reduce_window_sum"), _recognize_total),
+    **dict.fromkeys(("exp", "exp2"), lambda step, facts: "exp"),
     "iota": lambda step, facts: "iota",
-    "exp": lambda step, facts: "exp",
-    "exp2": lambda step, facts: "exp",
     "logistic": lambda step, facts: "sigmoid",
     "square": lambda step, facts: "square",
     "integer_pow": lambda step, facts: "square" if step.eqn.params["y"] == 2 else "",
-    "reduce_sum": _recognize_total,
-    "reduce_window_sum": _recognize_total,
-    "reduce_max": _recognize_kept,
-    "reduce_min": _recognize_kept,
-    "neg": _recognize_kept,
-    "abs": _recognize_kept,
     "mul": lambda step, facts: "square" if step.operands[0] is step.operands[-1] else _recognize_kept(step, facts),
     "div": _recognize_quotient,
     "add": lambda step, facts: (
@@ -194,9 +191,5 @@ _MAKING: dict[str, Callable[[Step, Sequence[ValueFacts]], str]] = {
         if any(fact.made == "exp" for fact in facts) and any(fact.given and not fact.made for fact in facts)
         else _recognize_kept(step, facts)
     ),
-    "sub": _recognize_kept,
-    "max": _recognize_kept,
-    "min": _recognize_kept,
-    "clamp": _recognize_kept,
 }
 """By primitive: how to tell what a step makes, if an audit has a name for it."""

@@ -61,8 +61,8 @@ class Analysis(Interpreter):
 
     def apply(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
         name, alias = eqn.primitive.name, find_alias(eqn, operands)
-        if alias is not None or name == "optimization_barrier":
-            return operands if alias is None else [alias]
+        if alias is not None:
+            return [alias] if len(eqn.outvars) == 1 else operands
         if name == "sort":
             return [self._forget(one) for one in operands]
         if name not in RULES or not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
@@ -88,6 +88,8 @@ class Analysis(Interpreter):
         name, aval = eqn.primitive.name, eqn.outvars[0].aval
         dtype: Any = getattr(aval, "dtype", None)
         rule, related = RULES[name], relate_operands(eqn, operands)
+        if related is not None and related.peak > -INF:  # of other slices than the peaks of the operands
+            operands = [one.drop_peak() for one in operands]
         limits = [bound_dtype(getattr(atom.aval, "dtype", np.bool_)) for atom in eqn.invars]
         finite = [_clip(one.computed, limit) for one, limit in zip(operands, limits, strict=True)]
         largest = max(operands[0].computed.low, operands[0].computed.peak) if name == "reduce_sum" else -INF

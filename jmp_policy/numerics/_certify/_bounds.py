@@ -19,8 +19,8 @@ Layout = tuple[int | None, ...]
 class Relation(NamedTuple):
     """The array bounds the elements x of another array that lie in the same place, up to repetition."""
 
-    # "max": it is the largest of these x, "min": the smallest; "square": it is at least factor * x**2, "root": at least
-    # factor * abs(x), "reciprocal": at most 1 / (factor * abs(x)).
+    # "max": it is the largest of these x, "min": the smallest, "above": at least each of them, "square": at least
+    # factor * x**2, "root": at least factor * abs(x), "reciprocal": at most 1 / (factor * abs(x)).
     kind: str
     term: int  # of the other array
     layout: Layout
@@ -45,11 +45,17 @@ class Bounds(NamedTuple):
     axes: frozenset[int] = frozenset()
     relation: Relation | None = None
     test: Test | None = None
+    moved: tuple[int, Layout] | None = None  # of an array with the elements of another one in other places: its term
     lost: Fault | None = None  # of a subtraction that may lose all bits, if this is its result times constants
 
     def drop_peak(self) -> "Bounds":
         computed, exact = (Interval(one.low, one.high) for one in (self.computed, self.exact))
         return self._replace(computed=computed, exact=exact, axes=frozenset())
+
+    @property
+    def view(self) -> tuple[int, Layout]:
+        """The term of the array whose elements these are, and which of its axes these axes go along."""
+        return self.moved or (self.term, tuple(range(len(self.shape))))
 
     @property
     def constant(self) -> float | None:
@@ -65,7 +71,7 @@ def join(values: Sequence[Bounds], term: int, shape: tuple[int, ...]) -> Bounds:
 
 
 def find_alias(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Bounds | None:
-    """Returns the operand that an equation returns unchanged, if it does."""
+    """Returns the operand that an equation returns unchanged, if it does. Of several results, each is an operand."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "select_n" and operands[0].constant is not None:
         return operands[1 + int(operands[0].constant)]
@@ -80,11 +86,12 @@ def find_alias(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Bounds | None:
         x, y = operands if name == "max" else operands[::-1]
         is_neutral = x.computed.low >= y.computed.high and x.exact.low >= y.exact.high
     else:
-        is_neutral = name in _IDENTITIES or (name == "integer_pow" and eqn.params["y"] == 1)
+        is_identity = name in _IDENTITIES and len(eqn.outvars) == len(operands)
+        is_neutral = is_identity or (name == "integer_pow" and eqn.params["y"] == 1)
     return operands[0] if is_neutral and operands[0].shape == getattr(out, "shape", ()) else None
 
 
-_IDENTITIES = (having(Fact.ANNOTATES) | {"copy", "copy_p"}) - {"optimization_barrier"}
+_IDENTITIES = having(Fact.ANNOTATES) | {"copy", "copy_p"}
 
 
 def relate_operands(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Interval | None:
@@ -96,12 +103,13 @@ def relate_operands(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Interval | Non
     if x.term == y.term and x.shape == y.shape and name in _OF_ITSELF:
         return _OF_ITSELF[name]
     for one, other in ((x, y), (y, x)):
-        relation = other.relation
-        if relation is None or relation.term != one.term or not _is_aligned(relation.layout):
+        relation, (term, layout) = other.relation, one.view
+        if relation is None or relation.term != term or not _is_aligned(relation.layout, layout):
             continue
-        if name == "sub" and relation.kind in ("max", "min"):
-            is_positive = (relation.kind == "max") == (one is y)
-            return Interval(0.0, INF) if is_positive else Interval(-INF, 0.0, 0.0 if one is x else -INF)
+        if name == "sub" and relation.kind in ("max", "min", "above"):
+            is_positive = (relation.kind != "min") == (one is y)
+            has_peak = relation.kind == "max" and one is x
+            return Interval(0.0, INF) if is_positive else Interval(-INF, 0.0, 0.0 if has_peak else -INF)
         if (name, relation.kind) == ("mul", "reciprocal") or ((name, relation.kind) == ("div", "root") and one is x):
             return Interval(-1 / relation.factor, 1 / relation.factor)
     return None
@@ -113,8 +121,8 @@ _OF_ITSELF = {
 }  # fmt: skip
 
 
-def _is_aligned(layout: Layout) -> bool:
-    return all(axis is None or axis == i for i, axis in enumerate(layout))
+def _is_aligned(layout: Layout, other: Layout) -> bool:
+    return all(axis is None or axis == along for axis, along in zip(layout, other, strict=False))
 
 
 def refine_cases(eqn: JaxprEqn, operands: Sequence[Bounds]) -> list[Bounds]:
@@ -163,8 +171,17 @@ def describe(eqn: JaxprEqn, operands: Sequence[Bounds], result: Bounds, eps: flo
     layouts = [_find_layout(eqn, one, result.shape) for one in operands]
     axes = _find_axes(operands, layouts, len(result.shape)) if result.computed.peak > -INF else frozenset()
     result = result._replace(axes=axes) if axes else result.drop_peak()
+    moved = None
+    if eqn.primitive.name in _MOVING and layouts[0] is not None:
+        moved = operands[0].view[0], _compose(operands[0].view[1], layouts[0])
     relation = _relate(eqn, operands, layouts, eps)
-    return result._replace(relation=relation, test=_find_test(eqn, operands), lost=_keep_lost(eqn, operands))
+    return result._replace(
+        relation=relation, test=_find_test(eqn, operands), moved=moved, lost=_keep_lost(eqn, operands)
+    )
+
+
+def _compose(outer: Layout, layout: Layout) -> Layout:
+    return tuple(None if axis is None else outer[axis] for axis in layout)
 
 
 def _find_layout(eqn: JaxprEqn, x: Bounds, shape: tuple[int, ...]) -> Layout | None:
@@ -205,18 +222,20 @@ def _relate(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout 
     name = eqn.primitive.name
     if not operands:
         return None
-    x, here = operands[0], tuple(range(len(operands[0].shape)))
+    x, (term, here) = operands[0], operands[0].view
     is_product = name == "mul" and x.term == operands[1].term and x.shape == operands[1].shape
     if is_product or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
-        return Relation("square", x.term, here, 1 - eps)
+        return Relation("square", term, here, 1 - eps)
     if name == "abs":
-        return Relation("root", x.term, here)
+        return Relation("root", term, here)
     if name in ("reduce_max", "reduce_min") and not (x.relation and x.relation.kind == "root"):
-        return Relation(name.removeprefix("reduce_"), x.term, layouts[0] or ())
+        return Relation(name.removeprefix("reduce_"), term, _compose(here, layouts[0] or ()))
     for i, (one, layout) in enumerate(zip(operands, layouts, strict=True)):
         if one.relation is not None and layout is not None:
-            along = tuple(None if axis is None else one.relation.layout[axis] for axis in layout)
-            return _follow(eqn, one, [*operands[:i], *operands[i + 1 :]], i, along, eps)
+            others = [*operands[:i], *operands[i + 1 :]]
+            return _follow(eqn, one, others, i, _compose(one.relation.layout, layout), eps)
+    if name == "max" and layouts[0] is not None:
+        return Relation("above", term, _compose(here, layouts[0]))
     return None
 
 
@@ -227,12 +246,13 @@ def _follow(
     name, relation = eqn.primitive.name, x.relation
     if relation is None:
         return None
-    moved = relation._replace(layout=layout)
+    moved, y = relation._replace(layout=layout), others[0] if others else x
     if name in _MOVING:
         return moved
+    if relation.kind in ("max", "above") and name == "add" and min(y.computed.low, y.exact.low) >= 0:
+        return moved._replace(kind="above")
     if relation.kind not in ("square", "root") or x.computed.low < 0:
         return None
-    y = others[0] if others else x
     if name in ("reduce_sum", "reduce_max", "max"):
         return moved  # a sum of positive terms is at least each term, with rounding too
     if name in ("sqrt", "rsqrt") and relation.kind == "square":

@@ -212,7 +212,7 @@ def _keep(eqn: JaxprEqn, x: Interval, *others: Interval) -> Interval:
     return x if eqn.primitive.name in _KEEPING else Interval(*x[:2])
 
 
-_KEEPING = having(Fact.KEEPS)
+_KEEPING = having(Fact.KEEPS) - having(Fact.ANNOTATES)
 
 RULES: dict[str, Rule] = {
     "add": _corners(np.add), "add_any": _corners(np.add), "sub": _corners(np.subtract), "mul": _corners(np.multiply),

@@ -113,25 +113,17 @@ class Flow:
         return all(node in self._makers or node in self._sources for node in self._trace([node], lambda _: True))
 
 
-PRIMITIVES: dict[str, tuple[str, str]] = {
-    "psum": ("all-reduce", "sum"),
-    "psum_invariant": ("all-reduce", "sum"),
-    "unreduced_psum": ("all-reduce", "sum"),
-    "pmax": ("all-reduce", "max"),
-    "unreduced_pmax": ("all-reduce", "max"),
-    "pmin": ("all-reduce", "min"),
-    "unreduced_pmin": ("all-reduce", "min"),
-    "all_gather": ("all-gather", ""),
-    "all_gather_invariant": ("all-gather", ""),
-    "all_gather_reduced": ("all-gather", ""),
-    "reduce_scatter": ("reduce-scatter", "sum"),
-    "unreduced_reduce_scatter": ("reduce-scatter", "sum"),
-    "all_to_all": ("all-to-all", ""),
-    "ragged_all_to_all": ("all-to-all", ""),
-    "ppermute": ("collective-permute", ""),
-    "pbroadcast": ("collective-broadcast", ""),
-    "pbroadcast_dynamic": ("collective-broadcast", ""),
+_COLLECTIVES = {
+    ("all-reduce", "sum"): "psum psum_invariant unreduced_psum",
+    ("all-reduce", "max"): "pmax unreduced_pmax",
+    ("all-reduce", "min"): "pmin unreduced_pmin",
+    ("all-gather", ""): "all_gather all_gather_invariant all_gather_reduced",
+    ("reduce-scatter", "sum"): "reduce_scatter unreduced_reduce_scatter",
+    ("all-to-all", ""): "all_to_all ragged_all_to_all",
+    ("collective-permute", ""): "ppermute",
+    ("collective-broadcast", ""): "pbroadcast pbroadcast_dynamic",
 }
+PRIMITIVES = {name: made for made, names in _COLLECTIVES.items() for name in names.split()}
 """HLO name and reduction by JAX primitive."""
 
 

@@ -2,6 +2,7 @@
 
 from .._attention import attention_format_of as attention_format_of, multiply_padded as multiply_padded
 from .._operations import multiplies_8_bits as multiplies_8_bits
+from .._ragged_dot import wide_ragged_dot as wide_ragged_dot
 from ._cache import (
     CACHED as CACHED,
     SCALE as SCALE,

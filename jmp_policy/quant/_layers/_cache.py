@@ -40,7 +40,9 @@ class CacheSlot:
 
     def __init__(self, values: jax.Array, scale: jax.Array, index: jax.Array, dtype: Any, store: Callable[..., None]):
         self.index, self.length = index, values.shape[_POSITIONS]
-        self.shape = (*values.shape[:_POSITIONS], 1, *values.shape[_POSITIONS + 1 :])
+        # A slice has the sharding that Flax's update needs on explicit axes. All of its elements are overwritten.
+        self._place = lax.slice_in_dim(values, 0, 1, axis=values.ndim + _POSITIONS).astype(dtype)
+        self.shape = self._place.shape
         self._stored, self._dtype, self._store = (values, scale), dtype, store
 
     def read(self) -> jax.Array:
@@ -57,7 +59,7 @@ class CacheSlot:
         self._store(*self._stored)
 
     # As linen and nnx read and write their variables.
-    value = property(lambda self: jnp.zeros(self.shape, self._dtype), _write)
+    value = property(lambda self: self._place, _write)
     __getitem__ = lambda self, _: self.value
     __setitem__ = lambda self, _, position: self._write(position)
 

@@ -8,11 +8,7 @@ from ._block_numbers import (
     quantize_nv as quantize_nv,
     unpack as unpack,
 )
-from ._block_operands import (
-    mix_rows as mix_rows,
-    pad_axis as pad_axis,
-    round_operand as round_operand,
-)
+from ._block_operands import mix_rows as mix_rows, pad_axis as pad_axis, round_operand as round_operand
 from ._numbers import (
     E4M3 as E4M3,
     E5M2 as E5M2,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -30,8 +31,10 @@ from .._numbers import (
 )
 from ._layout import Layout, block_length, stack_shape
 
+_EMPTY: Any = object()  # an input scale that JAX mapped to None: the tree keeps its structure
 
-@jax.tree_util.register_dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedArray(Uncast):
     """Weight in 8 or 4 bits: values, their scales, and the dtype that they stand for.
@@ -63,11 +66,25 @@ class QuantizedArray(Uncast):
     scale: jax.Array
     zero_point: jax.Array | None
     input_clip: jax.Array | None
-    format: StoredFormat = dataclasses.field(metadata={"static": True})
-    layout: Layout = dataclasses.field(metadata={"static": True})
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    format: StoredFormat
+    layout: Layout
+    dtype: np.dtype
     tensor_scale: jax.Array | None = None
     input_scale: jax.Array | None = None
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        """Returns the arrays by name and the static fields, for JAX."""
+        # Orbax skips what is saved where the target has None. Values without their input scale would be wrong, so it is
+        # not in the tree if it is None, and Orbax reports the difference.
+        last = [] if self.input_scale is None else [None if self.input_scale is _EMPTY else self.input_scale]
+        arrays = [*(getattr(self, name) for name in ARRAYS[:-1]), *last]
+        keys = map(jax.tree_util.GetAttrKey, ARRAYS[: len(arrays)])
+        return list(zip(keys, arrays, strict=True)), (self.format, self.layout, self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], arrays: Sequence[Any]) -> "QuantizedArray":
+        """Makes a weight of its arrays and static fields, for JAX."""
+        return cls(*arrays[:4], *static, *arrays[4:5], *(_EMPTY if array is None else array for array in arrays[5:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,7 +194,7 @@ class QuantizedArray(Uncast):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
 
-# Fields that are arrays or None.
+# Fields that are arrays or None, in the order of the leaves.
 ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_scale")
 
 

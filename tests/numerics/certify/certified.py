@@ -89,6 +89,10 @@ CASES = {
         lambda x: jnp.sqrt(jnp.max(x, -1, keepdims=True) - x) + jnp.log(x - jnp.min(x) + 1), WIDE, (X,)
     ),
     "variance": Case(jnp.var, WIDE, (X,)),
+    "gradient of sigmoid cross entropy": Case(
+        jax.grad(lambda x, y: optax.sigmoid_binary_cross_entropy(x, y).mean()), [*WIDE, (0, 1)], (X, X)
+    ),
+    "attention": Case(jax.nn.dot_product_attention, [(-5.0, 5.0)] * 3, (shape(2, 3, 1, 4),) * 3),
     "gelu": Case(jax.nn.gelu, WIDE, (X,)),
     "gelu by erf": Case(lambda x: jax.nn.gelu(x, approximate=False), WIDE, (X,)),
     "silu": Case(jax.nn.silu, [(-6e4, 6e4)], (X16,)),

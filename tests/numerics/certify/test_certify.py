@@ -28,7 +28,7 @@ def test_the_function_is_certified(name):
     assert str(certificate) == "proved: no overflow, division by zero, invalid operation or cancellation"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_10_000_random_inputs_do_not_break_the_certificate(name):
     case = CASES[name]
@@ -138,6 +138,9 @@ def test_a_function_is_broken_by_its_counterexample(name):
     assert certificate.fault == "cancellation" or (fault and fault.kind == certificate.fault)
 
 
+LARGE = shape(3000, 3000)
+"""Too large to be tried: only the bounds count."""
+
 UNKNOWN = {
     "linear algebra": (jnp.linalg.qr, (-1, 1), "it has no rule", "qr"),
     "random numbers": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), (-1, 1), "it has no rule", ""),
@@ -154,7 +157,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_it_says_that_it_cannot_tell(name):
     fun, pair, fault, primitive = UNKNOWN[name]
-    certificate = certify(fun, [pair])(shape(3, 3))
+    certificate = certify(fun, [pair])(LARGE)
     assert certificate.holds is None
     assert certificate.fault.startswith(fault)
     assert certificate.primitive == primitive or not primitive
@@ -165,10 +168,11 @@ def test_it_says_that_it_cannot_tell(name):
 
 def test_it_cannot_tell_of_a_network():
     net = nn.Sequential([nn.Dense(5), nn.relu] * 20)
-    params = jax.eval_shape(net.init, jax.random.key(0), X)
-    certificate = certify(net.apply, [(-10, 10), (-10, 10)], "float16")(params, X)
-    assert certificate.holds is not True
-    assert certificate.fault == "overflow"
+    x = shape(10**6, 5)  # too large to be tried
+    certificate = certify(net.apply, [(-10, 10), (-10, 10)], "float16")(
+        jax.eval_shape(net.init, jax.random.key(0), x), x
+    )
+    assert (certificate.holds, certificate.fault) == (None, "overflow")
 
 
 # The functions of four numbers are at most this large.
@@ -196,9 +200,17 @@ def test_relations_bound_a_function_by_its_largest_value(name):
 def test_a_sum_of_exponentials_is_not_the_largest_one_of_another_slice():
     fun = lambda axis: lambda x: jnp.log(jnp.sum(jnp.exp(x - jnp.max(x, 0, keepdims=True)), axis) - 0.9)
     assert certify(fun(0), WIDE)(X).holds
-    assert not certify(fun(1), WIDE)(X).holds
+    assert certify(fun(1), WIDE)(LARGE).holds is None
+
+    def subtract_twice(x):  # the difference is zero somewhere in each row, and not in each column
+        y = 100 * jnp.exp(x - jnp.max(x, 0, keepdims=True))
+        return jnp.log(jnp.sum(jnp.exp(y - jnp.max(y, 1, keepdims=True)), 0) - 0.9)
+
+    assert certify(subtract_twice, WIDE)(LARGE).holds is None
     transposed = lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x)  # of a square matrix: a maximum for another row
-    assert not certify(transposed, WIDE)(shape(3, 3)).holds
+    assert certify(transposed, WIDE)(LARGE).holds is None
+    assert certify(lambda x: transposed(x.T), WIDE)(LARGE).holds is None
+    assert certify(lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x.T), WIDE)(shape(3, 3)).holds
 
 
 def test_subnormal_numbers_may_be_zero():

@@ -1,0 +1,325 @@
+"""Aligns the scopes and values of two programs of one model."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from ..._base import is_floating_dtype
+from ._scopes import Flat, Node, Scope, list_values, split_loop
+
+
+class Side:
+    """One program, with the values that leave its scopes, and their readers."""
+
+    def __init__(self, flat: Flat, labels: Sequence[Hashable]):
+        self.flat, self.labels = flat, list(labels)
+        self.readers: dict[int, set[Any]] = {}  # by origin, the value before all casts
+        self.exits: dict[int, list[int]] = {}  # by origin: the values that other scopes read, before or after a cast
+        self.reads: dict[Scope, list[int]] = {}  # values that a scope reads from elsewhere
+        self.nodes: dict[Scope, list[Node]] = {}
+        for node in flat.nodes:
+            if node.scope is not None:
+                self.nodes.setdefault(node.scope, []).append(node)
+                for value in list_values(node.operands):
+                    self._add_read(value, node.scope)
+        for value, label in zip(flat.outputs, labels, strict=True):
+            if not isinstance(value, Literal):
+                self._add_read(value, label)
+        self.made: dict[Scope, list[int]] = {}  # origins that a scope makes and others read, in order
+        for origin in flat.makers:
+            scope = flat.find_scope(origin)
+            if origin in self.readers and scope is not None:
+                self.made.setdefault(scope, []).append(origin)
+
+    def _add_read(self, value: int, reader: Any) -> None:
+        origin = self.flat.find_origin(value)
+        is_scope = isinstance(reader, Scope)
+        if is_scope and self.flat.find_scope(origin) == reader:
+            return
+        self.readers.setdefault(origin, set()).add((reader.path, reader.direction) if is_scope else reader)
+        exit, _ = self.flat.find_exit(value)
+        exits = self.exits.setdefault(origin, [])
+        if exit not in exits:
+            exits.append(exit)
+        if is_scope and value not in self.reads.setdefault(reader, []):
+            self.reads[reader].append(value)
+
+    def list_shared(self, scope: Scope) -> list[int]:
+        """Lists the values that leave a scope, except residuals that only other passes of it read."""
+        others = {(scope.path, name) for name in ("forward", "recomputed", "backward") if name != scope.direction}
+        return [value for value in self.made.get(scope, []) if not self.readers[value] <= others]
+
+    def is_residual(self, origin: int, scope: Scope) -> bool:
+        """True for a value that another pass of the same scope made."""
+        maker = self.flat.find_scope(origin)
+        return maker is not None and maker.path == scope.path and maker.direction != scope.direction
+
+    def hash_values(self, scope: Scope, tokens: Mapping[int, Hashable]) -> dict[int, int]:
+        """Hashes the computation of each value of a scope, without dtypes and constants."""
+        hashes: dict[int, int] = {}
+        flat = self.flat
+
+        def look_up(operand: int | Literal) -> Hashable:
+            if isinstance(operand, Literal):
+                return "literal"
+            origin = flat.find_origin(operand)
+            return tokens.get(origin) or hashes.get(origin) or ("outside", flat.types[origin].shape)
+
+        for node in self.nodes[scope]:
+            operands = [hash(look_up(operand)) for operand in node.operands]
+            if node.eqn.primitive.name in ("add", "mul", "add_any", "max", "min"):
+                operands.sort()
+            start = node.eqn.params.get("start_indices")
+            for i, result in enumerate(node.results):
+                hashes[result] = hash((node.eqn.primitive.name, i, start, *operands))
+        return hashes
+
+
+@dataclasses.dataclass(eq=False)
+class Alignment:
+    """Two programs, `f` and `g`, with pairs of values and scopes.
+
+    Attributes:
+      f: the reference program.
+      g: the other program.
+      pairs: for an input of `g`, or a value that leaves a scope of it, before casts: that of `f`.
+      bodies: for the scope of a scan of `g`: its node in `f`, in `g`, and the alignment of one iteration.
+      scopes: the scopes in the order in which `g` ends them, with those of scans, and those that only `f` has.
+      replaced: by a scope of `g` and a value that it reads: the value of `f` that it would read there.
+      skipped: by a scope that only `f` has: its output, and the value that `g` has instead.
+      unaligned: the parts without a counterpart, as sentences.
+    """
+
+    f: Side
+    g: Side
+    pairs: dict[int, int]
+    bodies: dict[Scope, tuple[Node, Node, "Alignment"]] = dataclasses.field(default_factory=dict)
+    scopes: list[Scope] = dataclasses.field(default_factory=list)
+    replaced: dict[tuple[Scope, int], int] = dataclasses.field(default_factory=dict)
+    skipped: dict[Scope, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    unaligned: list[str] = dataclasses.field(default_factory=list)
+
+
+def align(
+    f: Flat, g: Flat, inputs: Mapping[int, int], labels: tuple[Sequence[Hashable], Sequence[Hashable]]
+) -> Alignment:
+    """Aligns scopes by path, pass and call, and the values that leave them by computation, readers and shape.
+
+    Args:
+      f: the reference program.
+      g: the other program.
+      inputs: the input of `f` for inputs of `g`.
+      labels: a name for each output of both.
+    """
+    counts = f.count_calls(), g.count_calls()
+    for flat in (f, g):
+        flat.join_calls(scope for scope in {*counts[0], *counts[1]} if counts[0].get(scope) != counts[1].get(scope))
+    _match_loops(f, g)
+    for flat in (f, g):
+        flat.release_casts()
+    alignment = Alignment(Side(f, labels[0]), Side(g, labels[1]), dict(inputs))
+    _Aligner(alignment).run()
+    return alignment
+
+
+def _match_loops(f: Flat, g: Flat) -> None:
+    """Makes each scan that both programs have a scope of its own."""
+    found: list[dict[Any, list[Node]]] = [{}, {}]
+    for flat, loops in zip((f, g), found, strict=True):
+        for node in flat.nodes:
+            if node.body is not None:
+                key = node.scope, node.eqn.params["length"], node.eqn.params["reverse"]
+                loops.setdefault(key, []).append(node)
+    matched = [key for key in found[0] if len(found[0][key]) == len(found[1].get(key, ()))]
+    numbered = [(found[0][key][i], found[1][key][i]) for key in matched for i in range(len(found[0][key]))]
+    for number, pair in enumerate(numbered):
+        for node in pair:
+            assert node.scope is not None
+            node.scope = node.scope._replace(loop=number)
+
+
+class _Aligner:
+    """Aligns scope by scope, in the order in which the scopes of `g` end."""
+
+    def __init__(self, alignment: Alignment):
+        self._to, self._sides = alignment, (alignment.f, alignment.g)
+        self._tokens: tuple[dict[int, Hashable], dict[int, Hashable]] = {}, {}  # equal for aligned values
+        for value, partner in alignment.pairs.items():
+            self._pair(partner, value)
+
+    def run(self) -> None:
+        to, (f, g) = self._to, self._sides
+        last = {node.scope: i for i, node in enumerate(g.flat.nodes) if node.scope is not None}
+        for scope in sorted(last, key=lambda scope: last[scope]):
+            # A program without a remat has computed these values in its forward pass.
+            own = scope if scope in f.nodes else scope._replace(direction="forward")
+            if own not in f.nodes or own.direction != scope.direction != "recomputed":
+                to.unaligned.append(describe(scope, "is only in the second function"))
+                to.scopes.append(scope)
+                continue
+            self._match_reads(own, scope)
+            to.scopes.append(scope)
+            if scope.loop >= 0:
+                self._align_loop(scope, own)
+            else:
+                self._align_values(own, scope)
+        for i, label in enumerate(g.labels):
+            if label in f.labels:
+                outputs = f.flat.outputs[f.labels.index(label)], g.flat.outputs[i]
+                if not any(isinstance(output, Literal) for output in outputs):
+                    origins = [side.flat.find_origin(value) for side, value in zip(self._sides, outputs, strict=True)]
+                    self._match_read(*origins, None)
+        to.unaligned += [describe(scope, "is only in the first function") for scope in f.nodes if scope not in g.nodes]
+
+    def _match_reads(self, own: Scope, scope: Scope) -> None:
+        """Pairs the one value of a type that a scope reads in both programs, if it is not aligned yet.
+
+        One of the programs has another scope there, such as a multiplication that the other one has not.
+        """
+        f, g = self._sides
+        reads = [
+            {side.flat.find_origin(value) for value in side.reads.get(place, ())}
+            for side, place in zip(self._sides, (own, scope), strict=True)
+        ]
+        known = {self._to.pairs[value] for value in reads[1] if value in self._to.pairs}
+        mine = [value for value in reads[0] - known if not f.is_residual(value, own)]
+        theirs = [value for value in reads[1] if self._to.pairs.get(value) not in reads[0]]
+        theirs = [value for value in theirs if not g.is_residual(value, scope)]
+        # Another scope may have shown already which value stands for which.
+        shown = {other: value for (_, other), value in self._to.replaced.items() if other in theirs and value in mine}
+        for other, value in shown.items():
+            self._match_read(value, other, scope)
+        mine = [value for value in mine if value not in shown.values()]
+        theirs = [other for other in theirs if other not in shown]
+        for value in mine:
+            kind = _by_type(f, value, {})
+            found = [other for other in theirs if _by_type(g, other, {}) == kind]
+            if len(found) == 1 == sum(_by_type(f, other, {}) == kind for other in mine):
+                self._match_read(value, found[0], scope)
+
+    def _match_read(self, value: int, other: int, scope: Scope | None) -> None:
+        f, g = self._sides
+        maker = f.flat.find_scope(value)
+        if other not in self._to.pairs:
+            if other in g.flat.makers and _by_type(f, value, {}) == _by_type(g, other, {}):
+                self._pair(value, other)
+        elif self._to.pairs[other] != value and maker is not None and maker not in g.nodes:
+            if maker not in self._to.skipped:
+                self._to.scopes.append(maker)
+            pairs = self._to.skipped.setdefault(maker, [])
+            if (value, other) not in pairs:
+                pairs.append((value, other))
+            if scope is not None:
+                self._to.replaced[scope, other] = value
+
+    def _align_values(self, own: Scope, scope: Scope) -> None:
+        """Pairs the values that leave a scope, by ever weaker criteria. Groups of different sizes stay unpaired."""
+        sides, places = self._sides, (own, scope)
+        left = [side.list_shared(place) for side, place in zip(sides, places, strict=True)]
+        hashes = [
+            side.hash_values(place, tokens) for side, place, tokens in zip(sides, places, self._tokens, strict=True)
+        ]
+        for key in (_by_hash, _by_primitive, _by_readers, _by_type):
+            groups: list[dict[Hashable, list[int]]] = [{}, {}]
+            for side, values, known, group in zip(sides, left, hashes, groups, strict=True):
+                for value in values:
+                    group.setdefault(key(side, value, known), []).append(value)
+            for name in groups[1]:
+                mine, theirs = groups[0].get(name, ()), groups[1][name]
+                if len(mine) == len(theirs):
+                    for value, other in zip(mine, theirs, strict=True):
+                        self._pair(value, other)
+                        left[0].remove(value)
+                        left[1].remove(other)
+        count = max(sum(side.readers[v] != {"stacked"} for v in some) for side, some in zip(sides, left, strict=True))
+        if count:  # residuals of a scan differ often, and matter to its own backward pass alone
+            self._to.unaligned.append(describe(scope, f"has {count} {'outputs' if count > 1 else 'output'} unaligned"))
+
+    def _pair(self, value: int, other: int) -> None:
+        self._to.pairs[other] = value
+        self._tokens[1][other] = self._tokens[0].setdefault(value, ("pair", len(self._tokens[0])))
+
+    def _align_loop(self, own: Scope, scope: Scope) -> None:
+        """Aligns the iterations of a scan, and then its outputs."""
+        [mine], [theirs] = self._sides[0].nodes[own], self._sides[1].nodes[scope]
+        f, g = mine.body, theirs.body
+        assert f is not None
+        assert g is not None
+        inputs = self._pair_operands(mine, theirs)
+        first, (start, end) = split_loop(mine)[0], split_loop(theirs)
+        carried = {partner - first: i - start for i, partner in inputs.items() if start <= i < end}
+        stacked = _list_stacked(mine), _list_stacked(theirs)
+        labels = (
+            ["stacked" if i in stacked[0] else carried.get(i, "carried") for i in range(len(mine.results))],
+            ["stacked" if i in stacked[1] else i for i in range(len(theirs.results))],
+        )
+        inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
+        self._to.bodies[scope] = mine, theirs, inner
+        self._to.unaligned += inner.unaligned
+        for partner, i in carried.items():
+            self._pair(mine.results[partner], theirs.results[i])
+        made = {_find_output(f, i): i for i in stacked[0]}
+        for i in stacked[1]:
+            output = _find_output(g, i)
+            if output is not None and inner.pairs.get(output) in made:
+                self._pair(mine.results[made[inner.pairs[output]]], theirs.results[i])
+
+    def _pair_operands(self, mine: Node, theirs: Node) -> dict[int, int]:
+        """Pairs the operands of two scans: carried ones by type and position, others if their values are aligned."""
+        pairs: dict[int, int] = {}
+        for kind in range(3):
+            groups: list[dict[Hashable, list[int]]] = [{}, {}]
+            for node, side, tokens, group in zip((mine, theirs), self._sides, self._tokens, groups, strict=True):
+                bounds = 0, *split_loop(node), len(node.operands)
+                for i in range(bounds[kind], bounds[kind + 1]):
+                    operand = node.operands[i]
+                    known = None if isinstance(operand, Literal) else tokens.get(side.flat.find_origin(operand))
+                    name = _read_type(node.eqn.invars[i].aval) if kind == 1 else known
+                    if name is not None:
+                        group.setdefault(name, []).append(i)
+            for name, found in groups[1].items():
+                if len(groups[0].get(name, ())) == len(found):
+                    pairs.update(zip(found, groups[0][name], strict=True))
+        return pairs
+
+
+def describe(scope: Scope, words: str) -> str:
+    place = scope.path or "(outside)"
+    return f"{place} {words} ({scope.direction})"
+
+
+def _list_stacked(node: Node) -> range:
+    """Returns the positions of the results of a scan that are not carried."""
+    start, end = split_loop(node)
+    return range(end - start, len(node.results))
+
+
+def _find_output(flat: Flat, i: int) -> int | None:
+    output = flat.outputs[i]
+    return None if isinstance(output, Literal) else flat.find_origin(output)
+
+
+_Key = Callable[[Side, int, Mapping[int, int]], Hashable]
+
+
+def _by_hash(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
+    return hashes[value], _by_type(side, value, hashes)
+
+
+def _by_primitive(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
+    return side.flat.makers[value].eqn.primitive.name, _by_readers(side, value, hashes)
+
+
+def _by_readers(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
+    return frozenset(side.readers[value]), _by_type(side, value, hashes)
+
+
+def _by_type(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
+    return _read_type(side.flat.types[value])
+
+
+def _read_type(aval: Any) -> Hashable:
+    dtype = getattr(aval, "dtype", None)
+    return getattr(aval, "shape", None), "float" if is_floating_dtype(dtype) else getattr(dtype, "kind", None)

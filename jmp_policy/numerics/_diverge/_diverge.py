@@ -1,0 +1,159 @@
+"""`numerics.diverge`: finds the scopes that make two functions of one model differ."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from ..._base import TRACING, Args, Kwargs, is_floating_dtype
+from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
+from ...modules import find_lifting_adapter
+from .._ends import Results, check_function, name_results
+from .._tune import take_apart
+from ._align import align
+from ._divergence import Divergence, make_layout
+from ._measure import compare
+from ._run import make_plan, run
+from ._scopes import Flat
+
+
+def diverge(f: Callable[..., Any], g: Callable[..., Any]) -> Callable[..., Divergence]:
+    """Finds the modules and named scopes that make two functions of one model differ, and those that only pass it on.
+
+    Both functions are traced, for example a model in float32 and under a policy, before and after quantization, or
+    ported from other code. Their scopes are aligned by path, pass and call, and the values between scopes by their
+    computation, readers and shape; casts between scopes are ignored. One compiled program then runs `f`, `g`, and each
+    scope of `g` on the values of `f`, whose error is the one that this scope *introduces*. An error that comes in
+    and goes out of a scope that introduces none was made elsewhere.
+
+    Compose both functions with the gradient, `diverge(jax.grad(loss), jax.grad(low_loss))`, to compare the backward
+    pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in
+    `f`. Iterations of a `scan` that both functions have are aligned one by one. A `while`, a `cond`, a `shard_map` and
+    a `scan` without a counterpart count as one operation. Scopes that are jitted again with `in_shardings` run without
+    them.
+
+    Args:
+      f: the reference: any function of trees of arrays, with modules of linen or nnx, or without.
+      g: a function of the same arguments. It may return other dtypes, and values that `f` does not have.
+
+    Returns:
+      A function of the arguments of `f` and `g` that returns a `Divergence`, which prints as a table. It can be
+      jitted. Writes to nnx objects are lost.
+
+    Raises:
+      TypeError: `f` or `g` is not a function.
+      ValueError: when called, a function cannot run in parts because it has an `io_callback` or uses a mutable
+        reference.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def loss(weights, x, dtype=jnp.float32):
+    ...     with jax.named_scope("body"):
+    ...         x = jnp.tanh((x.astype(dtype) @ weights["body"].astype(dtype)).astype(jnp.float32))
+    ...     with jax.named_scope("head"):
+    ...         return jnp.mean((x @ weights["head"]) ** 2)
+    >>> low_loss = lambda weights, x: loss(weights, x, jnp.bfloat16)
+    >>> weights = {name: jax.random.normal(jax.random.key(0), (8, 8)) for name in ("body", "head")}
+    >>> divergence = jmp.numerics.diverge(jax.grad(loss), jax.grad(low_loss))(weights, jnp.ones((4, 8)))
+    >>> for row in divergence.rows():
+    ...     print(row.path, row.direction, row.introduced > 1e-4, row.outgoing > 1e-4)
+    body forward True True
+    head backward False True
+    body backward True True
+    """
+    for fun in (f, g):
+        check_function(fun, "diverge")
+
+    @functools.wraps(f)
+    def compare_runs(*args: Any, **kwargs: Any) -> Divergence:
+        mine, theirs = (_Traced(fun, args, kwargs) for fun in (f, g))
+        results = _pair_results(mine, theirs)
+        labels = [*range(len(mine.types))], [results.get(i, "unpaired") for i in range(len(theirs.types))]
+        by_id = {id(leaf): value for leaf, value in zip(mine.leaves, mine.flat.inputs, strict=True)}
+        given = zip(theirs.leaves, theirs.flat.inputs, strict=True)
+        inputs = {value: by_id[id(leaf)] for leaf, value in given if id(leaf) in by_id}
+        plan = make_plan(align(mine.flat, theirs.flat, inputs, labels), theirs.flat.inputs)
+
+        def measure(f_inputs: list[Any], g_inputs: list[Any]) -> Any:
+            f_outputs, g_outputs, record = run(plan, f_inputs, g_inputs)
+            compared = [compare(f_outputs[i], g_outputs[j]) for j, i in results.items()]
+            return record, compared, [_measure_total(f_outputs[i]) for i in results.values()]
+
+        record, compared, totals = jax.jit(measure)(mine.leaves, theirs.leaves)
+        shapes = [(mine.names[i], mine.types[i].shape) for i in results.values()]
+        return Divergence(record, compared, totals, make_layout(plan, shapes, _name_functions(f, g)))
+
+    return compare_runs
+
+
+class _Traced:
+    """A flattened jaxpr with the arrays that it takes, and the names of its outputs."""
+
+    def __init__(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs):
+        register, ends = Register(), Results()
+        opened, args, kwargs = open_partials(fun, args, kwargs)
+        arrays, rebuild = take_apart(args)
+        closed = _list_closed_modules(opened)
+        watched = register.watch(lambda closed, args, kwargs: opened(*args, **kwargs))
+        pure = lambda arrays, kwargs: watched(closed, rebuild(arrays), kwargs)
+        with TRACING(register.token), explain_tracing("diverge", ""):
+            traced = trace(ends.take_arrays(pure), (arrays, kwargs), {})
+        _check_repeatable(traced.program.jaxpr)
+        self.flat = Flat(traced.program, ModulePaths(register.list_modules()))
+        self.leaves = [*traced.leaves, *self.flat.constants.values()]
+        self.flat.inputs += self.flat.constants  # as constants of the compiled program, weights would be copied
+        self.flat.constants = {}
+        self.types = [atom.aval for atom in traced.program.jaxpr.outvars]
+        self.names = [str(name) for name in name_results(ends.list_paths(), is_lifted=False)]
+
+
+def _list_closed_modules(fun: Callable[..., Any]) -> list[Any]:
+    """Lists the nnx modules that a function reads from its closure, so that their paths are known."""
+    inner = inspect.unwrap(fun)
+    if not inspect.isfunction(inner):
+        return []
+    known = inspect.getclosurevars(inner)
+    values = {**known.globals, **known.nonlocals}.values()
+    return [value for value in values if find_lifting_adapter((value,)) is not None]
+
+
+def _check_repeatable(program: Jaxpr) -> None:
+    eqn = find_unrepeatable(program)
+    if eqn is not None:
+        raise ValueError(
+            f"diverge runs a function in parts and more than once, and {eqn.primitive.name} of {find_line(eqn)} would "
+            "then act several times. Compare a part without it. For example: diverge(loss_fn, low_loss_fn)(params, x)."
+        )
+
+
+def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
+    """Returns, for outputs of `g`, that of `f`: the same position and shape, or else the next one of the shape."""
+    pairs: dict[int, int] = {}
+    for i, other in enumerate(theirs.types):
+        candidates = [i, *range(len(mine.types))]
+        free = [j for j in candidates if j < len(mine.types) and j not in pairs.values()]
+        found = next((j for j in free if mine.types[j].shape == other.shape), None) if _is_float(other) else None
+        if found is not None:
+            pairs[i] = found
+    return pairs
+
+
+def _is_float(aval: Any) -> bool:
+    return is_floating_dtype(aval.dtype) and aval.size > 0
+
+
+def _name_functions(f: Any, g: Any) -> tuple[str, str]:
+    names = [getattr(inspect.unwrap(fun), "__name__", "<lambda>") for fun in (f, g)]
+    is_clear = names[0] != names[1] and "<lambda>" not in names
+    return (names[0], names[1]) if is_clear else ("the first function", "the second function")
+
+
+def _measure_total(output: Any) -> Any:
+    """Returns how far the exponentials along the last axis are from adding up to 1."""
+    if not output.ndim:
+        return jnp.inf
+    totals = jnp.sum(jnp.exp(output.astype(jnp.float32)), -1)
+    return jnp.max(jnp.abs(totals - 1))

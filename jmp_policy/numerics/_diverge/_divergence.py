@@ -1,0 +1,385 @@
+"""Result of `diverge`: the errors of each scope, which of them it introduced, and a map that avoids them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ...policy import Policy, PolicyMap, PolicySpec, get_policy
+from ...report import REFERENCE_LINE, Report, Table, find_largest, make_columns, make_figure, make_plain
+from .._tune import make_map
+from ._align import Side
+from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
+from ._run import Plan, ScopePlan
+from ._scopes import Scope, is_inside
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_ROWS = 60
+"""Maximum number of rows to print; `Divergence.rows` has all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeErrors:
+    """Errors of one scope in one pass, without the scopes inside it: relative errors in the root mean square.
+
+    Attributes:
+      path: the path of the module or named scope; empty for operations outside all of them.
+      direction: the pass.
+      incoming: error of the values that the scope reads, in the run of `g` against that of `f`.
+      outgoing: error of the values that it passes on.
+      introduced: error of these values if the scope of `g` runs on the values of `f`; 0 if they are equal.
+      cosine: cosine between these values in `f` and in `g`.
+      worst: the element of these values that differs most; None if all are equal.
+      dtype: the narrowest dtype that the scope computes in, and after an arrow that of `g`, if it is another one.
+      iterations: the introduced error of each iteration of a `scan` around the scope.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()
+    >>> row.incoming, row.outgoing, row.introduced, row.amplification, row.cosine
+    (0.0, 0.25, 0.25, inf, 1.0)
+    """
+
+    path: str
+    direction: Literal["forward", "backward"]
+    incoming: float
+    outgoing: float
+    introduced: float
+    cosine: float
+    worst: Worst | None
+    dtype: str
+    iterations: tuple[float, ...] = ()
+
+    @property
+    def amplification(self) -> float:
+        """The outgoing over the incoming error: infinite if no error comes in, and nan if none goes out either."""
+        if self.incoming > 0:
+            return self.outgoing / self.incoming
+        return math.inf if self.outgoing > 0 else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputErrors:
+    """The difference of one output of the two functions.
+
+    Attributes:
+      path: the place in the outputs of `f`, such as `"result/0"`.
+      error: the relative error in the root mean square.
+      gap: the root mean square of the difference.
+      is_log_probability: True if the exponentials along the last axis add up to 1.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).outputs()
+    (OutputErrors(path='result', error=0.25, gap=0.5, is_log_probability=False),)
+    """
+
+    path: str
+    error: float
+    gap: float
+    is_log_probability: bool
+
+
+class RowLayout(NamedTuple):
+    """The comparisons of one call of a scope."""
+
+    plan: ScopePlan
+    loops: tuple[int, ...]  # the positions of the loops around it
+    shapes: tuple[tuple[int, ...], ...]  # of all comparisons of its level
+    dtypes: tuple[str, str]  # the narrowest dtypes that `f` and `g` compute in
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The static part of a `Divergence`: its rows, outputs with their shapes, and the parts that are not aligned."""
+
+    rows: tuple[RowLayout, ...]
+    outputs: tuple[tuple[str, tuple[int, ...]], ...]
+    unaligned: tuple[str, ...]
+    names: tuple[str, str]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["record", "compared", "totals"], meta_fields=["layout"]
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Divergence(Report):
+    """Errors of the scopes of two functions of one model, from `diverge`. Prints as a table.
+
+    A pytree of arrays, so that it may be made inside `jit`. Its methods read the arrays, outside of `jit`.
+
+    Attributes:
+      record: the measurements of the scopes.
+      compared: the measurements of the outputs.
+      totals: for each output, how far its exponentials are from adding up to 1.
+      layout: the scopes, outputs and shapes.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def model(x, dtype):
+    ...     with jax.named_scope("a"):
+    ...         x = jnp.tanh(x)
+    ...     with jax.named_scope("b"):
+    ...         return jnp.exp(x.astype(dtype)).astype(jnp.float32)
+    >>> f, g = (lambda x, dtype=dtype: model(x, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    >>> divergence = jmp.numerics.diverge(f, g)(jnp.linspace(0, 1, 8))
+    >>> [(row.path, row.introduced > 0, row.dtype) for row in divergence.rows()]
+    [('a', False, 'float32'), ('b', True, 'float32 → bfloat16')]
+    >>> print(divergence.policy_map(1e-4)["b"])
+    params=float32,compute=float32,output=none
+    """
+
+    record: Any
+    compared: list[Any]
+    totals: list[Any]
+    layout: Layout
+
+    @property
+    def unaligned(self) -> tuple[str, ...]:
+        """The scopes and values that only one of the functions has, as sentences."""
+        return self.layout.unaligned
+
+    def rows(self) -> tuple[ScopeErrors, ...]:
+        """Returns the errors by scope and pass, in the order of execution. Scopes inside a scope stand before it.
+
+        Calls of a module, and iterations of a loop, share a row: squares of their errors are added up. If a scope
+        passes on several values, an error is the largest of theirs; a value with a root mean square below 0.1 of that
+        of the others is compared with 0.1 of it.
+
+        Raises:
+          TypeError: the arrays are tracers, as inside `jit`.
+        """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self.record)):
+            raise TypeError(
+                "The rows of a Divergence are numbers, and there are none yet inside jit. Return it from the function, "
+                "and read the rows outside: jax.jit(diverge(f, g))(x).rows()."
+            )
+        return self._rows
+
+    def outputs(self) -> tuple[OutputErrors, ...]:
+        """Returns the differences of the outputs, for which the functions have one of the same shape."""
+        found = []
+        for (path, shape), array, total in zip(self.layout.outputs, self.compared, self.totals, strict=True):
+            measured, size = np.asarray(array, np.float64)[None], math.prod(shape)
+            m = Measured(*measured[0])
+            gap = float(m.unit) * math.sqrt(m.error / size) if size else 0.0
+            is_log_probability = bool(np.asarray(total) < _LOG_PROBABILITY)
+            found.append(OutputErrors(path, combine([(measured, size)]), gap, is_log_probability))
+        return tuple(found)
+
+    @property
+    def log_probability_gap(self) -> float | None:
+        """The root mean square difference of log-probabilities; None if no output has log-probabilities.
+
+        In reinforcement learning it is the mismatch between the policy that samples and the one that trains.
+        """
+        gaps = [output.gap for output in self.outputs() if output.is_log_probability]
+        return max(gaps, default=None)
+
+    def policy_map(self, tolerance: float, policy: PolicySpec = None) -> PolicyMap:
+        """Proposes a map that keeps in float32 the scopes that introduce a larger error than `tolerance`.
+
+        Args:
+          tolerance: the largest introduced error of a scope that stays in low precision.
+          policy: the policy of all other scopes. If None, it computes in float16 or bfloat16, as `g` does,
+            and returns float32.
+
+        Raises:
+          ValueError: the tolerance is not positive, or the policy is a map.
+        """
+        if not 0 < tolerance < math.inf:
+            raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. For example: 1e-3.")
+        low = get_policy(self._guess_policy() if policy is None else policy)
+        if not isinstance(low, Policy):
+            raise ValueError(f"policy_map takes the policy of all other scopes, got {low!r}. For example: 'bfloat16'.")
+        scopes = list(dict.fromkeys(row.path for row in self.rows()))
+        kept = {row.path for row in self.rows() if row.introduced > tolerance}
+        changed: Any = {"quantization": None} if low.quantization is not None else {"compute_dtype": "float32"}
+        return make_map(scopes, kept, low, low.replace(**changed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns rows and outputs as dictionaries, lists, strings and finite numbers. Others become None."""
+        rows = [make_plain(row) | {"amplification": row.amplification} for row in self.rows()]
+        plain = {"rows": rows, "outputs": [make_plain(output) for output in self.outputs()]}
+        return _drop_infinite(plain | {"unaligned": list(self.unaligned)})
+
+    def plot(self) -> "Figure":
+        """Draws the outgoing error along the depth, and the introduced error of each scope, forward and backward.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        passes = [name for name in ("forward", "backward") if any(row.direction == name for row in self.rows())]
+        most = max((sum(row.direction == name for row in self.rows()) for name in passes), default=1)
+        figure = make_figure(max(6, 0.25 * most + 2), 3.2 * max(1, len(passes)))
+        for axes, name in zip(figure.subplots(max(1, len(passes)), squeeze=False)[:, 0], passes, strict=False):
+            rows = [row for row in self.rows() if row.direction == name]
+            places = range(len(rows))
+            bars = [row.introduced if row.introduced < math.inf else math.nan for row in rows]
+            axes.bar(places, bars, color="#D55E00", label="introduced")
+            axes.plot(places, [row.outgoing or math.nan for row in rows], color="#0072B2", marker="o", label="outgoing")
+            axes.axhline(NOISE, **REFERENCE_LINE)
+            axes.set_yscale("log")
+            axes.set_xticks(places, [row.path or "(outside)" for row in rows], rotation=90, fontsize=8)
+            axes.set_ylabel("relative error")
+            axes.set_title(name, loc="left")
+            axes.legend(frameon=False)
+        return figure
+
+    def __repr__(self) -> str:
+        names = " and ".join(self.layout.names)
+        return f"<Divergence of {names}, {len(self.layout.rows)} scopes; print it for the table>"
+
+    def __str__(self) -> str:
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self.record))
+        return repr(self) if is_traced else super().__str__()
+
+    def _list_tables(self, width: int | None) -> Sequence[Table]:
+        shown = self.rows()
+        if len(shown) > MOST_ROWS:
+            shown = find_largest(shown, lambda row: row.introduced, MOST_ROWS)
+        cells = [
+            (
+                row.path or "(outside)",
+                row.direction,
+                row.dtype,
+                *map(_format, (row.introduced, row.incoming, row.outgoing, row.amplification)),
+                f"{row.cosine:.4f}",
+            )
+            for row in shown
+        ]
+        columns = make_columns("scope, pass, dtype", "introduced, incoming, outgoing, amplified, cosine")
+        return [Table(columns, cells)] if cells else []
+
+    def _list_notes(self) -> Sequence[str]:
+        f, g = self.layout.names
+        rows = sorted(self.rows(), key=lambda row: -row.introduced)
+        if rows and rows[0].introduced > NOISE:
+            first = rows[0]
+            notes = [
+                f"{first.path or '(outside)'} introduces the largest error: {_format(first.introduced)} "
+                f"({first.direction}), if {g} replaces {f} there alone."
+            ]
+        else:
+            notes = [f"No scope introduces more than rounding errors of float32 ({_format(NOISE)})."]
+        for output in find_largest(self.outputs(), lambda output: output.error, 1):
+            notes.append(f"Of the outputs, {output.path} differs most: by {_format(output.error)}.")
+        if self.log_probability_gap is not None:
+            notes.append(f"Log-probabilities differ by {_format(self.log_probability_gap)} (root mean square).")
+        if len(rows) > MOST_ROWS:
+            notes.append(f"The {MOST_ROWS} rows with the largest introduced errors are shown, of {len(rows)}.")
+        if self.unaligned:
+            others = len(self.unaligned) - _MOST_UNALIGNED
+            rest = f", and {others} more" if others > 0 else ""
+            notes.append(f"Not aligned: {'; '.join(self.unaligned[:_MOST_UNALIGNED])}{rest}.")
+        return notes
+
+    @functools.cached_property
+    def _rows(self) -> tuple[ScopeErrors, ...]:
+        record = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(self.record))
+        calls: dict[tuple[str, str], list[RowLayout]] = {}
+        for row in self.layout.rows:
+            calls.setdefault(row.plan.scope[:2], []).append(row)
+        shown = [
+            key for key, rows in calls.items() if key[1] != "recomputed" and any(row.plan.outgoing for row in rows)
+        ]
+        return tuple(_read_row(record, calls[key], calls.get((key[0], "forward"), ())) for key in _sort(shown))
+
+    def _guess_policy(self) -> str:
+        dtypes = {row.dtypes[1] for row in self.layout.rows}
+        low = next((name for name in ("float16", "bfloat16") if name in dtypes), "bfloat16")
+        return f"params=float32,compute={low},output=float32"
+
+
+_LOG_PROBABILITY = 0.02
+_MOST_UNALIGNED = 6
+
+
+def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayout]) -> ScopeErrors:
+    """Reads a row from the calls of a scope in one pass, and in the forward pass."""
+    read = lambda name, rows: [
+        (_find_measured(record, row, i), math.prod(row.shapes[i])) for row in rows for i in getattr(row.plan, name)
+    ]
+    outgoing, introduced = read("outgoing", calls), read("introduced", calls)
+    # The backward pass of a loss reads residuals of its own forward pass only.
+    incoming = read("incoming", calls) or read("incoming", forward)
+    looped = [measured for row in calls if row.loops for measured in read("introduced", [row])]
+    counts = {len(measured) for measured, _ in looped}
+    iterations = range(counts.pop()) if len(counts) == 1 else range(0)
+    dtypes = calls[0].dtypes
+    shapes = [row.shapes[i] for row in calls for i in row.plan.outgoing]
+    path, direction = calls[0].plan.scope[:2]
+    assert direction != "recomputed"
+    return ScopeErrors(
+        path,
+        direction,
+        combine(incoming),
+        combine(outgoing),
+        combine(introduced),
+        measure_cosine(outgoing),
+        describe_worst(outgoing, shapes),
+        " → ".join(dict.fromkeys(filter(None, dtypes))),
+        tuple(combine([(measured[i : i + 1], size) for measured, size in looped]) for i in iterations),
+    )
+
+
+def _find_measured(record: Any, row: RowLayout, index: int) -> np.ndarray:
+    """Returns the measurements of one comparison, `(iterations, len(Measured._fields))`."""
+    for position in row.loops:
+        record = record[1][position]
+    return record[0][..., index, :].reshape(-1, len(Measured._fields))
+
+
+def _sort(keys: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Puts each scope after those inside it."""
+    last = {
+        key: max(i for i, (path, direction) in enumerate(keys) if direction == key[1] and is_inside(path, key[0]))
+        for key in keys
+    }
+    return sorted(keys, key=lambda key: (last[key], -len(key[0])))
+
+
+def _format(number: float) -> str:
+    return "0" if number == 0 else "-" if math.isnan(number) else f"{number:.2g}"
+
+
+def _drop_infinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_infinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_drop_infinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_layout(plan: Plan, outputs: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str]) -> Layout:
+    unaligned = dict.fromkeys(plan.alignment.unaligned)
+    return Layout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
+
+
+def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
+    alignment = plan.alignment
+    shapes = tuple(alignment.g.flat.types[comparison.value].shape for comparison in plan.comparisons)
+    found: list[RowLayout] = []
+    numbers = iter(range(len(plan.scopes)))
+    for item in plan.scopes:
+        if isinstance(item, Plan):
+            found += _list_rows(item, (*loops, next(numbers)))
+            continue
+        own = item.scope if item.scope in alignment.f.nodes else item.scope._replace(direction="forward")
+        dtypes = _find_narrowest(alignment.f, own), _find_narrowest(alignment.g, item.scope)
+        found.append(RowLayout(item, loops, shapes, dtypes))
+    return found
+
+
+def _find_narrowest(side: Side, scope: Scope) -> str:
+    """Returns the narrowest dtype, of floats and of quantized integers, in which a scope computes or reads."""
+    values = [result for node in side.nodes.get(scope, ()) for result in node.results]
+    casts = [cast for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
+    types = [side.flat.types[value] for value in (*values, *(cast.results[0] for cast in casts))]
+    dtypes = {str(kind.dtype): kind.dtype for kind in types if hasattr(kind, "dtype")}
+    chosen = [name for name in dtypes if "float" in name or name in ("int8", "int4")]
+    return min(chosen, key=lambda name: dtypes[name].itemsize, default="")

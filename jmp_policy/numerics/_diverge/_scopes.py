@@ -1,0 +1,197 @@
+"""Flattens a jaxpr into equations by scope, and finds the values that pass from one scope to another."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from ..._jaxpr import (
+    CALLED,
+    Atom,
+    Fact,
+    ModulePaths,
+    Pass,
+    Program,
+    body_of,
+    find_direction,
+    having,
+    is_float,
+    name_stack,
+    scan_parts,
+)
+
+
+class Scope(NamedTuple):
+    """One call of a module or named scope, in one pass. It has the equations directly in it."""
+
+    path: str
+    direction: Pass
+    call: int = 0
+    loop: int = -1  # the number of a `scan` that is a scope of its own, because its iterations are aligned
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An equation whose variables are numbers, which do not collide when a jaxpr is inlined twice."""
+
+    eqn: JaxprEqn
+    operands: list[int | Literal]
+    results: list[int]
+    scope: Scope | None  # None for a cast that belongs to the scopes that read its result
+    body: "Flat | None" = None  # of a scan
+
+
+Reader = tuple[str, int] | Scope
+"""A scope that reads a value, or an output: `("carry", i)` of a loop, `("result", i)`, `("stacked", 0)`."""
+
+
+class Flat:
+    """A jaxpr without calls: inputs, constants, nodes and outputs.
+
+    Attributes:
+      types: the abstract value of each value.
+      inputs: the arguments.
+      constants: arrays that the jaxpr closes over, by value.
+      nodes: the equations that outputs depend on, in order.
+      outputs: the values that are returned.
+    """
+
+    def __init__(self, program: Program, paths: ModulePaths, path: str = "", direction: Pass = "forward"):
+        self.types: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.nodes: list[Node] = []
+        self._paths = paths
+        self.inputs = [self._add(var) for var in body_of(program).invars]
+        self.outputs = self._inline(program, self.inputs, path, direction)
+        self._drop_unused()
+        self.makers = {result: node for node in self.nodes for result in node.results}
+        self._number_calls()
+
+    def _add(self, var: Any) -> int:
+        self.types.append(var.aval)
+        return len(self.types) - 1
+
+    def _inline(
+        self, program: Program, operands: Sequence[int | Literal], path: str, direction: Pass
+    ) -> list[int | Literal]:
+        jaxpr = body_of(program)
+        values: dict[Var, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, constant in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
+            values[var] = self._add(var)
+            self.constants[len(self.types) - 1] = constant
+
+        def read(atoms: Iterable[Atom]) -> list[int | Literal]:
+            return [atom if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            inner = self._paths.find(path, eqn), find_direction(name_stack(eqn), direction)
+            if name in _INLINED:
+                values.update(
+                    zip(eqn.outvars, self._inline(eqn.params[_INLINED[name]], read(eqn.invars), *inner), strict=True)
+                )
+            elif eqn.outvars:  # an equation without outputs is a debug callback
+                results = [self._add(var) for var in eqn.outvars]
+                values.update(zip(eqn.outvars, results, strict=True))
+                body = Flat(eqn.params["jaxpr"], self._paths, *inner) if name == "scan" else None
+                self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
+        return read(jaxpr.outvars)
+
+    def _drop_unused(self) -> None:
+        used, kept = set(self.outputs), list[Node]()
+        for node in reversed(self.nodes):
+            if not used.isdisjoint(node.results):
+                used.update(list_values(node.operands))
+                kept.append(node)
+        self.nodes = kept[::-1]
+
+    def _number_calls(self) -> None:
+        """Numbers the calls of each scope. A call ends where an equation of the same pass is outside of the scope."""
+        counts: dict[Scope, int] = {}
+        current = set[Scope]()
+        for node in self.nodes:
+            assert node.scope is not None
+            path, direction = node.scope[:2]
+            current = {scope for scope in current if scope.direction != direction or is_inside(path, scope.path)}
+            if node.scope not in current:
+                counts[node.scope] = counts.get(node.scope, -1) + 1
+                current.add(node.scope)
+            node.scope = node.scope._replace(call=counts[node.scope])
+
+    def count_calls(self) -> dict[Scope, int]:
+        """Returns the number of calls of each scope."""
+        counts: dict[Scope, int] = {}
+        for node in self.nodes:
+            if node.scope is not None:
+                first = node.scope._replace(call=0)
+                counts[first] = max(counts.get(first, 0), node.scope.call + 1)
+        return counts
+
+    def join_calls(self, scopes: Iterable[Scope]) -> None:
+        """Makes one scope of all calls."""
+        joined = set(scopes)
+        for node in self.nodes:
+            if node.scope is not None and node.scope._replace(call=0) in joined:
+                node.scope = node.scope._replace(call=0)
+
+    def release_casts(self) -> None:
+        """Takes casts of values from other scopes out of their scope: their rounding is charged to what reads them."""
+        for node in self.nodes:
+            if is_cast(node) and self.find_scope(node.operands[0]) != node.scope:
+                node.scope = None
+
+    def find_scope(self, value: int | Literal) -> Scope | None:
+        """Returns the scope that makes a value; None for an input, a constant and a released cast."""
+        maker = None if isinstance(value, Literal) else self.makers.get(value)
+        return None if maker is None else maker.scope
+
+    def find_exit(self, value: int) -> tuple[int, list[Node]]:
+        """Returns the value that its scope makes, and the released casts between it and `value`."""
+        casts = []
+        while value in self.makers and self.makers[value].scope is None:
+            casts.append(self.makers[value])
+            [operand] = list_values(casts[-1].operands)
+            value = operand
+        return value, casts[::-1]
+
+    def find_origin(self, value: int) -> int:
+        """Returns the value before all casts."""
+        while value in self.makers and is_cast(self.makers[value]):
+            [value] = list_values(self.makers[value].operands)
+        return value
+
+    def list_reads(self) -> Iterator[tuple[int, Reader]]:
+        """Yields the values that a scope or output reads, also from itself."""
+        for node in self.nodes:
+            if node.scope is not None:
+                yield from ((value, node.scope) for value in list_values(node.operands))
+
+
+def split_loop(node: Node) -> tuple[int, int]:
+    """Returns the number of constants, and of constants and carried values, of a scan."""
+    consts, carried = scan_parts(node.eqn)
+    return consts, consts + carried
+
+
+def is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}/")
+
+
+def list_values(atoms: Iterable[int | Literal]) -> list[int]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def is_cast(node: Node) -> bool:
+    """True for an equation that returns its one floating operand, possibly in another dtype or sharding."""
+    eqn = node.eqn
+    if eqn.primitive.name not in _CASTS or len(eqn.invars) != 1 or isinstance(node.operands[0], Literal):
+        return False
+    return is_float(eqn.invars[0]) and is_float(eqn.outvars[0])
+
+
+_CASTS = having(Fact.ANNOTATES) | {"convert_element_type", "reduce_precision", "copy"}
+_INLINED = {name: key for name, key in CALLED.items() if name != "shard_map"} | {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}

@@ -1,0 +1,137 @@
+"""Small models of named scopes, in one of which a fault can be planted, forward or in its backward pass alone."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jmp_policy as jmp
+
+WIDTH = 8
+FAULTS = {
+    "half": "up",
+    "constant": "act",
+    "transposed": "mix",
+    "eps": "norm",
+    "softmax": "attend",
+    "scale": "attend",
+    "axis": "norm",
+}
+"""The scope that each fault is planted in."""
+
+POLICIES = {
+    "none": lambda fun: fun,
+    "with_policy": lambda fun: jmp.with_policy(fun, "params=float32,compute=bfloat16,output=float32"),
+    "autocast": lambda fun: jmp.autocast(fun, "mixed_bfloat16"),
+}
+
+
+def replace_backward(good, bad):
+    @jax.custom_vjp
+    def fun(*args):
+        return good(*args)
+
+    fun.defvjp(lambda *args: (good(*args), args), lambda args, cotangent: jax.vjp(bad, *args)[1](cotangent))
+    return fun
+
+
+def norm(x, scale, axis=-1, eps=1e-5):
+    centered = x - jnp.mean(x, axis, keepdims=True)
+    variance = jnp.mean(centered * centered, axis, keepdims=True)
+    return centered * lax.rsqrt(variance + jnp.asarray(eps, x.dtype)) * scale
+
+
+def attend(x, scaled=True, dtype=None):
+    scores = x @ x.T
+    if scaled:
+        scores = scores * jnp.asarray(WIDTH**-0.5, x.dtype)
+    return jax.nn.softmax(scores.astype(dtype or x.dtype)).astype(x.dtype) @ x
+
+
+def act(x, cubic=0.044715):
+    return 0.5 * x * (1 + jnp.tanh(0.7978 * (x + jnp.asarray(cubic, x.dtype) * x**3)))
+
+
+def multiply(x, w, dtype=None):
+    return (x.astype(dtype or x.dtype) @ w.astype(dtype or x.dtype)).astype(x.dtype)
+
+
+BAD = {
+    "half": functools.partial(multiply, dtype=jnp.float16),
+    "constant": functools.partial(act, cubic=0.06),
+    "transposed": lambda x, w: x @ w.T,
+    "eps": functools.partial(norm, eps=0.1),
+    "softmax": functools.partial(attend, dtype=jnp.float16),
+    "scale": functools.partial(attend, scaled=False),
+    "axis": functools.partial(norm, axis=0),
+}
+
+
+def block(params, x, fault, backward, down=multiply):
+    def run(scope, good, *args):
+        bad = BAD[fault] if FAULTS.get(fault) == scope else None
+        with jax.named_scope(scope):
+            return (good if bad is None else replace_backward(good, bad) if backward else bad)(*args)
+
+    h = run("attend", attend, run("norm", norm, x, params["scale"]))
+    x = x + run("mix", multiply, h, params["mix"])
+    h = run("act", act, run("up", multiply, x, params["up"]))
+    return x + run("down", down, h, params["down"])
+
+
+def make_arguments(seed, layers=2):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(layers, *shape)) / np.sqrt(shape[-1]), jnp.float32)
+    params = {"mix": draw(WIDTH, WIDTH), "up": draw(WIDTH, 2 * WIDTH), "down": draw(2 * WIDTH, WIDTH)}
+    return params | {"scale": 1 + 0.1 * draw(WIDTH)}, jnp.asarray(rng.normal(size=(6, WIDTH)), jnp.float32)
+
+
+def make_loss(fault=None, backward=False, wrap="plain"):
+    """Returns a loss with a fault in its second block, or in all iterations of a scan."""
+
+    def loss(params, x):
+        if wrap == "scan":
+            with jax.named_scope("blocks"):
+                x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward), None), x, params)
+        for i in range(0 if wrap == "scan" else len(params["scale"])):
+            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward)
+            with jax.named_scope(f"block{i}"):
+                x = (jax.checkpoint(fun) if wrap == "remat" else fun)(
+                    jax.tree.map(lambda leaf, i=i: leaf[i], params), x
+                )
+        with jax.named_scope("loss"):
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def find_path(fault, wrap="plain"):
+    return f"{'blocks' if wrap == 'scan' else 'block1'}/{FAULTS[fault]}"
+
+
+class Block(nn.Module):
+    fault: str | None
+    backward: bool
+
+    @nn.compact
+    def __call__(self, x):
+        shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH), "scale": (WIDTH,)}
+        params = {name: self.param(name, nn.initializers.normal(0.3), shape) for name, shape in shapes.items()}
+        dense = nn.Dense(WIDTH, name="dense")
+        return block(params | {"down": None}, x, self.fault, self.backward, down=lambda x, _: dense(x))
+
+
+class Quantized(nn.Module):
+    """Two blocks with a layer each that a policy quantizes."""
+
+    fault: str | None = None
+    backward: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(self.fault if i == 1 else None, self.backward, name=f"block{i}")(x)
+        return x
