@@ -37,8 +37,11 @@ def _measure_by_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 @functools.partial(jax.jit, inline=True)
 def narrow_sums(sums: jax.Array) -> jax.Array:
     """Rounds float32 sums to bfloat16 and back on CUDA; the output is then rounded twice (at most 2**-7)."""
-    narrow = lambda sums: lax.optimization_barrier(sums.astype(jnp.bfloat16)).astype(jnp.float32)
-    return lax.platform_dependent(sums, cuda=narrow, default=lambda sums: sums)
+    return lax.platform_dependent(sums, cuda=_round_behind_barrier, default=lambda sums: sums)
+
+
+def _round_behind_barrier(sums: jax.Array) -> jax.Array:
+    return lax.optimization_barrier(sums.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, inline=True)
