@@ -9,6 +9,9 @@ from jax.extend.core import Literal
 from ..._base import is_floating_dtype
 from ._scopes import Flat, Node, Scope, list_values, split_loop
 
+RESIDUAL = "residual"
+"""The label of an output of a scan that only its backward pass reads."""
+
 
 class Side:
     """One program, with the values that leave its scopes, and their readers."""
@@ -55,6 +58,12 @@ class Side:
         """True for a value that another pass of the same scope made."""
         maker = self.flat.find_scope(origin)
         return maker is not None and maker.path == scope.path and maker.direction != scope.direction
+
+    def name_stacked(self, node: Node, scope: Scope, i: int) -> str:
+        """Labels an output of all iterations: a residual if other passes alone read it."""
+        readers = self.readers.get(node.results[i], set())
+        is_residual = all(isinstance(reader, tuple) and reader[1] != scope.direction for reader in readers)
+        return RESIDUAL if is_residual else "stacked"
 
     def hash_values(self, scope: Scope, tokens: Mapping[int, Hashable]) -> dict[int, int]:
         """Hashes the computation of each value of a scope, without dtypes and constants."""
@@ -225,6 +234,8 @@ class _Aligner:
             groups: list[dict[Hashable, list[int]]] = [{}, {}]
             for side, values, known, group in zip(sides, left, hashes, groups, strict=True):
                 for value in values:
+                    if side.readers[value] == {RESIDUAL} and key is not _by_hash:
+                        continue  # a wrong pair would be charged to the scope
                     group.setdefault(key(side, value, known), []).append(value)
             for name in groups[1]:
                 mine, theirs = groups[0].get(name, ()), groups[1][name]
@@ -233,7 +244,7 @@ class _Aligner:
                         self._pair(value, other)
                         left[0].remove(value)
                         left[1].remove(other)
-        count = max(sum(side.readers[v] != {"stacked"} for v in some) for side, some in zip(sides, left, strict=True))
+        count = max(sum(side.readers[v] != {RESIDUAL} for v in some) for side, some in zip(sides, left, strict=True))
         if (
             count and scope.direction != "recomputed"
         ):  # residuals of a scan differ often, and matter to its own backward pass alone
@@ -254,8 +265,14 @@ class _Aligner:
         carried = {partner - first: i - start for i, partner in inputs.items() if start <= i < end}
         stacked = _list_stacked(mine), _list_stacked(theirs)
         labels = (
-            ["stacked" if i in stacked[0] else carried.get(i, "carried") for i in range(len(mine.results))],
-            ["stacked" if i in stacked[1] else i for i in range(len(theirs.results))],
+            [
+                self._sides[0].name_stacked(mine, own, i) if i in stacked[0] else carried.get(i, "carried")
+                for i in range(len(mine.results))
+            ],
+            [
+                self._sides[1].name_stacked(theirs, scope, i) if i in stacked[1] else i
+                for i in range(len(theirs.results))
+            ],
         )
         inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
         self._to.bodies[scope] = mine, theirs, inner

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ..._base import is_floating_dtype
-from ._align import Alignment
+from ._align import RESIDUAL, Alignment
 from ._measure import Measured, compare
 from ._scopes import Node, Scope, split_loop
 
@@ -99,7 +99,9 @@ def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
 def _plan_scope(plan: Plan, scope: Scope, given: Collection[int]) -> ScopePlan:
     alignment, g = plan.alignment, plan.alignment.g
     is_compared = lambda origin: origin in alignment.pairs and _is_float(alignment, origin)
-    exits = [exit for value in g.list_shared(scope) if is_compared(value) for exit in g.exits[value]]
+    made = [value for value in g.list_shared(scope) if is_compared(value)]
+    passed = [value for value in made if g.readers[value] != {RESIDUAL}]
+    exits = [exit for value in passed or made for exit in g.exits[value]]
     read = {g.flat.find_exit(value)[0]: g.flat.find_origin(value) for value in g.reads.get(scope, ())}
     read = {exit: origin for exit, origin in sorted(read.items()) if is_compared(origin) and origin not in given}
     makers = {exit: g.flat.find_scope(origin) for exit, origin in read.items()}

@@ -86,7 +86,7 @@ class Flat:
 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            inner = self._paths.find(path, eqn), find_direction(name_stack(eqn), direction)
+            inner = self._find_path(path, eqn, direction), find_direction(name_stack(eqn), direction)
             if name in _INLINED:
                 values.update(
                     zip(eqn.outvars, self._inline(eqn.params[_INLINED[name]], read(eqn.invars), *inner), strict=True)
@@ -97,6 +97,15 @@ class Flat:
                 body = Flat(eqn.params["jaxpr"], self._paths, *inner) if name == "scan" else None
                 self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
         return read(jaxpr.outvars)
+
+    def _find_path(self, outer: str, eqn: JaxprEqn, direction: Pass) -> str:
+        """Returns the path of an equation. JAX's name stack repeats scopes in the backward pass of some functions."""
+        path = self._paths.find(outer, eqn)
+        names = path.split("/")[len(outer.split("/")) if outer else 0 :]
+        half = len(names) // 2
+        if direction == "forward" or not half or names[:half] != names[half:]:
+            return path
+        return path.removesuffix("/".join(["", *names[half:]]))
 
     def _drop_unused(self) -> None:
         used, kept = set(self.outputs), list[Node]()
