@@ -2,6 +2,8 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmp
@@ -11,11 +13,13 @@ from jmp_policy.numerics import (
     AuditRow,
     Collective,
     Collectives,
+    Divergence,
     Finding,
     Matmul,
     Prediction,
     Reason,
     Stats,
+    diverge,
 )
 from jmp_policy.numerics._explain import Explanation, Row
 from jmp_policy.numerics._stats._measure import StatsSpec
@@ -147,10 +151,21 @@ def _diagnose() -> Diagnosis:
     return Diagnosis(machine, sizes, rates, steps, *advice)
 
 
+def _compare_runs() -> Divergence:
+    def model(x: jax.Array, dtype: str) -> jax.Array:
+        for path in PATHS:
+            with jax.named_scope(path):
+                x = jnp.tanh(x.astype(dtype)).astype(jnp.float32)
+        return x
+
+    half = lambda x: model(x, "bfloat16")[:2]  # its output is not aligned
+    return diverge(lambda x: model(x, "float32"), half)(jnp.linspace(-1, 1, 4))
+
+
 REPORTS = {
     "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
     "prediction": _predict(), "collectives": _communicate(), "state": _store(),
-    "diagnosis": _diagnose(),
+    "diagnosis": _diagnose(), "divergence": _compare_runs(),
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
@@ -164,6 +179,7 @@ NAMES = {
                     "16384x53248", "f8_e4m3fn"],
     "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
     "state": [*(f"{path}/kernel" for path in PATHS), "nu", "u8", "f32"],
+    "divergence": [*PATHS, "forward", "bfloat16"],
     "diagnosis": ["float8_e4m3fn", "0.125", "25.00", "0.80x"],
     "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
 }  # fmt: skip
