@@ -24,7 +24,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def find_origin(step: Step) -> JaxprEqn:
-    """Finds the equation with the user's line: an equation in a jitted function of JAX has that of its first caller."""
+    """Finds the equation with the user's line. Equations in jitted functions of JAX have their caller's line."""
     eqn = step.eqn
     for call, body in reversed(step.around):
         if _is_inside_users_code(eqn, body):

@@ -57,7 +57,7 @@ ROOT = ModulePlace()
 
 
 def path_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the path of a bound module; through `.apply` that of its original, or its name in angle brackets."""
+    """Returns the path of a bound module. Inside `.apply` it is the original's path, or its name in angle brackets."""
     around = module.scope.flags.get(_AROUND)  # type: ignore[union-attr]
     return (*(_find_path_around(module) if around is None else around), *module.path)
 

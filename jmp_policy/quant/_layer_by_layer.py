@@ -48,7 +48,7 @@ def quantize_layer_by_layer(
     file: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> Any:
-    """Quantizes a model as `gptq` and `awq` say; `options` are those of `quantize`."""
+    """Quantizes a model as `gptq` and `awq` say; `options` are arguments of `quantize`."""
     batches, name = list(batches), calibration.name
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:

@@ -48,7 +48,7 @@ class Analysis(Interpreter):
         return self.faults
 
     def bound(self, interval: Interval, shape: tuple[int, ...]) -> Bounds:
-        """Bounds an array of which nothing else is known."""
+        """Bounds an array by an interval alone."""
         return Bounds(interval, interval, self._new_term(), shape)
 
     def read(self, value: Any) -> Bounds:

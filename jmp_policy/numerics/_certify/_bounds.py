@@ -242,7 +242,7 @@ def _relate(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout 
 def _follow(
     eqn: JaxprEqn, x: Bounds, others: Sequence[Bounds], place: int, layout: Layout, eps: float
 ) -> Relation | None:
-    """Finds the relation of a result from that of one operand."""
+    """Derives the relation of a result from the relation of one operand."""
     name, relation = eqn.primitive.name, x.relation
     if relation is None:
         return None

@@ -32,9 +32,9 @@ _TRIALS = 24
 def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) -> Callable[..., Certificate]:
     """Proves that a small function cannot overflow or divide by zero for any inputs in given ranges.
 
-    The function is traced, and the bounds of each operation follow from those of its operands by interval arithmetic,
-    with the rounding of its dtype. Some relations of values are known, too: `x - max(x)` is not positive, a softmax
-    sums to at least 1, a mean of squares is not negative and bounds each of them. The certificate holds if no operation
+    The function is traced. Interval arithmetic bounds each operation by its operands, with the rounding of its dtype.
+    Some relations of values are known, too: `x - max(x)` is not positive, one term of the denominator of a softmax is
+    1, and a mean of squares is not negative and bounds each of them. The certificate holds if no operation
     can overflow, divide by zero, be invalid, or lose all bits in a subtraction: see `Certificate.fault`. It does not
     promise small rounding errors. If the bounds prove nothing, the operations run one by one on numbers at the ends of
     the ranges, and on random ones. The certificate is broken if one of these fails. Otherwise it cannot tell.

@@ -13,7 +13,7 @@ from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, P
 from ._intervals import Interval, is_real
 
 MOST_ITERATIONS = 256
-"""A loop whose values still change after so many iterations is not followed."""
+"""Maximum number of iterations to follow while the bounds of a loop still change."""
 
 
 class Interpreter:
@@ -112,7 +112,7 @@ class Interpreter:
         return values[-1]
 
     def begin_iteration(self, carry: Sequence[Any]) -> list[Any]:
-        """Returns what a loop carries, without what is known only for this iteration."""
+        """Returns the carry of a loop without facts about one iteration."""
         return list(carry)
 
     def contains(self, old: Sequence[Any], new: Sequence[Any]) -> bool:

@@ -93,9 +93,9 @@ class Alignment:
     Attributes:
       f: the reference program.
       g: the other program.
-      pairs: for an input of `g`, or a value that leaves a scope of it, before casts: that of `f`.
+      pairs: the value of `f` for each input of `g`, and for each value that leaves a scope of `g`, before casts.
       bodies: for the scope of a scan of `g`: its node in `f`, in `g`, and the alignment of one iteration.
-      scopes: the scopes in the order in which `g` ends them, with those of scans, and those that only `f` has.
+      scopes: the scopes in the order in which `g` ends them, including scans and the scopes that only `f` has.
       replaced: by a scope of `g` and a value that it reads: the value of `f` that it would read there.
       skipped: by a scope that only `f` has: its output, and the value that `g` has instead.
       unaligned: the parts without a counterpart, as sentences.

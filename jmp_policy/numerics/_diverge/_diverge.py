@@ -130,7 +130,7 @@ def _check_repeatable(program: Jaxpr) -> None:
 
 
 def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
-    """Returns, for outputs of `g`, that of `f`: the same position and shape, or else the next one of the shape."""
+    """Pairs outputs of `g` with outputs of `f`: of the same position and shape, or else the next one of that shape."""
     pairs: dict[int, int] = {}
     for i, other in enumerate(theirs.types):
         candidates = [i, *range(len(mine.types))]

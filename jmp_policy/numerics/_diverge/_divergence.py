@@ -32,12 +32,12 @@ class ScopeErrors:
     Attributes:
       path: the path of the module or named scope; empty for operations outside all of them.
       direction: the pass.
-      incoming: error of the values that the scope reads, in the run of `g` against that of `f`.
+      incoming: error of the values that the scope reads in the run of `g`, against the run of `f`.
       outgoing: error of the values that it passes on.
       introduced: error of these values if the scope of `g` runs on the values of `f`; 0 if they are equal.
       cosine: cosine between these values in `f` and in `g`.
       worst: the element of these values that differs most; None if all are equal.
-      dtype: the narrowest dtype that the scope computes in, and after an arrow that of `g`, if it is another one.
+      dtype: the narrowest dtype that the scope computes in, and after an arrow the dtype of `g`, if it differs.
       iterations: the introduced error of each iteration of a `scan` around the scope.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp

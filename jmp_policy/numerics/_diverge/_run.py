@@ -183,7 +183,7 @@ class _Level:
         self._mixed.update(zip(node.results, self._values.run(node.eqn, operands), strict=True))
 
     def _read_mixed(self, value: int | Literal, scope: Scope | None) -> Any:
-        """Reads an operand of a scope of `g`: a value that it made, in this pass or another, or else that of `f`."""
+        """Reads an operand of a scope of `g`: its own value, made in this pass or another, or else the value of `f`."""
         if isinstance(value, Literal):
             return value.val
         g = self._alignment.g.flat

@@ -54,7 +54,7 @@ def tune(
     compared with 0.1 of the root mean square of all leaves. Any non-finite value makes the error infinite.
 
     With `formats` and `effective_bits`, it finds the format of each layer of a module instead, so that the loss rises
-    little and the weights take at most so many bits on average. One pass predicts the increase for each layer and
+    little and the weights take at most `effective_bits` on average. One pass predicts the increase for each layer and
     format: half the mean square, over examples, of gradient times rounding error. The best map by prediction is
     measured with the nearest others, until none of them has a smaller loss.
 
@@ -75,7 +75,7 @@ def tune(
         have no effect with it.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted. With `effective_bits`, it
-        is the loss: a differentiable scalar, jitted, and the mean of what it is for each example. The examples are
+        is the loss: a differentiable scalar, jitted, the mean of the losses of the examples. The examples are
         the rows of all arguments but variables. If `None`, the output of the module is the loss.
       budget: the maximum number of trials; unlimited if `None`. Each compiles, unless `effective_bits` is given.
       gradients: whether to compare gradients. If `None`: for a scalar loss and for a module (of a fixed random

@@ -74,8 +74,8 @@ class QuantizedArray(Uncast):
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         """Returns the arrays by name and the static fields, for JAX."""
-        # Orbax skips what is saved where the target has None. Values without their input scale would be wrong, so it is
-        # not in the tree if it is None, and Orbax reports the difference.
+        # Orbax silently skips a saved array where the target has None, and values without their input scale are wrong.
+        # So the scale is not in the tree if it is None, and Orbax reports the difference.
         last = [] if self.input_scale is None else [None if self.input_scale is _EMPTY else self.input_scale]
         arrays = [*(getattr(self, name) for name in ARRAYS[:-1]), *last]
         keys = map(jax.tree_util.GetAttrKey, ARRAYS[: len(arrays)])
