@@ -222,7 +222,7 @@ class Divergence(Report):
             bars = [row.introduced if row.introduced < math.inf else math.nan for row in rows]
             axes.bar(places, bars, color="#D55E00", label="introduced")
             axes.plot(places, [row.outgoing or math.nan for row in rows], color="#0072B2", marker="o", label="outgoing")
-            axes.axhline(NOISE, **REFERENCE_LINE)
+            axes.axhline(NOISE, **REFERENCE_LINE, label="rounding of float32")
             axes.set_yscale("log")
             axes.set_xticks(places, [row.path or "(outside)" for row in rows], rotation=90, fontsize=8)
             axes.set_ylabel("relative error")
