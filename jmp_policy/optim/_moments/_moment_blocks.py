@@ -109,16 +109,21 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     bits = (words << 1) | (words >> 31)
     # Columns last: XLA:CPU reduces leading axes as vectors, and columns one number after the other.
     for axis, side in enumerate(sides[:-1]):
-        bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
+        bits = _join(bits, axis, side)
     # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
     # and then copy all arrays in each iteration of a loop.
-    by_shifts, by_reshape = (functools.partial(form, side=sides[-1]) for form in (_join_by_shifts, _join_by_reshape))
+    by_shifts = functools.partial(_join_by_shifts, side=sides[-1])
+    by_reshape = functools.partial(_join, axis=len(sides) - 1, side=sides[-1])
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
 
 
-def _join_by_reshape(bits: jax.Array, side: int) -> jax.Array:
-    return bits.reshape(*bits.shape[:-1], -1, side).max(-1)
+def _join(bits: jax.Array, axis: int, side: int) -> jax.Array:
+    while side > 1:  # in steps of 32: to reduce more at once, XLA:CPU writes all elements to memory first
+        part = min(side, 32)
+        bits = bits.reshape(*bits.shape[:axis], -1, part, *bits.shape[axis + 1 :]).max(axis + 1)
+        side //= part
+    return bits
 
 
 def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
