@@ -191,3 +191,12 @@ def test_an_update_needs_memory_for_one_chunk(count, shape, bound, monkeypatch):
     monkeypatch.undo()  # chunks of the usual size
     params = {f"w{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(count)}
     assert _temporaries(optim.quantize_state(optax.adamw(1e-3)), params) <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.cpu("temporaries of XLA:CPU")
+def test_noise_needs_memory_for_one_chunk(monkeypatch):
+    """The positions of all elements were 4 bytes each."""
+    monkeypatch.undo()  # chunks of the usual size
+    tx = optim.quantize_state(optax.adamw(1e-3), stochastic=jax.random.key(0))
+    assert _temporaries(tx, {"w": jax.ShapeDtypeStruct((2048, 2048), "float32")}) <= 0.15

@@ -210,16 +210,22 @@ class Chunks:
 
     def split(self, x: jax.Array) -> jax.Array:
         """Reshapes an array to two axes for each axis with several parts, without moving elements."""
-        # Without axes of length 1: XLA would choose another layout and copy the array.
-        pairs = zip(x.shape, self.parts, strict=True)
-        return x.reshape([n for length, part in pairs for n in ([length] if part == 1 else [part, length // part])])
+        return x.reshape(self._split_shape(x.shape))
 
     def take(self, split: jax.Array, i: jax.Array) -> jax.Array:
         """Returns chunk `i` of a split array, with the axes of the array."""
         starts, sizes, _ = self._place(split.shape, i)
-        lengths = iter(sizes)
-        shape = [next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts]
-        return lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False).reshape(shape)
+        return self._merge(lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False))
+
+    def number(self, shape: Shape, i: jax.Array) -> jax.Array:
+        """Returns the positions of the elements of chunk `i` in an array of this shape, counted by rows."""
+        split = self._split_shape(shape)
+        starts, sizes, _ = self._place(split, i)
+        positions = jnp.zeros(sizes, jnp.uint32)
+        for axis, start in enumerate(starts):
+            along = lax.broadcasted_iota(jnp.uint32, sizes, axis) + start.astype(jnp.uint32)
+            positions += along * np.uint32(math.prod(split[axis + 1 :]) % 2**32)
+        return self._merge(positions)
 
     def put(self, split: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
         """Replaces chunk `i` of a split array, except for blocks of the chunk before."""
@@ -229,6 +235,15 @@ class Chunks:
             is_old = lax.broadcasted_iota(i.dtype, sizes, axis) < overlap
             chunk = lax.select(is_old, lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False), chunk)
         return lax.dynamic_update_slice(split, chunk, starts, allow_negative_indices=False)
+
+    def _split_shape(self, shape: Shape) -> Shape:
+        # Without axes of length 1: XLA would choose another layout and copy the array.
+        pairs = zip(shape, self.parts, strict=True)
+        return tuple(n for length, part in pairs for n in ([length] if part == 1 else [part, length // part]))
+
+    def _merge(self, chunk: jax.Array) -> jax.Array:
+        lengths = iter(chunk.shape)
+        return chunk.reshape([next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts])
 
     def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], dict[int, jax.Array]]:
         """Returns the start of chunk `i` in a split array, its sizes, and its overlap with the one before by axis."""

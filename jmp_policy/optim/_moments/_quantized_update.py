@@ -154,9 +154,7 @@ class _Call:
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
                 # The results overwrite their inputs.
-                positions = (
-                    None if key is None else chunks.take(chunks.split(number_positions(self._leaves[owner].shape)), n)
-                )
+                positions = None if key is None else chunks.number(self._leaves[owner].shape, n)
                 write = lambda i: self._write(i, new[i], key, positions) if i in self._codes else new[i]
                 chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
