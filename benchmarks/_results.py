@@ -1,10 +1,11 @@
 """Measurements of a benchmark: tables that are stored in a file, whose columns tell whether they are reproducible."""
 
+import argparse
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks._markdown import table
@@ -88,6 +89,18 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
         kept.append(made.to_dict())
     if path:
         pathlib.Path(path).write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
+
+def run_alone(description: str | None, tables: Callable[[bool], Iterable[ResultTable]]) -> None:
+    """The command line of one benchmark: measures and prints its tables, with `--quick` at small sizes."""
+    import jax
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that all works")
+    options = parser.parse_args()
+    with jax.numpy_dtype_promotion("standard"):
+        print_tables(tables(options.quick), options.json)
 
 
 def hash_sources() -> str:
