@@ -110,8 +110,8 @@ def import_table(rounds: Sequence[dict[str, Import]], missing: Sequence[str] = (
     header = ("import", "over import jax", "ms of process time", "modules that jax does not load")
     notes = (
         "Each loads JAX, whose time is in it.",
-        "jmp_policy loads Flax and optax when they are first asked for: `jmp_policy.linen`, `jmp_policy.optim`. Then it "
-        "takes as long as its row with all of them, against jax, flax and optax together.",
+        "jmp_policy loads Flax and optax when they are first asked for: `jmp_policy.linen`, `jmp_policy.optim`. "
+        "The row with all of them is to be compared with that of jax, flax and optax.",
     )
     return ResultTable("imports", "Imports", header, tuple(rows), timed=header[1:3], notes=notes)
 
