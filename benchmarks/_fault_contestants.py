@@ -11,7 +11,6 @@ import jmp as deepmind_jmp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks import _peers
@@ -113,8 +112,7 @@ def _jmp(params: Any, variables: Any) -> Contestant:
 
 
 def _dynamic_scale(params: Any, variables: Any) -> Contestant:
-    scale = DynamicScale(growth_interval=PERIOD, scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-    state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
+    state = _peers.init_dynamic_scale(params, variables, TX, SCALE, PERIOD)
     step = jax.jit(_peers.step_with_dynamic_scale(apply_of(Net(jnp.float16))))
     scale_of = lambda before, after: before.replace(dynamic_scale=after.dynamic_scale)
     return Contestant(state, step, scale_of)
@@ -130,7 +128,7 @@ def _mpx(params: Any, variables: Any) -> Contestant:
 def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
     tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
-    state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+    state = _peers.init_plain(params, variables, tx)
     step = _peers.step_unscaled(apply_of(Net(jnp.float16)))
 
     def scale_of(before, after):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks import _peers
@@ -45,13 +44,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model and a batch.
+    """A module with a dtype in each layer, the same as an author leaves it to a policy, and a batch.
 
-    Attributes:
-      by_hand: the module with a dtype in each layer.
-      free: the module as an author leaves it to a policy.
-      batch: `() -> (inputs, labels)`, which can be traced.
-      items: the tokens or images of the batch.
+    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens or images.
     """
 
     by_hand: Callable[[Any], linen.Module]
@@ -148,8 +143,7 @@ def training(task: Task, precision: Precision) -> Work:
 def _loop(apply: Callable[..., Any], precision: Precision, state_class: Any) -> tuple[Callable[..., Any], Any]:
     """What makes a train state of parameters and variables, and the step."""
     if precision.scale == "DynamicScale":
-        scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-        create = functools.partial(_peers.FlaxState.create, apply_fn=None, tx=ADAMW, dynamic_scale=scale)
+        create = functools.partial(_peers.init_dynamic_scale, tx=ADAMW, scale=SCALE)
         return create, _peers.step_with_dynamic_scale(apply)
     if precision.scale:
         tx = jmp.optim.loss_scaled(ADAMW, jmp.DynamicLossScale(SCALE))

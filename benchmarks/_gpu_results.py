@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks._gpu_rows import Table, tables
 from benchmarks._harness import name_device, write_whole
-from benchmarks._markdown import table as markdown_table
+from benchmarks._results import markdown_table
 
 LAYOUT = 1
 """Of the file. Another layout is another number, and `load_results` refuses a file that has not this one."""
@@ -36,13 +36,7 @@ def new_results(machine: dict[str, Any], tiny: bool = False) -> Results:
 
 
 def load_results(path: pathlib.Path, machine: dict[str, Any], again: bool = False, tiny: bool = False) -> Results:
-    """The results so far.
-
-    Args:
-      path: the file, which need not be there.
-      machine: what `describe` says.
-      again: whether to begin anew.
-      tiny: whether the rows are the small ones.
+    """The results so far, if they are of this machine, and not to be measured again.
 
     Raises:
       ResultsError: the file is not of this layout, which `again` does not change; or it was measured with other

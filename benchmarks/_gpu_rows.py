@@ -19,13 +19,7 @@ GPT_ONLY = {"bfloat16, `with_policy`, `skip_nonfinite`", "float8, `with_policy`,
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table.
-
-    Attributes:
-      key: its name in the file of results: the table and the name.
-      name: its name in the table.
-      load: `(tiny) -> Work`.
-    """
+    """One line of a table: its key in the file of results, its name in the table, and `load`, `(tiny) -> Work`."""
 
     key: str
     name: str
@@ -37,8 +31,6 @@ class Table:
     """Rows that are compared.
 
     Attributes:
-      key: its name in the file of results.
-      title: for a reader.
       rows: the first is the one that the others are divided by.
       items: the unit of a step, in the plural; empty if it is not of interest.
       alone: whether each row is measured in a process of its own, which tells its peak memory.

@@ -26,15 +26,9 @@ class HarnessError(Exception):
 
 
 def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs suites, reports the outcome of each on standard error, and yields its measurements.
+    """Runs suites, `jobs` at a time, reports the outcome of each on standard error, and yields name and measurements.
 
-    Args:
-      names: the names of the suites.
-      quick: whether to use small sizes.
-      jobs: number of parallel processes; more than one disturbs timings.
-
-    Yields:
-      A name and its measurements: `error` has the reason of a failure, `missing` the library that is not installed.
+    In these, `error` has the reason of a failure, and `missing` the library that is not installed.
     """
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     try:

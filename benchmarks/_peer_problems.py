@@ -40,11 +40,9 @@ class MLP(linen.Module):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to train.
+    """A model to train: a "GPT" of a `GPTConfig`, or an "MLP" of a width and depth.
 
     Attributes:
-      name: "GPT" or "MLP", for a reader.
-      sizes: `GPTConfig`, or width and depth.
       module: the module with a dtype by hand, or with none (`None`).
       params: the parameters in float32, or their shapes.
       batches: inputs and labels of each step, or their shapes.

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import jmp as deepmind_jmp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks import _peers
@@ -88,11 +87,7 @@ def scaled_by_hand(problem: Problem, dtype: Any, copies: Any = None, scaled: boo
 
 def unscaled(problem: Problem, dtype: Any, tx: optax.GradientTransformation = TX) -> Program:
     """By hand, without a loss scale; the optimizer decides about skipped steps."""
-
-    def create(params: Any) -> _peers.PlainState:
-        state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
-        return state.replace(step=jnp.zeros((), jnp.int32))
-
+    create = lambda params: _peers.init_plain(params, {}, tx)
     return make_program(problem, _peers.step_unscaled(problem.apply(dtype)), create)
 
 
@@ -129,12 +124,7 @@ def with_jmp(problem: Problem, dtype: Any) -> Program:
 
 def with_dynamic_scale(problem: Problem, dtype: Any) -> Program:
     """With Flax's DynamicScale."""
-
-    def create(params: Any) -> _peers.FlaxState:
-        scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.zeros((), jnp.int32))
-        state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
-        return state.replace(step=jnp.zeros((), jnp.int32))
-
+    create = lambda params: _peers.init_dynamic_scale(params, {}, TX, SCALE)
     return make_program(problem, _peers.step_with_dynamic_scale(problem.apply(dtype)), create)
 
 

@@ -8,8 +8,6 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks._markdown import table
-
 
 @dataclasses.dataclass(frozen=True)
 class ResultTable:
@@ -60,7 +58,7 @@ class ResultTable:
         - One step.
         """
         notes = "\n".join(f"- {note}" for note in self.notes)
-        return table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
+        return markdown_table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as JSON stores it."""
@@ -70,6 +68,18 @@ class ResultTable:
     def from_dict(cls, kept: dict[str, Any]) -> "ResultTable":
         """The table that `to_dict` was asked of, also after JSON made lists of its tuples."""
         return cls.of(**kept)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown.
+
+    >>> print(markdown_table(["name", "value"], [["a", "1"]]))
+    | name | value |
+    |---|---|
+    | a | 1 |
+    """
+    written = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([written[0], "|" + "---|" * len(header), *written[1:]])
 
 
 def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None:

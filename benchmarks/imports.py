@@ -48,13 +48,7 @@ print(time.process_time() - start, middle - start, *(set(sys.modules) - of_jax))
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """An import in a process of its own.
-
-    Attributes:
-      seconds: process time, including JAX.
-      of_jax: process time of JAX.
-      modules: the names of the modules that are loaded after JAX.
-    """
+    """An import in a process of its own: the process time with JAX and of JAX, and the modules loaded after JAX."""
 
     seconds: float
     of_jax: float
@@ -62,11 +56,7 @@ class Import:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The only table.
-
-    Args:
-      quick: fewer libraries, and three rounds instead of seven.
-    """
+    """The only table; a quick run has fewer libraries, and three rounds instead of seven."""
     names = [name for name in (QUICK if quick else MODULES) if _is_installed(MODULES[name])]
     with tempfile.TemporaryDirectory() as bytecode:
         count = 1 + (3 if quick else 7)
@@ -75,12 +65,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 
 def measure(module: str, bytecode: str) -> Import:
-    """Imports a module in a new process.
-
-    Args:
-      module: what to import.
-      bytecode: the folder of the bytecode of all that was imported before.
-    """
+    """Imports a module in a new process; the folder `bytecode` has that of all that was imported before."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),  # the child finds the same modules
@@ -95,12 +80,7 @@ def measure(module: str, bytecode: str) -> Import:
 
 
 def import_table(rounds: Sequence[dict[str, Import]], missing: Sequence[str] = ()) -> ResultTable:
-    """The table of rounds of imports.
-
-    Args:
-      rounds: each with the imports of all libraries.
-      missing: libraries that are not installed.
-    """
+    """The table of rounds, each with the imports of all libraries but for the `missing` ones."""
     rows = []
     for name in rounds[0]:
         seconds = statistics.median(each[name].seconds for each in rounds)

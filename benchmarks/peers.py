@@ -49,13 +49,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 @dataclasses.dataclass
 class Stepping:
-    """A step that is compiled for this machine, with its state.
-
-    Attributes:
-      compiled: the step.
-      state: the state, which each step replaces.
-      cost: the cost of the step.
-    """
+    """A step that is compiled for this machine, with its state, which each step replaces, and its cost."""
 
     compiled: Any
     state: Any
@@ -75,9 +69,7 @@ class Stepping:
 def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> ResultTable:
     """Makes the table of costs over the step by hand, and of the bytes that a scale and a check add to a step.
 
-    Args:
-      dtype: the dtype of the computations.
-      costs: costs by model and contestant; `None` for a contestant that is not installed.
+    A contestant that is not installed has `None` as its cost.
     """
     rows, notes = [], list(COST_NOTES[dtype])
     for problem, by_name in costs.items():
@@ -142,12 +134,7 @@ def _bytes_and_temporaries(found: dict[str, Figures | None]) -> dict[str, dict[s
 
 
 def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
-    """Makes the table of the loss after training, and of the process time of a step.
-
-    Args:
-      problem: the model.
-      stepping: the compiled steps, by dtype and contestant. They are run.
-    """
+    """Runs the compiled steps, by dtype and contestant: the loss after training, and the process time of a step."""
     trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
     takes: dict[tuple[str, str], Callable[[Any], Any]] = {}
     for dtype, by_name in stepping.items():
@@ -182,7 +169,7 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
 
 
 def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) -> dict[Any, float]:
-    """Runs all steps, and returns the process time of one."""
+    """Runs all steps in turns, and returns the process time of one of each."""
     taken: dict[Any, Iterator[Any]] = {key: iter(batches) for key in takes}
     runs = [lambda key=key, take=take: take(next(taken[key])) for key, take in takes.items()]
     return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))

@@ -15,7 +15,6 @@ from flax import nnx
 import jmp_policy as jmp
 from benchmarks import _programs, zero_cost
 from benchmarks._compiled import compile_for_figures
-from benchmarks._markdown import table
 from benchmarks._measure import Cost, cost, count_instructions, count_operations
 from benchmarks._optimizer_cost import count_bytes
 
@@ -178,10 +177,6 @@ def test_the_peers_take_a_step(contestant, model, api):
 def test_the_gpt_takes_a_step(api):
     program = _programs.ours(_programs.Case("gpt", api, "mixed_bfloat16", zero_cost.QUICK_GPT))
     assert count_operations(program.lower().as_text()) > 1000
-
-
-def test_tables_are_markdown():
-    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 
 
 def test_models_by_hand_have_the_parameters_of_those_without_dtypes():
