@@ -34,6 +34,7 @@ from ._primitives import (
 )
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
+    WITHOUT_JAXPRS as WITHOUT_JAXPRS,
     AbstractValue as AbstractValue,
     Atom as Atom,
     JaxprBuilder as JaxprBuilder,

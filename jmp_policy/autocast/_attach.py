@@ -134,7 +134,7 @@ class _Autocast:
         # A partial or bound method may hold an nnx object, which the function can update only as an argument.
         fun, args, kwargs = open_partials(self._fun, args, kwargs)
         policy = resolve_policy(root_policy(self._policy), (args, kwargs))
-        lifted = find_lifting_adapter((args, kwargs)) is not None
+        lifted = self._weights is not None and find_lifting_adapter((args, kwargs)) is not None
         read_weights = functools.partial(WeightArguments, self._weights, opened=len(args) - given, lifted=lifted)
         trace_and_run = functools.partial(self._trace_and_run, policy, read_weights, found)
         return run_lifted(trace_and_run, self._make_traceable(fun, policy), args, kwargs)

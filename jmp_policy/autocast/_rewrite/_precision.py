@@ -168,6 +168,10 @@ _INSIDE = {
 """Replaces precisions inside a function or scope with a treatment."""
 
 
+# Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
+_LOW, _FULL, _, _INFER, _CLEAR, _, _TRACED = Precision
+
+
 class PrecisionFinder:
     """Finds the precision of each equation. `rows` are the user's primitives and their classes."""
 
@@ -177,34 +181,44 @@ class PrecisionFinder:
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
         if not is_castable(eqn):
-            return Precision.TRACED
+            return _TRACED
         # An outer product sums nothing, so it is a multiplication.
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-        precision = self._classes.get("square" if is_square else eqn.primitive.name, Precision.TRACED)
-        if precision is Precision.LOW and multiplies_only(eqn):
-            precision = Precision.INFER
+        precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
+        if precision is _LOW and multiplies_only(eqn):
+            precision = _INFER
         # The enclosing function or scope wins over the tables, and constants that would be lost win over both.
-        if place.treatment is not None:
-            precision = _INSIDE[place.treatment].get(precision, precision)
-        if precision in (Precision.INFER, Precision.CLEAR) and self._needs_float32(eqn, values, place):
-            return Precision.FULL
-        return precision
+        treatment = place.treatment
+        if treatment is not None:
+            precision = _INSIDE[treatment].get(precision, precision)
+        is_following = precision is _INFER or precision is _CLEAR
+        return _FULL if is_following and self._needs_float32(eqn, values, place) else precision
 
     def _needs_float32(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> bool:
         """True if the compute dtype would lose a constant operand (an epsilon or bound) or saturate the operation."""
         if place.steep and eqn.primitive.name in SATURATING:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
-        states = [(i, value.kind.state) for i, value in enumerate(values) if value.kind.dtype is not None]
-        constants = [(i, state.numbers) for i, state in states if state.numbers]
-        if not constants or is_applied_to_each(eqn) or all(state.level is Level.TRACED for _, state in states):
+        constants, is_computed = [], False
+        for i, (_, kind) in enumerate(values):
+            if kind.dtype is not None:
+                is_computed |= kind.state.level > 0
+                if kind.state.numbers:
+                    constants.append((i, kind.state.numbers))
+        if not constants or not is_computed or is_applied_to_each(eqn):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
 
 def is_castable(eqn: JaxprEqn) -> bool:
     """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
-    dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
-    return bool(dtypes) and dtypes <= COMPUTE_DTYPES
+    found = False
+    for atom in (*eqn.invars, *eqn.outvars):
+        dtype = float_dtype(atom)
+        if dtype is not None:
+            if dtype not in COMPUTE_DTYPES:
+                return False
+            found = True
+    return found
 
 
 def is_applied_to_each(eqn: JaxprEqn) -> bool:
