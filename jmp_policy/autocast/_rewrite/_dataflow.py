@@ -8,7 +8,6 @@ Sums are followed only to logarithms, as of the probability of a class or mixtur
 all values of a model lead to norms.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -35,15 +34,10 @@ class _Search(NamedTuple):
 
     targets: frozenset[str]
     passing: frozenset[str]
-    ending: frozenset[str]  # operations that are neither targets nor run a jaxpr
 
 
-def _make_search(targets: Iterable[str], passing: Iterable[str]) -> _Search:
-    return _Search(frozenset(targets), frozenset(passing), WITHOUT_JAXPRS.difference(targets))
-
-
-STEEP_OPERATIONS = _make_search(STEEP, PASSING)
-LOGARITHMS = _make_search(("log", "log2", "log1p"), {*PASSING, "reduce_sum", "cumsum"})
+STEEP_OPERATIONS = _Search(frozenset(STEEP), frozenset(PASSING))
+LOGARITHMS = _Search(frozenset({"log", "log2", "log1p"}), frozenset({*PASSING, "reduce_sum", "cumsum"}))
 
 
 def find_results(program: Jaxpr, leaving: frozenset[int], search: _Search) -> list[frozenset[int]]:
@@ -61,9 +55,9 @@ def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
 def _follow(program: Jaxpr, leaving: frozenset[int], search: _Search) -> tuple[list[frozenset[int]], set[Var]]:
     """Returns the outputs of each equation that reach a target, and all variables that do."""
     reaching = set(list_variables(atom for i, atom in enumerate(program.outvars) if i in leaving))
-    steep = []
+    steep, others = [], WITHOUT_JAXPRS - search.targets
     for eqn in reversed(program.eqns):
-        is_apart = eqn.primitive.name in search.ending and (not reaching or reaching.isdisjoint(eqn.outvars))
+        is_apart = eqn.primitive.name in others and (not reaching or reaching.isdisjoint(eqn.outvars))
         steep.append(NONE if is_apart else _step(eqn, reaching, search))
     return steep[::-1], reaching
 

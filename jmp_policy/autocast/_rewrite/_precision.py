@@ -188,9 +188,8 @@ class PrecisionFinder:
         if precision is _LOW and multiplies_only(eqn):
             precision = _INFER
         # The enclosing function or scope wins over the tables, and constants that would be lost win over both.
-        treatment = place.treatment
-        if treatment is not None:
-            precision = _INSIDE[treatment].get(precision, precision)
+        if place.treatment is not None:
+            precision = _INSIDE[place.treatment].get(precision, precision)
         is_following = precision is _INFER or precision is _CLEAR
         return _FULL if is_following and self._needs_float32(eqn, values, place) else precision
 
@@ -198,27 +197,17 @@ class PrecisionFinder:
         """True if the compute dtype would lose a constant operand (an epsilon or bound) or saturate the operation."""
         if place.steep and eqn.primitive.name in SATURATING:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
-        constants, is_computed = [], False
-        for i, (_, kind) in enumerate(values):
-            if kind.dtype is not None:
-                is_computed |= kind.state.level > 0
-                if kind.state.numbers:
-                    constants.append((i, kind.state.numbers))
-        if not constants or not is_computed or is_applied_to_each(eqn):
+        states = [(i, kind.state) for i, (_, kind) in enumerate(values) if kind.dtype is not None]
+        constants = [(i, state.numbers) for i, state in states if state.numbers]
+        if not constants or is_applied_to_each(eqn) or all(state.level is Level.TRACED for _, state in states):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
 
 def is_castable(eqn: JaxprEqn) -> bool:
     """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
-    found = False
-    for atom in (*eqn.invars, *eqn.outvars):
-        dtype = float_dtype(atom)
-        if dtype is not None:
-            if dtype not in COMPUTE_DTYPES:
-                return False
-            found = True
-    return found
+    dtypes = set(map(float_dtype, (*eqn.invars, *eqn.outvars))) - {None}
+    return bool(dtypes) and dtypes <= COMPUTE_DTYPES
 
 
 def is_applied_to_each(eqn: JaxprEqn) -> bool:

@@ -1,6 +1,5 @@
 """Writes an operation in a precision, with the casts of its operands."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,20 +8,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..._base import at_least_float32
-from ..._jaxpr import (
-    WITHOUT_JAXPRS,
-    AbstractValue,
-    Atom,
-    Fact,
-    JaxprBuilder,
-    Rewriter,
-    Rule,
-    Value,
-    body_of,
-    float_dtype,
-    having,
-    is_float,
-)
+from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, having
 from ._place import EquationPlace
 from ._precision import (
     CastState,
@@ -40,7 +26,7 @@ FLOAT32 = np.dtype(np.float32)
 TRACED, LOW, SUM, FULL = _STATES = [CastState(level) for level in Level]
 _SUM_LEVEL = SUM.level
 _NOT_FLOAT = AbstractValue(None)
-_WITHOUT_OPERATORS = WITHOUT_JAXPRS - having(Fact.COMBINES)
+_COMBINING = having(Fact.COMBINES)
 
 
 class EquationWriter(Rule):
@@ -115,7 +101,7 @@ class EquationWriter(Rule):
         dtype, params = kind.dtype, None
         atoms = [v.atom if v.kind.dtype is dtype else self._cast(v, dtype, body, eqn) for v in values]
         kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in eqn.outvars]
-        if eqn.primitive.name not in _WITHOUT_OPERATORS:
+        if eqn.primitive.name in _COMBINING:
             params = self._rewrite_operators(eqn.params, kind)
         elif "preferred_element_type" in eqn.params:
             preferred = eqn.params["preferred_element_type"]
@@ -126,13 +112,13 @@ class EquationWriter(Rule):
         """Rewrites the jaxprs with which reductions, windows and scatters combine two elements."""
         programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
         arguments = [var for program in programs.values() for var in body_of(program).invars]
-        if not any(is_float(var) and float_dtype(var) != kind.dtype for var in arguments):
+        if not any(float_dtype(var) is not None and float_dtype(var) != kind.dtype for var in arguments):
             return None
         changed = {}
         for name, program in programs.items():
             body = body_of(program)
-            kinds = [kind if is_float(var) else AbstractValue(None) for var in body.invars]
-            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
+            kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in body.invars]
+            wanted = [None if float_dtype(atom) is None else kind.dtype for atom in body.outvars]
             changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
         return params | changed
 
@@ -150,24 +136,17 @@ class EquationWriter(Rule):
 
     def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
         """Returns the kind with the highest level of the operands, and its dtype."""
-        level = 0
-        for _, (dtype, state) in values:
-            if dtype is not None and state.level > level:
-                level = state.level
+        states = [kind.state for _, kind in values if kind.dtype is not None]
+        level = max([state.level for state in states], default=0)
         if level:
-            return _make_kind(self._dtype_of(level), level)
-        numbers = find_numbers(eqn, [kind.state.numbers for _, kind in values if kind.dtype is not None])
+            return AbstractValue(self._dtype_of(level), _STATES[level])
+        numbers = find_numbers(eqn, [state.numbers for state in states])
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
         dtype = next((dtype for dtype in traced if dtype is not None), None)
         return AbstractValue(dtype, TRACED._replace(numbers=numbers) if numbers else TRACED)
 
     def _dtype_of(self, level: int) -> np.dtype:
         return self.compute_dtype if level < _SUM_LEVEL else FLOAT32
-
-
-@functools.lru_cache
-def _make_kind(dtype: np.dtype, level: int) -> AbstractValue:
-    return AbstractValue(dtype, _STATES[level])
 
 
 _WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
