@@ -41,6 +41,11 @@ def array_dtype(atom: Atom) -> Any:
     return aval.dtype if isinstance(aval, ShapedArray) else None
 
 
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Returns the shape of an array, or `()` for anything else."""
+    return getattr(atom.aval, "shape", ())
+
+
 def is_float(atom: Atom) -> bool:
     return float_dtype(atom) is not None
 

@@ -42,7 +42,6 @@ from ._rewrite import (
     EquationPlace,
     check_policy,
     explain_unused_functions,
-    has_scopes,
     make_casting_rule,
     root_policy,
 )
@@ -110,7 +109,8 @@ class _Autocast:
         self._fun, self._policy, self._rules, self._custom_rules = fun, policy, rules, custom_rules
         # Policies without quantization have no use for weights.
         self._weights = weights if any(each.quantization is not None for each in list_policies(policy)) else None
-        self._register = Register() if has_scopes(policy, rules) else None
+        has_scopes = isinstance(policy, PolicyMap) or rules.scopes or rules.backward
+        self._register = Register() if has_scopes else None
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def wrap(self) -> Callable[..., Any]:

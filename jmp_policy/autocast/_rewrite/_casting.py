@@ -21,6 +21,7 @@ from ..._jaxpr import (
     Value,
     float_dtype,
     is_float,
+    shape_of,
 )
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
@@ -36,7 +37,6 @@ from ._precision import (
     is_applied_to_each,
     is_castable,
     is_sum,
-    join_states,
     keeps_sums,
     round_sum,
     write_product,
@@ -94,7 +94,8 @@ class CastingRule(EquationWriter):
             return first
         if first.dtype not in COMPUTE_DTYPES:
             return AbstractValue(first.dtype, TRACED)
-        state = join_states(kinds)
+        levels, narrow, backward, _, _, weights = zip(*(kind.state for kind in kinds), strict=True)
+        state = CastState(max(levels), any(narrow), any(backward), weight=all(weights))
         if state.level is Level.SUM and any(kind.dtype != FLOAT32 for kind in kinds):
             state = state._replace(level=Level.LOW)
         low_dtypes = {kind.dtype for kind in kinds if kind.state.level is Level.LOW}
@@ -179,8 +180,8 @@ class CastingRule(EquationWriter):
             return False
         kinds = [as_low(value.kind, self.compute_dtype) for value in values]
         pairs = zip(values, kinds, strict=True)
-        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
-        if _shape_of(eqn.outvars[0]) not in halves:
+        halves = [shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
+        if shape_of(eqn.outvars[0]) not in halves:
             return False
         level = self._follow(eqn, values).state.level
         precision = self._precisions.find(eqn, values, place)
@@ -271,7 +272,7 @@ class CastingRule(EquationWriter):
         product = describe_weight_product(eqn, position, rule.quantization, sums)
         if isinstance(product, str):
             return product
-        return product.reason_left([_shape_of(atom) for atom in eqn.invars], where) or product
+        return product.reason_left([shape_of(atom) for atom in eqn.invars], where) or product
 
     def _find_attention_product(self, eqn: JaxprEqn, place: EquationPlace) -> AttentionProduct | str:
         """Returns the quantized form of a matmul of two activations, or an empty string."""
@@ -369,8 +370,3 @@ _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
 """Precisions of operations that take matmul outputs in the compute dtype, unless `keeps_sums`."""
 
 _JAX = os.path.dirname(jax.__file__)
-
-
-def _shape_of(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape

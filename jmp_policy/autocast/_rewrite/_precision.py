@@ -16,7 +16,18 @@ from jax import core, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Value, body_of, float_dtype, having, multiplies_only
+from ..._jaxpr import (
+    AbstractValue,
+    Atom,
+    Fact,
+    JaxprBuilder,
+    Value,
+    body_of,
+    float_dtype,
+    having,
+    multiplies_only,
+    shape_of,
+)
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._place import COMPUTE_DTYPES, EquationPlace, Scope
@@ -56,13 +67,6 @@ class CastState(NamedTuple):
 def is_sum(kind: AbstractValue) -> bool:
     """True for the float32 output of a matmul, which most operations cast down."""
     return kind.dtype == np.float32 and kind.state.level is Level.SUM
-
-
-def join_states(kinds: Sequence[AbstractValue]) -> CastState:
-    states = [kind.state for kind in kinds]
-    level = max((state.level for state in states), default=Level.TRACED)
-    narrow, backward = any(state.narrow for state in states), any(state.backward for state in states)
-    return CastState(level, narrow, backward, weight=all(state.weight for state in states))
 
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
@@ -339,13 +343,8 @@ def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.
 
 def _describe_product(eqn: JaxprEqn) -> Bilinear:
     params = {key: value for key, value in eqn.params.items() if key != "preferred_element_type"}
-    left, right = (len(_shape_of(atom)) for atom in eqn.invars)
+    left, right = (len(shape_of(atom)) for atom in eqn.invars)
     if eqn.primitive.name == "dot_general":
         return label_dot(left, right, Dot(**params))
     given = tuple((key, value) for key, value in params.items() if key != "out_sharding" or value is not None)
     return label_convolution(left, Convolution(given))
-
-
-def _shape_of(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape
