@@ -89,18 +89,12 @@ class MapRule:
     key: Key
     policy: Policy
 
-    def matches(self, path: str, module_type: type | None) -> bool:
-        """True if the key matches this module itself."""
-        if isinstance(self.key, str):
-            return _covers(self.key, path) is True
-        return module_type is not None and issubclass(module_type, self.key)
-
     def covers(self, path: str, types: Mapping[str, type | None]) -> bool | None:
         """Returns True if the key matches this module itself, False if only one around it, and None otherwise."""
         if isinstance(self.key, str):
             return _covers(self.key, path)
-        around = reversed(list_paths_to(path))
-        return next((outer == path for outer in around if self.matches(outer, types.get(outer))), None)
+        around = ((outer, types.get(outer)) for outer in reversed(list_paths_to(path)))
+        return next((outer == path for outer, kind in around if kind is not None and issubclass(kind, self.key)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +246,7 @@ class PolicyMap:
 
     def _find_hiding_key(self, rule: MapRule, types: Mapping[str, Any]) -> Key | None:
         """Returns the key of the earlier rule that covers the modules of this rule; None if it matches no module."""
-        covered = next((path for path in types if rule.matches(path, types[path])), None)
+        covered = next((path for path in types if rule.covers(path, types)), None)
         hiding = None if covered is None else self.match(covered, types).rule
         return None if hiding is None else hiding.key
 

@@ -53,7 +53,7 @@ from ._weights import (
     Names,
     follow_weights,
 )
-from ._writers import FLOAT32, FULL, LOW, SUM, TRACED, EquationWriter
+from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -244,7 +244,7 @@ class CastingRule(EquationWriter):
         elif is_applied_to_each(eqn) and precision in (Precision.INFER, Precision.CLEAR):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
-            results = self.write(precision, eqn, values, body)
+            results = PRECISION_WRITERS[precision](self, eqn, values, body)
         if not has_weights:
             return [self._mark_place(result, context) for result in results]
         made = follow_weights(eqn, weights)

@@ -116,7 +116,7 @@ class _ScopeRules:
         rule = self.map.match(path, types).rule
         if rule is None:
             return None
-        begins = next(outer for outer in list_paths_to(path) if rule.matches(outer, types.get(outer)))
+        begins = next(outer for outer in list_paths_to(path) if rule.covers(outer, types))
         return self.rows[self.map.rules.index(rule)][1]._replace(path=begins)
 
 

@@ -35,10 +35,6 @@ class EquationWriter(Rule):
     compute_dtype: np.dtype
     sums: np.dtype | None
 
-    def write(self, precision: Precision, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        """Writes an equation in a precision."""
-        return _WRITERS[precision](self, eqn, values, body)
-
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         product = None if self.sums is None else make_wide_product(eqn, self.sums, self.compute_dtype)
         is_half = not any(dtype == FLOAT32 for dtype in map(float_dtype, eqn.invars))
@@ -149,7 +145,7 @@ class EquationWriter(Rule):
         return self.compute_dtype if level < _SUM_LEVEL else FLOAT32
 
 
-_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
+PRECISION_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
     Precision.LOW: EquationWriter._write_low,
     Precision.FULL: EquationWriter._write_full,
     Precision.WIDE: EquationWriter._write_wide,
