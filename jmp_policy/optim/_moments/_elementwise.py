@@ -42,15 +42,10 @@ def find_constants(program: Jaxpr) -> list[float | None]:
     >>> find_constants(jax.make_jaxpr(lambda x: (x, jnp.zeros_like(x), jnp.full(3, 0.5)))(jnp.ones(2)).jaxpr)
     [None, 0.0, 0.5]
     """
-    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
-    return [_find_constant(makers.get(var)) if isinstance(var, Var) else None for var in program.outvars]
-
-
-def _find_constant(eqn: JaxprEqn | None) -> float | None:
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return None
-    number = eqn.invars[0]
-    return float(number.val) if isinstance(number, Literal) and np.ndim(number.val) == 0 else None
+    filled = [eqn for eqn in program.eqns if eqn.primitive.name == "broadcast_in_dim"]
+    numbers = [(eqn.outvars[0], eqn.invars[0]) for eqn in filled]
+    constants = {var: float(x.val) for var, x in numbers if isinstance(x, Literal) and np.ndim(x.val) == 0}
+    return [constants.get(var) if isinstance(var, Var) else None for var in program.outvars]
 
 
 def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
