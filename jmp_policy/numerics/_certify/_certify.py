@@ -42,7 +42,8 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     This is for losses, norms, activations and optimizer steps. Bounds of a whole network grow with each layer, so that
     the analysis rarely can tell. Operations without a rule, such as linear algebra, kernels and random numbers, and
     loops of more than 256 iterations whose bounds grow, cannot be certified either. An operation in a branch of
-    `jnp.where` that is not selected counts, since its gradient may be nan.
+    `jnp.where` does not count for the elements that are not selected, if nothing else reads them and the operations
+    from the compared array on are elementwise. Its gradient may be nan nevertheless: certify the gradient, too.
 
     Args:
       fun: any function of trees of arrays.
