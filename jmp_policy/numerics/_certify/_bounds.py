@@ -304,7 +304,7 @@ def _find_tests(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Lay
         return fails, [_find_test(how, one, other, dtype) for how, one, other in pairs]
     sides = [move_tests(one.tests, layout) for one, layout in zip(operands, layouts, strict=True)]
     if name == "not":
-        return sides[0][::-1]
+        return sides[0][1], sides[0][0]
     if name in ("and", "or"):
         both = [*sides[0][name == "and"], *sides[1][name == "and"]]
         return ((), both) if name == "and" else (both, ())
