@@ -23,38 +23,22 @@ class Graph(NamedTuple):
     """Values (rows of the record) and the values that each was computed from.
 
     The sources of value `i` are `target[start[i]:start[i + 1]]`. One extra node at the end has edges to the results.
-    A merged loop has one row for all its iterations.
-
-    Attributes:
-      start: int32 of shape `(values + 2,)`.
-      target: int32 of shape `(edges,)`.
-      common: the number of merged loops around both ends of an edge, int32.
-      carried: True if the last of these loops carried the value from the previous iteration.
-      operands: rows of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape `(values, MOST_OPERANDS)`.
-      scales: an operand is `scales * value + shifts`; float32 of that shape.
-      shifts: see `scales`; for a constant, its value.
-      turns: iterations of the loops around a value, -1 after the last, `-2 - i` for the `i`-th merged loop; int32 of
-        shape `(values, MOST_TURNS)`.
-      last: the last iteration of a merged loop that runs in reverse, else -1; int32 of shape `(values, MOST_LOOPS)`.
-      is_half: True for float16.
-      is_reciprocal: True if a value may be zero because an operand is infinite, as in a division.
-      text: the index of each value's text, int32.
-      texts: uint8 of shape `(texts, TEXT_LENGTH)`.
+    A merged loop has one row for all its iterations. Integers are int32, other numbers float32.
     """
 
-    start: np.ndarray
-    target: np.ndarray
-    common: np.ndarray
-    carried: np.ndarray
-    operands: np.ndarray
-    scales: np.ndarray
-    shifts: np.ndarray
-    turns: np.ndarray
-    last: np.ndarray
-    is_half: np.ndarray
-    is_reciprocal: np.ndarray
-    text: np.ndarray
-    texts: np.ndarray
+    start: np.ndarray  # (values + 2,)
+    target: np.ndarray  # (edges,)
+    common: np.ndarray  # the number of merged loops around both ends of an edge
+    carried: np.ndarray  # True if the last of these loops carried the value from the previous iteration
+    operands: np.ndarray  # (values, MOST_OPERANDS): rows of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`
+    scales: np.ndarray  # an operand is `scales * value + shifts`
+    shifts: np.ndarray  # of a constant, its value
+    turns: np.ndarray  # (values, MOST_TURNS): loop iterations, -1 after the last, `-2 - i` for the i-th merged loop
+    last: np.ndarray  # (values, MOST_LOOPS): the last iteration of a merged loop that runs in reverse, else -1
+    is_half: np.ndarray  # True for float16
+    is_reciprocal: np.ndarray  # True if a value may be zero because an operand is infinite, as in a division
+    text: np.ndarray  # the index of each value's text
+    texts: np.ndarray  # uint8 of shape (texts, TEXT_LENGTH)
 
 
 class Edge(NamedTuple):
