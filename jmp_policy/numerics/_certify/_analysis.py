@@ -118,10 +118,9 @@ class Analysis(Interpreter):
             return operands
         places = tuple(range(len(shape)))
         for i, tests in enumerate(move_tests(which.tests, find_layout(eqn, which, shape))):
-            excluded = [test for test in tests if test.name == "ne"]
-            kept = [test for test in tests if test.name != "ne"]
-            sides = [[test._replace(name=name) for test in excluded] for name in ("lt", "gt")] if excluded else [[]]
-            refined = [self._refine(cases[i], kept + side, places, {}) for side in sides]
+            excluded = next((test for test in tests if test.name == "ne"), None)
+            sides = [[excluded._replace(name=name)] for name in ("lt", "gt")] if excluded else [[]]
+            refined = [self._refine(cases[i], [*tests, *side], places, {}) for side in sides]
             cases[i] = refined[0]
             if refined[0] is not refined[-1]:  # below and above a value that is excluded
                 origin = Origin(eqn, [self.bound(Interval(0.0, 1.0), shape), *refined], around, {})

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import CALLED, RecordedOp, body_of, float_dtype, scan_parts
+from ..._jaxpr import CALLED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import Words, write_words
@@ -110,6 +110,7 @@ class _EdgeFinder:
             for row, line in enumerate(lines)
         }
         self._makers: dict[int, dict[Var, tuple[JaxprEqn, int]]] = {}
+        self._bodies: dict[int, list[SubJaxpr]] = {}
         self._found: dict[Any, list[Edge]] = {}
 
     def is_merged(self, eqn: JaxprEqn) -> bool:
@@ -185,7 +186,7 @@ class _EdgeFinder:
             return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
         eqn, i = made
         if eqn.primitive.name in CALLED:
-            inside = body_of(eqn.params[CALLED[eqn.primitive.name]])
+            [inside] = [body.program for body in self._list_bodies(eqn)]
             return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
         if eqn.primitive.name in ("cond", "while", "scan"):
             return []
@@ -208,65 +209,47 @@ class _EdgeFinder:
 
     def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues inside the sub-jaxprs of the equation that made a value as its result `i`."""
-        name, params = eqn.primitive.name, eqn.params
-        if name == "cond":
-            branches = [body_of(branch) for branch in params["branches"]]
-            return self._join(self._follow(body.outvars[i], (*around, (eqn, body)), turns) for body in branches)
-        if name == "while":
-            turn = body_of(params["body_jaxpr"])
-            start = params["cond_nconsts"] + params["body_nconsts"]
-            inside = self._follow(turn.outvars[i], (*around, (eqn, turn)), turns)
-            return self._join([inside, self._follow(eqn.invars[start + i], around, turns)])
-        parameter = _PARAMETERS.get(name)
-        if parameter is None:
-            return []
-        body = body_of(params[parameter])
-        inside = (*around, (eqn, body))
-        if name != "scan":
-            return self._follow(body.outvars[i], inside, turns)
-        consts, carried = scan_parts(eqn)
-        order = _list_order(eqn)
-        if not order:
-            return self._follow(eqn.invars[consts + i], around, turns) if i < carried else []
-        if self.is_merged(eqn):
-            return self._follow(body.outvars[i], inside, turns)
-        ends = order[-1:] if i < carried else order
-        return self._join(self._follow(body.outvars[i], inside, (*turns, turn)) for turn in ends)
+        name = eqn.primitive.name
+        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in _ENTERED else []
+        after = [turns]
+        if name == "scan":
+            order, is_carried = _list_order(eqn), i < len(bodies[0].carry)
+            if not order:
+                return self._follow(_find_start(bodies[0], i), around, turns) if is_carried else []
+            if not self.is_merged(eqn):
+                after = [(*turns, turn) for turn in (order[-1:] if is_carried else order)]
+        found = [
+            self._follow(body.program.outvars[i], (*around, (eqn, body.program)), inner)
+            for body in bodies
+            for inner in after
+        ]
+        start = [self._follow(_find_start(bodies[0], i), around, turns)] if name == "while" else []
+        return self._join([*found, *start])
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues outside a sub-jaxpr, from its argument `i`."""
-        eqn, body = around[-1]
-        name, params, outside = eqn.primitive.name, eqn.params, around[:-1]
-        if name == "cond":
-            return self._follow(eqn.invars[1 + i], outside, turns)
-        if name == "while":
-            first, consts = params["cond_nconsts"], params["body_nconsts"]
-            start = self._follow(eqn.invars[first + i], outside, turns)
-            return start if i < consts else self._join([self._carry(i - consts, around, turns), start])
-        if name != "scan":
-            return self._follow(eqn.invars[i], outside, turns)
-        consts, carried = scan_parts(eqn)
-        is_carry, merged = consts <= i < consts + carried, self.is_merged(eqn)
-        if merged:
-            start = self._follow(eqn.invars[i], outside, turns)
-            return self._join([self._carry(i - consts, around, turns), start]) if is_carry else start
+        (eqn, program), outside = around[-1], around[:-1]
+        body = next(body for body in self._list_bodies(eqn) if body.program is program)
+        given, is_carry, n = body.inputs[i][0], i in body.carry, i - body.carry.start
+        if eqn.primitive.name != "scan" or self.is_merged(eqn):
+            start = self._follow(given, outside, turns)
+            return self._join([self._carry(n, around, turns), start]) if is_carry else start
         order, turn = _list_order(eqn), turns[-1]
         if is_carry and turn != order[0]:
             before = order[order.index(turn) - 1]
-            return self._follow(body.outvars[i - consts], around, (*turns[:-1], before))
-        if i >= consts + carried:
-            return self._follow_slice(eqn.invars[i], eqn.params["length"], outside, turns)
-        return self._follow(eqn.invars[i], outside, turns[:-1])
+            return self._follow(program.outvars[n], around, (*turns[:-1], before))
+        if i >= body.carry.stop:
+            return self._follow_slice(given, eqn.params["length"], outside, turns)
+        return self._follow(given, outside, turns[:-1])
 
     def _follow_slice(self, atom: Any, length: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Follows the slice of an array that iteration `turns[-1]` of a scan reads, through an earlier scan's stack."""
         body = around[-1][1] if around else self._program
         made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
         if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
-            eqn, i = made
-            if i >= scan_parts(eqn)[1] and eqn.params["length"] == length:
-                inner = body_of(eqn.params["jaxpr"])
-                return self._follow(inner.outvars[i], (*around, (eqn, inner)), turns)
+            (eqn, i), (inner,) = made, self._list_bodies(made[0])
+            if i >= len(inner.carry) and eqn.params["length"] == length:
+                return self._follow(inner.program.outvars[i], (*around, (eqn, inner.program)), turns)
         return self._follow(atom, around, turns[:-1])
 
     def _carry(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
@@ -281,11 +264,21 @@ class _EdgeFinder:
             self._makers[id(body)] = {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
         return self._makers[id(body)]
 
+    def _list_bodies(self, eqn: JaxprEqn) -> list[SubJaxpr]:
+        if id(eqn) not in self._bodies:
+            self._bodies[id(eqn)] = sub_jaxprs(eqn)
+        return self._bodies[id(eqn)]
+
     def _join(self, found: Iterable[list[Edge]]) -> list[Edge]:
         return list(dict.fromkeys(edge for edges in found for edge in edges))
 
 
-_PARAMETERS = {**CALLED, "scan": "jaxpr"}
+_ENTERED = {*CALLED, "scan", "while", "cond"}
+
+
+def _find_start(body: SubJaxpr, i: int) -> Any:
+    """Returns the value of carry `i` of a loop before the first iteration."""
+    return body.inputs[body.carry[i]][0]
 
 
 def _key(around: Around) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,7 @@ UNARY = (
 BINARY = ("a + b", "a - b", "a * b", "a / b", "jnp.maximum(a, b)", "jnp.minimum(a, b)", "jnp.power(a, b)",
     "jnp.logaddexp(a, b)", "jnp.hypot(a, b)", "jnp.where(a < b, a, b)", "a * jnp.exp(-jnp.abs(b))")  # fmt: skip
 TESTS = ("@ > 0", "@ >= 0.5", "@ < 1", "@ != 0", "0 == @", "~(@ <= 0)", "(@ > -1) & (@ < 1)", "(@ < 0) | (@ > 2)",
-    "jnp.abs(@) < 0.9", "@ > jnp.flip(@)", "jnp.max(@) > 1", "@ * @ < 4")  # fmt: skip
+    "jnp.abs(@) < 0.9", "@ > jnp.flip(@)", "jnp.max(@) > 1", "@ * @ < 4", "(@ != 0) & (@ != 1)")  # fmt: skip
 CHAIN = ("jnp.log(@)", "jnp.sqrt(@)", "lax.rsqrt(@)", "1 / @", "@ ** -2", "jnp.exp(@)", "2 * @", "@ + 1", "@ - 1",
     "1 - @", "-@", "@ * @", "jnp.arctanh(@)", "jnp.log1p(@)", "jnp.arccos(@)", "jnp.abs(@)", "@ / (@ - 1)", "0 * @",
     "jnp.max(@)", "jnp.where(@ > 0.25, lax.rsqrt(@), @)")  # fmt: skip

@@ -131,6 +131,12 @@ BROKEN = {
         "float32",
         "div",
     ),
+    "invalid operation, between two values": (
+        lambda x: jnp.where((x != 0) & (x != 1), jnp.sqrt(x * (x - 1)), 0.0),
+        (-2, 2),
+        "float32",
+        "sqrt",
+    ),
     "overflow, selected": (lambda x: jnp.where(x > 0, 1 / x, 0.0), (-1, 1), "float16", "div"),
     "cancellation, log": (lambda x: jnp.log(1 - jax.nn.sigmoid(x)), (-30, 30), "float32", "sub"),
     "cancellation, expm1": (lambda x: jnp.exp(x) - 1, (1e-8, 1), "float32", "sub"),
