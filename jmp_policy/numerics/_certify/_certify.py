@@ -78,8 +78,9 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     def run_certify(*args: Any) -> Certificate:
         if isinstance(known, Policy):
             args = cast_floating(args, known.compute_dtype)
-        limits, arrays = _match_ranges(ranges, args), jax.tree.map(_describe_shape, args)
-        traced = trace(Results().take_arrays(policied), arrays, {})
+        limits = _match_ranges(ranges, args)
+        describe_shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        traced = trace(Results().take_arrays(policied), jax.tree.map(describe_shape, args), {})
         given = [(leaf, *limit) for leaf, limit in zip(traced.leaves, limits, strict=True)]
         analysis = Analysis()
         inputs = [analysis.bound(_flush(*one), one[0].shape) for one in given]
@@ -140,10 +141,6 @@ def _find_limits(pair: Any, dtype: Any) -> Limits:
             f"No number of {dtype} is in the range {pair}. Pass a range that has one. For example: (0, 1)."
         )
     return low, high
-
-
-def _describe_shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
 def _flush(leaf: Any, low: float, high: float) -> Interval:

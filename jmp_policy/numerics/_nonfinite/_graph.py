@@ -112,6 +112,8 @@ class _EdgeFinder:
         self._makers: dict[int, dict[Var, tuple[JaxprEqn, int]]] = {}
         self._bodies: dict[int, list[SubJaxpr]] = {}
         self._found: dict[Any, list[Edge]] = {}
+        # True to follow integers to the floats that they were computed from, as the scales of a block-scaled format.
+        self._reads_bits = False
 
     def is_merged(self, eqn: JaxprEqn) -> bool:
         """True for a loop with one row for all iterations."""
@@ -120,9 +122,10 @@ class _EdgeFinder:
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
         """Lists the rows that the value of a line was computed from."""
-        is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
-        follow = self._follow_bits if is_of_bits else self._follow
-        return self._join(follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
+        found = self._join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        self._reads_bits = False
+        return found
 
     def find_results(self) -> list[Edge]:
         return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
@@ -155,48 +158,24 @@ class _EdgeFinder:
 
     def _follow(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Lists the rows of a value in a sub-jaxpr; empty if it is not measured, like integers."""
-        if isinstance(atom, Literal) or not is_measurable(atom):
+        if isinstance(atom, Literal) or not (self._reads_bits or is_measurable(atom)):
             return []
         key = _key(around), turns, id(atom)
         if key in self._rows:
             return [Edge(self._rows[key])]
+        key = *key, self._reads_bits
         if key not in self._found:
             self._found[key] = []  # stops at a carry that the loop does not change
             self._found[key] = self._find(atom, around, turns)
         return self._found[key]
-
-    def _follow_bits(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """Lists the rows of floats that an integer was computed from, as for the scale of a block-scaled format.
-
-        Does not look into loops and branches.
-        """
-        if isinstance(atom, Literal) or is_measurable(atom):
-            return self._follow(atom, around, turns)
-        key = _key(around), turns, id(atom)
-        if key not in self._found:
-            self._found[key] = self._find_bits(atom, around, turns)
-        return self._found[key]
-
-    def _find_bits(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        body = around[-1][1] if around else self._program
-        made = self._list_makers(body).get(var)
-        if made is None:
-            if not around or around[-1][0].primitive.name not in CALLED or var not in body.invars:
-                return []
-            return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
-        eqn, i = made
-        if eqn.primitive.name in CALLED:
-            [inside] = [body.program for body in self._list_bodies(eqn)]
-            return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
-        if eqn.primitive.name in ("cond", "while", "scan"):
-            return []
-        return self._join(self._follow_bits(atom, around, turns) for atom in eqn.invars)
 
     def _find(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         body = around[-1][1] if around else self._program
         made = self._list_makers(body).get(var)
         if made is not None:
             eqn, i = made
+            if not is_measurable(var) and eqn.primitive.name not in _ENTERED:
+                return self._join(self._follow(atom, around, turns) for atom in eqn.invars)
             telling = find_telling_operand(eqn, i)
             if telling is not None:
                 _, scale, shift = telling
