@@ -179,7 +179,7 @@ class Trial(Interpreter):
             return None
         marks = [jnp.zeros(x.shape, jnp.int32) if one is None else one for x, one in zip(operands, marks, strict=True)]
         if name in MOVING:
-            return eqn.primitive.bind(*marks, **eqn.params)
+            return super().apply(eqn, marks, ())[0]
         if name == "select_n":
             return jnp.maximum(marks[0], lax.select_n(operands[0], *marks[1:]))
         return functools.reduce(jnp.maximum, marks)
