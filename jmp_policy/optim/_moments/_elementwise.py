@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Fact, find_calling_line, having, sub_jaxprs
+from ..._jaxpr import Fact, find_calling_line, having, shape_of, sub_jaxprs
 
 _ELEMENTWISE = having(Fact.ELEMENTWISE)
 
@@ -60,18 +60,14 @@ def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
 
 
 def _is_number(atom: Any) -> bool:
-    return math.prod(_shape(atom)) <= 1
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
+    return math.prod(shape_of(atom)) <= 1
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     arrays = [atom for atom in eqn.invars if not _is_number(atom)]
     if not arrays:  # only scalars
         return eqn.primitive.name == "broadcast_in_dim"
-    shapes = {_shape(atom) for atom in (*arrays, *eqn.outvars)}
+    shapes = {shape_of(atom) for atom in (*arrays, *eqn.outvars)}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 
