@@ -26,9 +26,9 @@ def diverge(f: Callable[..., Any], g: Callable[..., Any]) -> Callable[..., Diver
 
     Both functions are traced, for example a model in float32 and under a policy, before and after quantization, or
     ported from other code. Their scopes are aligned by path, pass and call, and the values between scopes by their
-    computation, readers and shape; casts between scopes are ignored. One compiled program then runs `f`, `g`, and each
-    scope of `g` on the values of `f`, whose error is the one that this scope *introduces*. An error that comes in
-    and goes out of a scope that introduces none was made elsewhere.
+    computation, readers and shape; casts between scopes are ignored. One compiled program then runs `f` and `g`, and
+    another one each scope of `g` on the values of `f`, whose error is the one that this scope *introduces*. An error
+    that comes in and goes out of a scope that introduces none was made elsewhere.
 
     Compose both functions with the gradient, `diverge(jax.grad(loss), jax.grad(low_loss))`, to compare the backward
     pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in
@@ -78,11 +78,13 @@ def diverge(f: Callable[..., Any], g: Callable[..., Any]) -> Callable[..., Diver
         plan = make_plan(align(mine.flat, theirs.flat, inputs, labels), theirs.flat.inputs)
 
         def measure(f_inputs: list[Any], g_inputs: list[Any]) -> Any:
-            f_outputs, g_outputs, record = run(plan, f_inputs, g_inputs)
+            f_outputs, g_outputs, record = run(plan, f_inputs, g_inputs, is_mixed=False)
             compared = [compare(f_outputs[i], g_outputs[j]) for j, i in results.items()]
             return record, compared, [_measure_total(f_outputs[i]) for i in results.values()]
 
-        record, compared, totals = jax.jit(measure)(mine.leaves, theirs.leaves)
+        passed, compared, totals = jax.jit(measure)(mine.leaves, theirs.leaves)
+        introduced = jax.jit(lambda *inputs: run(plan, *inputs, is_mixed=True)[-1])(mine.leaves, theirs.leaves)
+        record = jax.tree.map(jnp.add, passed, introduced)
         shapes = [(mine.names[i], mine.types[i].shape) for i in results.values()]
         return Divergence(record, compared, totals, make_layout(plan, shapes, _name_functions(f, g)))
 

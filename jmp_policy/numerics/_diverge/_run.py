@@ -1,4 +1,4 @@
-"""Runs two aligned programs side by side, and the scopes of the second one on the values of the first."""
+"""Runs two aligned programs side by side, or the scopes of the second one on the values of the first."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._base import is_floating_dtype
+from ..._base import at_least_float32, is_floating_dtype
 from ._align import RESIDUAL, Alignment
 from ._measure import Measured, compare
 from ._scopes import Node, Scope, split_loop
@@ -127,23 +127,25 @@ Record = tuple[jax.Array, list["Record"]]
 """The measurements of the comparisons of a plan, `(..., comparisons, len(Measured._fields))`, and of its loops."""
 
 
-def run(plan: Plan, f_inputs: Sequence[Any], g_inputs: Sequence[Any]) -> tuple[list[Any], list[Any], Record]:
-    """Runs both programs. Returns their outputs, and the record."""
-    level = _Level(plan, f_inputs, g_inputs, {})
+def run(plan: Plan, f_inputs: Sequence[Any], g_inputs: Sequence[Any], *, is_mixed: bool) -> tuple[Any, Any, Record]:
+    """Runs `f` with `g`, or with the scopes of `g` on values of `f`. Returns the outputs of both, and the record.
+
+    In one program, three sets of residuals would wait for the backward pass at once.
+    """
+    inputs = dict(zip(plan.alignment.g.flat.inputs, g_inputs, strict=True))
+    level = _Level(plan, f_inputs, inputs, is_mixed)
     level.run()
-    f, g, _ = level.read_outputs()
-    return f, g, level.record()
+    return *level.read_outputs(), level.record()
 
 
 class _Level:
-    """The values of two programs, `f` and `g`, and of the scopes of `g` on values of `f`: the mixed ones."""
+    """The values of `f`, and of `g` or, if `is_mixed`, of the scopes of `g` on values of `f`."""
 
-    def __init__(self, plan: Plan, f_inputs: Sequence[Any], g_inputs: Sequence[Any], mixed: dict[int, Any]):
-        self._plan, self._alignment = plan, plan.alignment
+    def __init__(self, plan: Plan, f_inputs: Sequence[Any], g_inputs: dict[int, Any], is_mixed: bool):
+        self._plan, self._alignment, self._is_mixed = plan, plan.alignment, is_mixed
         f, g = self._alignment.f.flat, self._alignment.g.flat
         self._f = {**f.constants, **dict(zip(f.inputs, f_inputs, strict=True))}
-        self._g = {**g.constants, **dict(zip(g.inputs, g_inputs, strict=True))}
-        self._mixed = {**g.constants, **mixed}
+        self._g = {**g.constants, **g_inputs}
         self._records: dict[int, Record] = {}
         self._values = _Values()
         self._loops = dict(zip(self._alignment.bodies, plan.loops, strict=True))
@@ -153,10 +155,7 @@ class _Level:
         f, g = self._alignment.f.flat, self._alignment.g.flat
         looped = {id(mine) for mine, _, _ in self._alignment.bodies.values()}
         tasks = [(self._run_f, node) for node in f.nodes if id(node) not in looped]
-        tasks += [(self._run_g, node) for node in g.nodes]
-        tasks += [
-            (self._run_mixed, node) for node in g.nodes if node.scope is not None and node.scope not in self._loops
-        ]
+        tasks += [(self._run_g, node) for node in g.nodes if node.scope is not None or not self._is_mixed]
         while tasks:
             waiting = []
             for task, node in tasks:
@@ -172,24 +171,20 @@ class _Level:
         self._f.update(zip(node.results, self._values.run(node.eqn, operands), strict=True))
 
     def _run_g(self, node: Node) -> None:
-        operands = [_read(self._g, value) for value in node.operands]
         if node.scope is not None and node.scope in self._loops:
-            self._run_loop(node.scope, operands)
+            self._run_loop(node.scope)
         else:
+            operands = [self._read_g(value, node.scope) for value in node.operands]
             self._g.update(zip(node.results, self._values.run(node.eqn, operands), strict=True))
 
-    def _run_mixed(self, node: Node) -> None:
-        operands = [self._read_mixed(value, node.scope) for value in node.operands]
-        self._mixed.update(zip(node.results, self._values.run(node.eqn, operands), strict=True))
-
-    def _read_mixed(self, value: int | Literal, scope: Scope | None) -> Any:
+    def _read_g(self, value: int | Literal, scope: Scope | None) -> Any:
         """Reads an operand of a scope of `g`: its own value, made in this pass or another, or else the value of `f`."""
-        if isinstance(value, Literal):
-            return value.val
+        if isinstance(value, Literal) or not self._is_mixed:
+            return _read(self._g, value)
         g = self._alignment.g.flat
         origin = g.find_origin(value)
         if scope is not None and g.find_scope(origin) == scope:
-            return self._mixed[value]
+            return self._g[value]
         exit, casts = g.find_exit(value)
         is_residual = scope is not None and self._alignment.g.is_residual(origin, scope)
         if origin in self._alignment.pairs and not is_residual:
@@ -198,64 +193,59 @@ class _Level:
             # A scope in float32 behind one in half precision reads the value of `f` unrounded.
             found = found if casts else self._values.cast(found, g.types[exit].dtype)
         else:
-            found = self._mixed[exit]
+            found = self._g[exit]
         for cast in casts:
             [found] = self._values.run(cast.eqn, [found])
         return found
 
-    def _run_loop(self, scope: Scope, g_operands: list[Any]) -> None:
+    def _run_loop(self, scope: Scope) -> None:
         """Runs two scans in one."""
         mine, theirs, inner = self._alignment.bodies[scope]
         plan = self._loops[scope]
         f_operands = [_read(self._f, value) for value in mine.operands]
         values = inner.g.flat.inputs
-        unpaired = [i for i, value in enumerate(values) if value not in inner.pairs]
-        mixed = {i: self._read_mixed(theirs.operands[i], None) for i in unpaired}
+        used = [i for i, value in enumerate(values) if not self._is_mixed or value not in inner.pairs]
+        g_operands = {i: self._read_g(theirs.operands[i], None) for i in used}
         (f_start, f_end), (start, end) = split_loop(mine), split_loop(theirs)
-        carried = [i for i in unpaired if start <= i < end]
+        carried = [i for i in used if start <= i < end]
 
         def step(carry: Any, xs: Any) -> Any:
+            given = {**g_operands, **carry[1], **xs[1]}
             f_inputs = [*f_operands[:f_start], *carry[0], *xs[0]]
-            g_inputs = [*g_operands[:start], *carry[1], *xs[1]]
-            given = {**mixed, **carry[2], **xs[2]}
-            level = _Level(plan, f_inputs, g_inputs, {values[i]: x for i, x in given.items()})
+            level = _Level(plan, f_inputs, {values[i]: x for i, x in given.items()}, self._is_mixed)
             level.run()
-            f, g, h = level.read_outputs()
+            f, g = level.read_outputs()
             f_count, count = f_end - f_start, end - start
-            next_carry = f[:f_count], g[:count], {i: h[i - start] for i in carried}
-            return next_carry, (f[f_count:], g[count:], h[count:], level.record())
+            return (f[:f_count], {i: g[i - start] for i in carried}), (f[f_count:], g[count:], level.record())
 
-        init = f_operands[f_start:f_end], g_operands[start:end], {i: mixed[i] for i in carried}
-        xs = f_operands[f_end:], g_operands[end:], {i: mixed[i] for i in unpaired if i >= end}
+        init = f_operands[f_start:f_end], {i: g_operands[i] for i in carried}
+        xs = f_operands[f_end:], {i: g_operands[i] for i in used if i >= end}
         params = theirs.eqn.params
-        (f, g, h), made = lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
+        (f, g), made = lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
         self._f.update(zip(mine.results, [*f, *made[0]], strict=True))
-        self._g.update(zip(theirs.results, [*g, *made[1]], strict=True))
-        last = {i - start: x for i, x in h.items()} | {end - start + i: y for i, y in enumerate(made[2])}
-        self._mixed.update({theirs.results[i]: x for i, x in last.items()})
-        self._records[id(plan)] = made[3]
+        results = {i - start: x for i, x in g.items()} | {end - start + i: y for i, y in enumerate(made[1])}
+        self._g.update({theirs.results[i]: x for i, x in results.items()})
+        self._records[id(plan)] = made[2]
 
-    def read_outputs(self) -> tuple[list[Any], list[Any], list[Any]]:
-        f, g = self._alignment.f.flat, self._alignment.g.flat
-        mixed = [self._read_mixed(value, None) for value in g.outputs]
+    def read_outputs(self) -> tuple[list[Any], list[Any]]:
+        f = [_read(self._f, value) for value in self._alignment.f.flat.outputs]
+        g = [self._read_g(value, None) for value in self._alignment.g.flat.outputs]
         make = lambda x: jnp.asarray(x, np.result_type(x)) if not hasattr(x, "aval") else x
-        return (
-            [make(_read(self._f, v)) for v in f.outputs],
-            [make(_read(self._g, v)) for v in g.outputs],
-            [*map(make, mixed)],
-        )
+        return [*map(make, f)], [*map(make, g)]
 
     def record(self) -> Record:
-        """Measures the comparisons."""
+        """Measures the comparisons of this run. Those of the other one are zeros."""
+        f, g = self._alignment.f.flat, self._alignment.g.flat
+        types = [kind for pair in self._plan.comparisons for kind in (f.types[pair.reference], g.types[pair.value])]
+        dtype = np.result_type(np.float32, *(at_least_float32(kind.dtype) for kind in types))
         rows = []
         for kind, reference, value in self._plan.comparisons:
-            if kind == "skipped":
-                found = self._f[find_partner(self._alignment, value)]
-            else:
-                found = (self._g if kind == "passed" else self._mixed)[value]
-            rows.append(compare(self._f[reference], found))
-        dtype = np.result_type(np.float32, *(row.dtype for row in rows))
-        measured = jnp.stack([row.astype(dtype) for row in rows]) if rows else jnp.zeros((0, len(Measured._fields)))
+            if (kind == "passed") == self._is_mixed:
+                rows.append(jnp.zeros(len(Measured._fields), dtype))
+                continue
+            found = self._f[find_partner(self._alignment, value)] if kind == "skipped" else self._g[value]
+            rows.append(compare(self._f[reference], found).astype(dtype))
+        measured = jnp.stack(rows) if rows else jnp.zeros((0, len(Measured._fields)), dtype)
         return measured, [self._records[id(plan)] for plan in self._plan.loops]
 
 
