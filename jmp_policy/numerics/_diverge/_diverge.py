@@ -15,9 +15,10 @@ from ...modules import find_lifting_adapter
 from .._ends import Results, check_function, name_results
 from .._tune import take_apart
 from ._align import align
-from ._divergence import Divergence, make_layout
+from ._divergence import Divergence
 from ._measure import compare
-from ._run import make_plan, run
+from ._plan import make_layout, make_plan
+from ._run import run
 from ._scopes import Flat
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -13,10 +13,9 @@ from jax.core import Tracer
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy
 from ...report import REFERENCE_LINE, Report, Table, find_largest, make_columns, make_figure, make_plain
 from .._tune import make_map
-from ._align import Side
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
-from ._run import Plan, ScopePlan
-from ._scopes import Scope, is_inside
+from ._plan import Layout, RowLayout
+from ._scopes import is_inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,25 +82,6 @@ class OutputErrors:
     error: float
     gap: float
     is_log_probability: bool
-
-
-class RowLayout(NamedTuple):
-    """The comparisons of one call of a scope."""
-
-    plan: ScopePlan
-    loops: tuple[int, ...]  # the positions of the loops around it
-    shapes: tuple[tuple[int, ...], ...]  # of all comparisons of its level
-    dtypes: tuple[str, str]  # the narrowest dtypes that `f` and `g` compute in
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
-    """The static part of a `Divergence`: its rows, outputs with their shapes, and the parts that are not aligned."""
-
-    rows: tuple[RowLayout, ...]
-    outputs: tuple[tuple[str, tuple[int, ...]], ...]
-    unaligned: tuple[str, ...]
-    names: tuple[str, str]
 
 
 @functools.partial(
@@ -353,33 +333,3 @@ def _drop_infinite(value: Any) -> Any:
     if isinstance(value, list):
         return [_drop_infinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def make_layout(plan: Plan, outputs: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str]) -> Layout:
-    unaligned = dict.fromkeys(plan.alignment.unaligned)
-    return Layout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
-
-
-def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
-    alignment = plan.alignment
-    shapes = tuple(alignment.g.flat.types[comparison.value].shape for comparison in plan.comparisons)
-    found: list[RowLayout] = []
-    numbers = iter(range(len(plan.scopes)))
-    for item in plan.scopes:
-        if isinstance(item, Plan):
-            found += _list_rows(item, (*loops, next(numbers)))
-            continue
-        own = item.scope if item.scope in alignment.f.nodes else item.scope._replace(direction="forward")
-        dtypes = _find_narrowest(alignment.f, own), _find_narrowest(alignment.g, item.scope)
-        found.append(RowLayout(item, loops, shapes, dtypes))
-    return found
-
-
-def _find_narrowest(side: Side, scope: Scope) -> str:
-    """Returns the narrowest dtype, of floats and of quantized integers, in which a scope computes or reads."""
-    values = [result for node in side.nodes.get(scope, ()) for result in node.results]
-    casts = [cast for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
-    types = [side.flat.types[value] for value in (*values, *(cast.results[0] for cast in casts))]
-    dtypes = {str(kind.dtype): kind.dtype for kind in types if hasattr(kind, "dtype")}
-    chosen = [name for name in dtypes if "float" in name or name in ("int8", "int4")]
-    return min(chosen, key=lambda name: dtypes[name].itemsize, default="")
