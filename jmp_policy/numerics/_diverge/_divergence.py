@@ -31,7 +31,8 @@ class ScopeErrors:
     Attributes:
       path: the path of the module or named scope; empty for operations outside all of them.
       direction: the pass.
-      incoming: error of the values that the scope reads in the run of `g`, against the run of `f`.
+      incoming: error of the values that the scope reads in the run of `g`, against the run of `f`. It is nan, as
+        `introduced` is, if a recording does not have these values.
       outgoing: error of the values that it passes on.
       introduced: error of these values if the scope of `g` runs on the values of `f`; 0 if they are equal.
       cosine: cosine between these values in `f` and in `g`.
@@ -58,7 +59,7 @@ class ScopeErrors:
     @property
     def amplification(self) -> float:
         """The outgoing over the incoming error: infinite if no error comes in, and nan if none goes out either."""
-        if self.incoming > 0:
+        if self.incoming != 0:
             return self.outgoing / self.incoming
         return math.inf if self.outgoing > 0 else math.nan
 
@@ -221,7 +222,7 @@ class Divergence(Report):
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         shown = self.rows()
         if len(shown) > MOST_ROWS:
-            shown = find_largest(shown, lambda row: row.introduced, MOST_ROWS)
+            shown = find_largest(shown, _rank, MOST_ROWS)
         cells = [
             (
                 row.path or "(outside)",
@@ -237,7 +238,7 @@ class Divergence(Report):
 
     def _list_notes(self) -> Sequence[str]:
         f, g = self.layout.names
-        rows = sorted(self.rows(), key=lambda row: -row.introduced)
+        rows = sorted(self.rows(), key=_rank, reverse=True)
         if rows and rows[0].introduced > NOISE:
             first = rows[0]
             notes = [
@@ -279,12 +280,18 @@ _LOG_PROBABILITY = 0.02
 _MOST_UNALIGNED = 6
 
 
+def _rank(row: ScopeErrors) -> float:
+    """Returns the introduced error to sort by: last if a recording cannot tell it."""
+    return -1.0 if math.isnan(row.introduced) else row.introduced
+
+
 def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayout]) -> ScopeErrors:
     """Reads a row from the calls of a scope in one pass, and in the forward pass."""
     read = lambda name, rows: [
         (_find_measured(record, row, i), math.prod(row.shapes[i])) for row in rows for i in getattr(row.plan, name)
     ]
     outgoing, introduced = read("outgoing", calls), read("introduced", calls)
+    is_known = bool(introduced)  # else a recording does not have the values that the scope reads
     # The backward pass of a loss reads residuals of its own forward pass only.
     incoming = read("incoming", calls) or read("incoming", forward)
     looped = [measured for row in calls if row.loops for measured in read("introduced", [row])]
@@ -297,9 +304,9 @@ def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayo
     return ScopeErrors(
         path,
         direction,
-        combine(incoming),
+        combine(incoming) if is_known else math.nan,
         combine(outgoing),
-        combine(introduced),
+        combine(introduced) if is_known else math.nan,
         measure_cosine(outgoing),
         describe_worst(outgoing, shapes),
         " → ".join(dict.fromkeys(filter(None, dtypes))),

@@ -9,8 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._base import at_least_float32
-from ._measure import Measured, compare
+from ._measure import Measured, compare, stack
 from ._plan import Plan, find_partner
 from ._scopes import Node, Scope, split_loop
 
@@ -38,7 +37,7 @@ class _Level:
         self._f = {**f.constants, **dict(zip(f.inputs, f_inputs, strict=True))}
         self._g = {**g.constants, **g_inputs}
         self._records: dict[int, Record] = {}
-        self._values = _Values()
+        self._values = Values()
         self._loops = dict(zip(self._alignment.bodies, plan.loops, strict=True))
 
     def run(self) -> None:
@@ -58,7 +57,7 @@ class _Level:
             tasks = waiting
 
     def _run_f(self, node: Node) -> None:
-        operands = [_read(self._f, value) for value in node.operands]
+        operands = [read(self._f, value) for value in node.operands]
         self._f.update(zip(node.results, self._values.run(node.eqn, operands), strict=True))
 
     def _run_g(self, node: Node) -> None:
@@ -71,7 +70,7 @@ class _Level:
     def _read_g(self, value: int | Literal, scope: Scope | None) -> Any:
         """Reads an operand of a scope of `g`: its own value, made in this pass or another, or else the value of `f`."""
         if isinstance(value, Literal) or not self._is_mixed:
-            return _read(self._g, value)
+            return read(self._g, value)
         g = self._alignment.g.flat
         origin = g.find_origin(value)
         if scope is not None and g.find_scope(origin) == scope:
@@ -93,7 +92,7 @@ class _Level:
         """Runs two scans in one."""
         mine, theirs, inner = self._alignment.bodies[scope]
         plan = self._loops[scope]
-        f_operands = [_read(self._f, value) for value in mine.operands]
+        f_operands = [read(self._f, value) for value in mine.operands]
         values = inner.g.flat.inputs
         used = [i for i, value in enumerate(values) if not self._is_mixed or value not in inner.pairs]
         g_operands = {i: self._read_g(theirs.operands[i], None) for i in used}
@@ -119,32 +118,28 @@ class _Level:
         self._records[id(plan)] = made[2]
 
     def read_outputs(self) -> tuple[list[Any], list[Any]]:
-        f = [_read(self._f, value) for value in self._alignment.f.flat.outputs]
+        f = [read(self._f, value) for value in self._alignment.f.flat.outputs]
         g = [self._read_g(value, None) for value in self._alignment.g.flat.outputs]
         make = lambda x: jnp.asarray(x, np.result_type(x)) if not hasattr(x, "aval") else x
         return [*map(make, f)], [*map(make, g)]
 
     def record(self) -> Record:
         """Measures the comparisons of this run. Those of the other one are zeros."""
-        f, g = self._alignment.f.flat, self._alignment.g.flat
-        types = [kind for pair in self._plan.comparisons for kind in (f.types[pair.reference], g.types[pair.value])]
-        dtype = np.result_type(np.float32, *(at_least_float32(kind.dtype) for kind in types))
         rows = []
         for kind, reference, value in self._plan.comparisons:
             if (kind == "passed") == self._is_mixed:
-                rows.append(jnp.zeros(len(Measured._fields), dtype))
-                continue
-            found = self._f[find_partner(self._alignment, value)] if kind == "skipped" else self._g[value]
-            rows.append(compare(self._f[reference], found).astype(dtype))
-        measured = jnp.stack(rows) if rows else jnp.zeros((0, len(Measured._fields)), dtype)
-        return measured, [self._records[id(plan)] for plan in self._plan.loops]
+                rows.append(jnp.zeros(len(Measured._fields), np.float32))
+            else:
+                found = self._f[find_partner(self._alignment, value)] if kind == "skipped" else self._g[value]
+                rows.append(compare(self._f[reference], found))
+        return stack(rows), [self._records[id(plan)] for plan in self._plan.loops]
 
 
-def _read(values: dict[int, Any], value: int | Literal) -> Any:
+def read(values: dict[int, Any], value: int | Literal) -> Any:
     return value.val if isinstance(value, Literal) else values[value]
 
 
-class _Values:
+class Values:
     """Runs equations. Equal ones on the same operands share their results, so that equal scopes have no error."""
 
     def __init__(self) -> None:
