@@ -10,7 +10,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import is_floating_dtype
 from ._bounds import (
-    FOLLOWED,
     Bounds,
     Layout,
     Origin,
@@ -20,6 +19,7 @@ from ._bounds import (
     find_alias,
     find_layout,
     find_lost,
+    is_followed,
     join,
     keep_one_peak,
     move_tests,
@@ -98,17 +98,16 @@ class Analysis(Interpreter):
 
     def apply(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
         name, alias = eqn.primitive.name, find_alias(eqn, operands)
-        is_followed = name in FOLLOWED and len(eqn.outvars) == 1
         if alias is not None and len(eqn.outvars) > 1:
             return operands
-        if alias is not None or not is_followed:
+        if alias is not None or not is_followed(eqn):
             self.settle(operands[:1] if name == "select_n" else [one for one in operands if one is not alias])
         if alias is not None:
             return [alias]
         operands = self._refine_cases(eqn, operands, around) if name == "select_n" else operands
         self._found = {}
         results = self._bound_results(eqn, operands, around)
-        origin = Origin(eqn, operands if is_followed else (), around, self._found)
+        origin = Origin(eqn, operands if is_followed(eqn) else (), around, self._found)
         return [one._replace(origin=origin) for one in results]
 
     def _refine_cases(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:

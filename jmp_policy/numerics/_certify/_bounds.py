@@ -46,7 +46,7 @@ class Origin(NamedTuple):
     """The equation that computed an array, and the faults that it may have, by the order of their discovery."""
 
     eqn: JaxprEqn
-    operands: Sequence["Bounds"]  # of an equation in `FOLLOWED`
+    operands: Sequence["Bounds"]  # none if it is not followed
     around: Around
     faults: dict[int, Fault]
 
@@ -289,8 +289,12 @@ def _follow(
 
 
 MOVING = having(Fact.KEEPS)
-FOLLOWED = MOVING | _ELEMENTWISE
-"""Primitives whose operands matter only for the elements of the result that matter."""
+
+
+def is_followed(eqn: JaxprEqn) -> bool:
+    """True if the operands of an equation matter only for the elements of its result that matter."""
+    name = eqn.primitive.name
+    return (name in MOVING or name in _ELEMENTWISE) and len(eqn.outvars) == 1
 
 
 def _find_tests(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout | None]) -> Tests:

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import CALLED, SubJaxpr, list_live, scan_parts, sub_jaxprs
-from ._bounds import FOLLOWED, MOVING
+from ._bounds import MOVING, is_followed
 from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, Place, has_pole, locate, make_fault
 from ._intervals import Interval, is_real
 
@@ -156,7 +156,7 @@ class Trial(Interpreter):
         self._marks: dict[int, tuple[Any, Any]] = {}
 
     def settle(self, values: Sequence[Any]) -> None:
-        numbers = [int(jnp.max(marks)) for marks in map(self._marks_of, values) if marks is not None]
+        numbers = [int(jnp.max(marks, initial=0)) for marks in map(self._marks_of, values) if marks is not None]
         if self.fault is None and any(numbers):
             self.fault = self._found[max(numbers) - 1]
 
@@ -165,17 +165,16 @@ class Trial(Interpreter):
 
     def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
         results = super().apply(eqn, operands, around)
-        if eqn.primitive.name not in FOLLOWED or len(results) > 1:
+        if not is_followed(eqn):
             self.settle(operands)
         if self.fault is None:
-            spread = self._spread(eqn, operands)
-            self._mark(eqn, operands, results, spread, around)
+            self._mark(eqn, operands, results, around)
         return results
 
     def _spread(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
         """Returns the marks that the only result of an equation has from its operands, or None."""
         name, marks = eqn.primitive.name, list(map(self._marks_of, operands))
-        if name not in FOLLOWED or len(eqn.outvars) > 1 or all(one is None for one in marks):
+        if not is_followed(eqn) or all(one is None for one in marks):
             return None
         marks = [jnp.zeros(x.shape, jnp.int32) if one is None else one for x, one in zip(operands, marks, strict=True)]
         if name in MOVING:
@@ -184,12 +183,11 @@ class Trial(Interpreter):
             return jnp.maximum(marks[0], lax.select_n(operands[0], *marks[1:]))
         return functools.reduce(jnp.maximum, marks)
 
-    def _mark(self, eqn: JaxprEqn, operands: list[Any], results: Sequence[Any], spread: Any, around: Around) -> None:
-        """Marks the elements of results that have a fault."""
-        read = [
-            x if (marks := self._marks_of(x)) is None else jnp.where(marks > 0, jnp.ones_like(x), x) for x in operands
-        ]
-        made = [x if spread is None else jnp.where(spread > 0, jnp.zeros_like(x), x) for x in results]
+    def _mark(self, eqn: JaxprEqn, operands: list[Any], results: Sequence[Any], around: Around) -> None:
+        """Marks the elements of results that have a fault, or were computed from one."""
+        spread = self._spread(eqn, operands)
+        read = [_replace_marked(x, self._marks_of(x)) for x in operands]
+        made = [_replace_marked(x, spread) for x in results]
         if kind := self._find_fault(eqn, read, made, around):
             ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
             self._found.append(make_fault(kind, eqn, around, ranges))
@@ -219,6 +217,10 @@ class Trial(Interpreter):
             return DIVISION
         is_lost = locate(eqn, around) in self._nonzero and bool(((results[0] == 0) & (operands[0] != 0)).any())
         return CANCELLATION if is_lost else ""
+
+
+def _replace_marked(x: Any, marks: Any) -> Any:
+    return x if marks is None else jnp.where(marks > 0, jnp.ones_like(x), x)
 
 
 def _is_faulty(kind: str, x: Any, result: Any) -> Any:
