@@ -1,4 +1,4 @@
-"""The whole train step of an architecture, under a policy and by hand, as programs whose costs can be compared."""
+"""The whole train step of an architecture by hand, and its gradients, as programs whose costs can be compared."""
 
 import functools
 
@@ -9,15 +9,6 @@ import jmp_policy as jmp
 from benchmarks._by_hand import init_by_hand, step_by_hand
 from benchmarks._programs import Program
 from benchmarks.architectures._architecture import Architecture, Model
-from benchmarks.architectures._training import make_state, train_step
-
-
-def ours(architecture: Architecture, policy: jmp.Policy) -> Program:
-    """The step of the model as its author left it, with jmp_policy."""
-    model = architecture.with_policy(policy)
-    make = functools.partial(make_state, model, architecture.tx, policy.loss_scale())
-    state = jax.eval_shape(make, *shapes(model))
-    return Program(jax.jit(train_step, donate_argnums=0), (state, architecture.batch))
 
 
 def by_hand(architecture: Architecture, policy: jmp.Policy) -> Program:
