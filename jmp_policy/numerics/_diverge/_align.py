@@ -142,12 +142,13 @@ def align(
 
 
 def _match_loops(f: Flat, g: Flat) -> None:
-    """Makes each scan that both programs have a scope of its own."""
+    """Makes each scan and `shard_map` that both programs have a scope of its own."""
     found: list[dict[Any, list[Node]]] = [{}, {}]
     for flat, loops in zip((f, g), found, strict=True):
         for node in flat.nodes:
             if node.body is not None:
-                key = node.scope, node.eqn.params["length"], node.eqn.params["reverse"]
+                params = node.eqn.params
+                key = node.scope, *(params.get(name) for name in ("length", "reverse", "mesh", "newly_manual_axes"))
                 loops.setdefault(key, []).append(node)
     matched = [key for key in found[0] if len(found[0][key]) == len(found[1].get(key, ()))]
     numbered = [(found[0][key][i], found[1][key][i]) for key in matched for i in range(len(found[0][key]))]
@@ -283,16 +284,17 @@ class _Aligner:
         inputs = self._pair_operands(mine, theirs)
         first, (start, end) = split_loop(mine)[0], split_loop(theirs)
         carried = {partner - first: i - start for i, partner in inputs.items() if start <= i < end}
+        nodes = mine, theirs
         stacked = _list_stacked(mine), _list_stacked(theirs)
+        names = [
+            {i: side.name_stacked(node, place, i) for i in found}
+            for side, node, place, found in zip(self._sides, nodes, (own, scope), stacked, strict=True)
+        ]
+        if mine.eqn.primitive.name == "shard_map":
+            carried = _pair_outputs(nodes, names)
         labels = (
-            [
-                self._sides[0].name_stacked(mine, own, i) if i in stacked[0] else carried.get(i, "carried")
-                for i in range(len(mine.results))
-            ],
-            [
-                self._sides[1].name_stacked(theirs, scope, i) if i in stacked[1] else i
-                for i in range(len(theirs.results))
-            ],
+            [carried.get(i, names[0].get(i, "carried")) for i in range(len(mine.results))],
+            [i if i in carried.values() else names[1].get(i, i) for i in range(len(theirs.results))],
         )
         inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
         self._to.bodies[scope] = mine, theirs, inner
@@ -337,6 +339,16 @@ def _list_stacked(node: Node) -> range:
     """Returns the positions of the results of a scan that are not carried."""
     start, end = split_loop(node)
     return range(end - start, len(node.results))
+
+
+def _pair_outputs(nodes: tuple[Node, Node], names: Sequence[Mapping[int, str]]) -> dict[int, int]:
+    """Pairs the outputs of two `shard_map`s by position, without residuals, if their types are the same."""
+    kinds = [
+        {i: _read_type(node.eqn.outvars[i].aval) for i, name in found.items() if name != RESIDUAL}
+        for node, found in zip(nodes, names, strict=True)
+    ]
+    is_same = [*kinds[0].values()] == [*kinds[1].values()]
+    return dict(zip(*kinds, strict=True)) if is_same else {}
 
 
 def _find_output(flat: Flat, i: int) -> int | None:

@@ -33,8 +33,9 @@ def diverge(f: Callable[..., Any], g: Callable[..., Any]) -> Callable[..., Diver
     Compose both functions with the gradient, `diverge(jax.grad(loss), jax.grad(low_loss))`, to compare the backward
     pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in
     `f`. Iterations of a `scan` are aligned one by one with those of the other function, or with the layers of a Python
-    loop: scopes such as `layers_0`, `layers_1` in place of `layers`. A `while`, a `cond`, a `shard_map` and a `scan`
-    without a counterpart count as one operation. Scopes that are jitted again with `in_shardings` run without them.
+    loop: scopes such as `layers_0`, `layers_1` in place of `layers`. Scopes inside a `shard_map` of both functions are
+    compared on each device. A `while` and a `cond`, and a `scan` or `shard_map` without a counterpart, count as one
+    operation. Scopes that are jitted again with `in_shardings` run without them.
 
     Args:
       f: the reference: any function of trees of arrays, with modules of linen or nnx, or without.

@@ -38,7 +38,8 @@ class ScopeErrors:
       cosine: cosine between these values in `f` and in `g`.
       worst: the element of these values that differs most; None if all are equal.
       dtype: the narrowest dtype that the scope computes in, and after an arrow the dtype of `g`, if it differs.
-      iterations: the introduced error of each iteration of a `scan` around the scope.
+      iterations: the introduced error of each iteration of a `scan` around the scope, or on each device of a
+        `shard_map`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()

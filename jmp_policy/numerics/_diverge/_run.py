@@ -1,7 +1,7 @@
 """Runs two aligned programs side by side, and the scopes of the second one on the values of the first."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal as OneOf, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
 from ..._base import is_floating_dtype
 from ._align import RESIDUAL, Alignment
@@ -227,8 +228,7 @@ class _Level:
 
         init = f_operands[f_start:f_end], g_operands[start:end], {i: mixed[i] for i in carried}
         xs = f_operands[f_end:], g_operands[end:], {i: mixed[i] for i in unpaired if i >= end}
-        params = theirs.eqn.params
-        (f, g, h), made = lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
+        (f, g, h), made = _repeat(step, init, xs, mine, theirs)
         self._f.update(zip(mine.results, [*f, *made[0]], strict=True))
         self._g.update(zip(theirs.results, [*g, *made[1]], strict=True))
         last = {i - start: x for i, x in h.items()} | {end - start + i: y for i, y in enumerate(made[2])}
@@ -257,6 +257,24 @@ class _Level:
         dtype = np.result_type(np.float32, *(row.dtype for row in rows))
         measured = jnp.stack([row.astype(dtype) for row in rows]) if rows else jnp.zeros((0, len(Measured._fields)))
         return measured, [self._records[id(plan)] for plan in self._plan.loops]
+
+
+def _repeat(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: Node) -> Any:
+    """Runs a step in each iteration of two scans, or on each device of two `shard_map`s."""
+    ours, params = mine.eqn.params, theirs.eqn.params
+    if theirs.eqn.primitive.name == "scan":
+        return lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
+    axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
+
+    def run(*xs: Any) -> Any:
+        f, g, mixed, record = step(init, xs)[1]
+        return f, g, mixed, jax.tree.map(lambda leaf: leaf[None], record)
+
+    in_specs = [*ours["in_specs"]], [*params["in_specs"]], {i: params["in_specs"][i] for i in xs[2]}
+    out_specs = [*ours["out_specs"]], [*params["out_specs"]], [*params["out_specs"]], PartitionSpec(axes)
+    # Values of `f` may vary along other axes than those of `g` in their place.
+    options = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": False}
+    return init, jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, **options)(*xs)
 
 
 def _read(values: dict[int, Any], value: int | Literal) -> Any:
@@ -295,5 +313,7 @@ def _identify(operand: Any) -> Any:
 
 def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     with eqn.ctx.manager:
+        if eqn.primitive.name == "psum_invariant":  # which only check_vma=True knows
+            return [lax.psum(operands[0], eqn.params["axes"])]
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]

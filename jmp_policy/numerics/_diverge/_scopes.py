@@ -39,7 +39,7 @@ class Node:
     operands: list[int | Literal]
     results: list[int]
     scope: Scope | None  # None for a cast that belongs to the scopes that read its result
-    body: "Flat | None" = None  # of a scan
+    body: "Flat | None" = None  # of a scan or shard_map
 
 
 Reader = tuple[str, int] | Scope
@@ -99,7 +99,7 @@ class Flat:
             elif eqn.outvars:  # an equation without outputs is a debug callback
                 results = [self._add(var) for var in eqn.outvars]
                 values.update(zip(eqn.outvars, results, strict=True))
-                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if name == "scan" else None
+                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if name in ("scan", "shard_map") else None
                 self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
         return read(jaxpr.outvars)
 
@@ -183,7 +183,9 @@ class Flat:
 
 
 def split_loop(node: Node) -> tuple[int, int]:
-    """Returns the number of constants, and of constants and carried values, of a scan."""
+    """Returns the number of constants, and of constants and carried values, of a scan. A `shard_map` has none."""
+    if node.eqn.primitive.name == "shard_map":
+        return 0, 0
     consts, carried = scan_parts(node.eqn)
     return consts, consts + carried
 
