@@ -90,6 +90,16 @@ def test_quantized_layers_introduce_the_error_of_quantization():
     assert found == {"block0/down/dense", "block1/down/dense"}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_gradients_of_reordered_float32_introduce_noise_only(wrap, seed):
+    f, g = (jax.grad(make_loss("reordered", False, wrap, planted)) for planted in (False, True))
+    divergence = diverge(f, g)(*make_arguments(seed))
+    assert max(row.introduced for row in divergence.rows()) > 0
+    assert "No scope introduces more than rounding errors of float32" in str(divergence)
+
+
 def reorder(x, axis):
     """The same elements, which a sum over the axis adds up in another order."""
     return jnp.flip(x, axis)

@@ -1,4 +1,4 @@
-"""`numerics.diverge`: a GPT of linen aligns with its twin of nnx, forward and backward, and a planted fault is first."""
+"""`numerics.diverge`: a GPT of linen aligns with its twin of nnx, and a planted fault is first in their gradients."""
 
 import flax.linen as nn
 import jax
