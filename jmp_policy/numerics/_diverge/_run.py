@@ -202,7 +202,7 @@ class _Level:
             found = self._mixed[exit]
         for cast in casts:
             [found] = self._values.run(cast.eqn, [found])
-        return found
+        return self._values.cast(found, g.types[value].dtype)  # `stop_gradient` keeps the dtype of `f`
 
     def _run_loop(self, scope: Scope, g_operands: list[Any]) -> None:
         """Runs two scans in one."""

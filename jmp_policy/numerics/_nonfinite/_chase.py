@@ -1,7 +1,7 @@
 """Follows a non-finite result back to the value where it began, inside a compiled program."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +30,28 @@ class Place(NamedTuple):
 def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
     """Finds the origin of the first non-finite result.
 
-    Goes from each value to an operand that is nan, or else to one that is infinite. An op that makes a nan from
-    infinities is the origin, and the origin of the infinities is the cause. If an op makes an infinity at a zero, and
-    the zero is the reciprocal of an earlier infinity, the origin of that one is the cause.
+    Goes from each value to an operand that is nan, or else to one that is infinite, until all operands are finite. If
+    that is an infinity, the last op that made a nan on the way is the origin, and the infinity is the cause. If an op
+    makes an infinity at a zero, and the zero is the reciprocal of an earlier infinity, the origin of that one is the
+    cause.
     """
     program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
     tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
-    origin, operand = _chase(tables, record, program)
-    operand = jax.tree.map(
-        functools.partial(jnp.where, origin.kind == INFINITE), _find_vanished(tables, record, origin), operand
-    )
-    cause, _ = _chase(tables, record, operand)
+    root, made = _chase(tables, record, program)
+    # A scale is infinite for an array with a nan: then the nan that it was made of is the origin.
+    is_made = (root.kind == INFINITE) & (made.kind == NAN)
+    origin = _select(is_made, made, root)
+    earlier, _ = _chase(tables, record, _find_vanished(tables, record, origin))
+    cause = _select(is_made, root, earlier)
+    cause = cause._replace(kind=jnp.where(is_made | (origin.kind == INFINITE), cause.kind, FINITE))
     places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
     texts, turns, ranges = jax.vmap(functools.partial(_describe, tables, record))(places)
     status = jnp.where(origin.kind == FINITE, NOT_REPRODUCED, FOUND)
     return NonfiniteOrigin(status.astype(jnp.int32), texts, places.kind, turns, ranges)
+
+
+def _select(condition: jax.Array, one: Any, other: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), one, other)
 
 
 _PROGRAM = 3
@@ -53,19 +60,19 @@ _PROGRAM = 3
 
 @jax.jit  # traced once for both ways
 def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
-    """Returns the origin of a value, and the infinite operand from which the origin made a nan, if any."""
+    """Returns the value whose operands were all finite, and the last nan on the way that was made of an infinity."""
 
-    def goes_on(state: tuple[Place, Place]) -> jax.Array:
-        here, operand = state
-        is_made = (here.kind == NAN) & (operand.kind == INFINITE)
-        return (operand.kind != FINITE) & ~is_made
+    def goes_on(state: tuple[Place, Place, Place]) -> jax.Array:
+        return state[1].kind != FINITE
 
-    def go(state: tuple[Place, Place]) -> tuple[Place, Place]:
-        return state[1], _choose(graph, record, state[1])
+    def go(state: tuple[Place, Place, Place]) -> tuple[Place, Place, Place]:
+        _, here, made = state
+        operand = _choose(graph, record, here)
+        return here, operand, _select((here.kind == NAN) & (operand.kind == INFINITE), here, made)
 
-    before = start._replace(kind=jnp.full_like(start.kind, FINITE))
-    origin, operand = lax.while_loop(goes_on, go, (before, start))
-    return origin._replace(kind=jnp.where(origin.kind == _PROGRAM, FINITE, origin.kind)), operand
+    nowhere = start._replace(kind=jnp.full_like(start.kind, FINITE))
+    root, _, made = lax.while_loop(goes_on, go, (nowhere, start, nowhere))
+    return root._replace(kind=jnp.where(root.kind == _PROGRAM, FINITE, root.kind)), made
 
 
 def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
@@ -81,7 +88,7 @@ def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
         zero = Place(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
         takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
         pairs = zip(takes, (zero, infinite), chosen, strict=True)
-        return tuple(jax.tree.map(functools.partial(jnp.where, take), new, old) for take, new, old in pairs)  # type: ignore[return-value]
+        return tuple(_select(take, new, old) for take, new, old in pairs)  # type: ignore[return-value]
 
     def goes_on(state: tuple[jax.Array, Place, Place]) -> jax.Array:
         steps, here, found = state
@@ -107,7 +114,7 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
     def consider(edge: jax.Array, best: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
         for found in _weigh(graph, record, place, edge):
             is_better = found[0] > best[0]
-            best = jax.tree.map(functools.partial(jnp.where, is_better), found, best)
+            best = _select(is_better, found, best)
         return best
 
     nowhere = jnp.zeros_like(place.kind), place._replace(kind=jnp.full_like(place.kind, FINITE))

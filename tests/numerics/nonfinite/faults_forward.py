@@ -38,6 +38,13 @@ def infinity_minus_infinity(x):
     return (z - y) * 2  # origin: nan sub
 
 
+@fault(X)
+def scale_that_is_infinite_for_a_nan(x):
+    y = jnp.log(x - 1)  # origin: nan log
+    scale = jnp.max(jnp.where(jnp.isnan(y), jnp.inf, jnp.abs(y)))
+    return jnp.round(jnp.where(jnp.isnan(y), 0, x)) * scale  # as in an int8 product
+
+
 @fault(np.asarray([200, 300], np.float16))
 def overflow_of_float16(x):
     y = x + 1

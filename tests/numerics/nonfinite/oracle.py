@@ -80,12 +80,14 @@ def _judge(eqn: Any, operands: list[Noted], result: Any, place: Place) -> Origin
     seen = [(noted.origin, _widen(noted.value)) for noted in operands if noted.origin]
     seen = [(origin, value[bad] if value.shape == bad.shape else value) for origin, value in seen]
     for origin, value in seen:
-        if test(value).any():
+        if test(value).any() or np.isnan(value).any():  # an infinity may stand for a nan, as in a scale
             return origin
     moves = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
     if moves and not seen and test(_widen(operands[0].value)).any():  # it stands in the program
         return None
     cause = next((origin for origin, value in seen if np.isinf(value).any()), None)
+    if cause is not None and cause.kind == "nan":
+        return cause
     ranges = tuple(
         _find_range(noted.value) if float_dtype(atom) is not None else None
         for atom, noted in zip(eqn.invars, operands, strict=True)

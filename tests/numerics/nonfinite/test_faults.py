@@ -19,6 +19,7 @@ EAGER = ("turn of a while", "trap of where")
 
 QUICK = (
     "overflow",
+    "scale that is infinite for a nan",
     "argument that is nan",
     "harmless infinities before the fault",
     "softmax that is fully masked",
