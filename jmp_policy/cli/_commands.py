@@ -75,7 +75,9 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
 def _add_diverge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("function", metavar="MODULE:F", help="the reference, such as train:grad_step, in this folder")
     parser.add_argument(
-        "other", metavar="MODULE:G", help="a function of the same arguments, such as train:low_grad_step"
+        "other",
+        metavar="MODULE:G",
+        help="a function of the same arguments, such as train:low_grad_step, or an .npz file of recorded values",
     )
     _add_call_arguments(parser)
     _add_json(parser, "a table")
@@ -185,6 +187,11 @@ def _run_diverge(arguments: argparse.Namespace) -> int:
         check = lambda fun: diverge(fun, fun)
         f, args = load_call(arguments, check, example=_ARRAY)
         check_numbers(args, arguments.args, _ARRAY)
+        if arguments.other.endswith(".npz"):
+            try:
+                return diverge(f, arguments.other)(*args)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{arguments.other}: {error}") from None
         other = argparse.Namespace(function=arguments.other, args=arguments.args)
         g, _ = load_call(other, check, example=_ARRAY)
         return diverge(f, g)(*args)

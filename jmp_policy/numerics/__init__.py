@@ -7,7 +7,8 @@
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
-  rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`.
+  rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
+  one process, to compare with in another.
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
@@ -34,6 +35,7 @@ if _typing.TYPE_CHECKING:
         ScopeErrors as ScopeErrors,
         Worst as Worst,
         diverge as diverge,
+        record as record,
     )
     from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
     from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
@@ -49,7 +51,7 @@ else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
         "_certify": "Certificate certify",
-        "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge",
+        "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
         "_stats": "FormatShares Row Stats StatsHistory collect",

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jmp_policy.cli import main
@@ -45,6 +46,18 @@ def test_json_is_one_document(capsys):
     assert document["function"] == f"{NAME}:f"
     [row] = document["rows"]
     assert (row["path"], row["introduced"], row["incoming"]) == ("head", 0.25, 0)
+
+
+def test_recorded_values_are_read_from_a_file(folder, capsys):
+    np.savez(folder / "recording.npz", head=np.full(3, 1.6, np.float32))
+    command = ["diverge", f"{NAME}:f", "recording.npz", "--args", f"{NAME}:arguments"]
+    assert main(command) == 0
+    assert "head introduces the largest error: 0.25 (forward), if f replaces the recording" in capsys.readouterr().out
+    np.savez(folder / "recording.npz", tail=np.ones(3, np.float32))
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("jmp-policy: error: recording.npz: No value of the recording belongs to")
+    assert main([*command[:2], "missing.npz", *command[3:]]) == 2
+    assert "No such file or directory: 'missing.npz'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

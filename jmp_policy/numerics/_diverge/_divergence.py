@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,9 @@ from jax.core import Tracer
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy
 from ...report import REFERENCE_LINE, Report, Table, find_largest, make_columns, make_figure, make_plain
 from .._tune import make_map
-from ._align import Side
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
-from ._run import Plan, ScopePlan
-from ._scopes import Scope, is_inside
+from ._plan import Layout, RowLayout
+from ._scopes import is_inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +32,8 @@ class ScopeErrors:
     Attributes:
       path: the path of the module or named scope; empty for operations outside all of them.
       direction: the pass.
-      incoming: error of the values that the scope reads in the run of `g`, against the run of `f`.
+      incoming: error of the values that the scope reads in the run of `g`, against the run of `f`. It is nan, as
+        `introduced` is, if a recording does not have these values.
       outgoing: error of the values that it passes on.
       introduced: error of these values if the scope of `g` runs on the values of `f`; 0 if they are equal.
       cosine: cosine between these values in `f` and in `g`.
@@ -61,7 +61,7 @@ class ScopeErrors:
     @property
     def amplification(self) -> float:
         """The outgoing over the incoming error: infinite if no error comes in, and nan if none goes out either."""
-        if self.incoming > 0:
+        if self.incoming != 0:
             return self.outgoing / self.incoming
         return math.inf if self.outgoing > 0 else math.nan
 
@@ -85,25 +85,6 @@ class OutputErrors:
     error: float
     gap: float
     is_log_probability: bool
-
-
-class RowLayout(NamedTuple):
-    """The comparisons of one call of a scope."""
-
-    plan: ScopePlan
-    loops: tuple[int, ...]  # the positions of the loops around it
-    shapes: tuple[tuple[int, ...], ...]  # of all comparisons of its level
-    dtypes: tuple[str, str]  # the narrowest dtypes that `f` and `g` compute in
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
-    """The static part of a `Divergence`: its rows, outputs with their shapes, and the parts that are not aligned."""
-
-    rows: tuple[RowLayout, ...]
-    outputs: tuple[tuple[str, tuple[int, ...]], ...]
-    unaligned: tuple[str, ...]
-    names: tuple[str, str]
 
 
 @functools.partial(
@@ -243,7 +224,7 @@ class Divergence(Report):
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         shown = self.rows()
         if len(shown) > MOST_ROWS:
-            shown = find_largest(shown, lambda row: row.introduced, MOST_ROWS)
+            shown = find_largest(shown, _rank, MOST_ROWS)
         cells = [
             (
                 _name(row),
@@ -259,7 +240,7 @@ class Divergence(Report):
 
     def _list_notes(self) -> Sequence[str]:
         f, g = self.layout.names
-        rows = sorted(self.rows(), key=lambda row: -row.introduced)
+        rows = sorted(self.rows(), key=_rank, reverse=True)
         if rows and rows[0].introduced > NOISE:
             first = _find_cause(rows)
             largest = "the largest error: " if first is rows[0] else ""
@@ -302,12 +283,18 @@ _LOG_PROBABILITY = 0.02
 _MOST_UNALIGNED = 6
 
 
+def _rank(row: ScopeErrors) -> float:
+    """Returns the introduced error to sort by: last if a recording cannot tell it."""
+    return -1.0 if math.isnan(row.introduced) else row.introduced
+
+
 def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayout]) -> ScopeErrors:
     """Reads a row from the calls of a scope in one pass, and in the forward pass."""
     read = lambda name, rows: [
         (_find_measured(record, row, i), math.prod(row.shapes[i])) for row in rows for i in getattr(row.plan, name)
     ]
     outgoing, introduced = read("outgoing", calls), read("introduced", calls)
+    is_known = bool(introduced)  # else a recording does not have the values that the scope reads
     # The backward pass of a loss reads residuals of its own forward pass only.
     incoming = read("incoming", calls) or read("incoming", forward)
     looped = [measured for row in calls if row.loops for measured in read("introduced", [row])]
@@ -320,9 +307,9 @@ def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayo
     return ScopeErrors(
         path,
         direction,
-        combine(incoming),
+        combine(incoming) if is_known else math.nan,
         combine(outgoing),
-        combine(introduced),
+        combine(introduced) if is_known else math.nan,
         measure_cosine(outgoing),
         describe_worst(outgoing, shapes),
         " → ".join(dict.fromkeys(filter(None, dtypes))),
@@ -371,33 +358,3 @@ def _drop_infinite(value: Any) -> Any:
     if isinstance(value, list):
         return [_drop_infinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def make_layout(plan: Plan, outputs: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str]) -> Layout:
-    unaligned = dict.fromkeys(plan.alignment.unaligned)
-    return Layout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
-
-
-def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
-    alignment = plan.alignment
-    shapes = tuple(alignment.g.flat.types[comparison.value].shape for comparison in plan.comparisons)
-    found: list[RowLayout] = []
-    numbers = iter(range(len(plan.scopes)))
-    for item in plan.scopes:
-        if isinstance(item, Plan):
-            found += _list_rows(item, (*loops, next(numbers)))
-            continue
-        own = item.scope if item.scope in alignment.f.nodes else item.scope._replace(direction="forward")
-        dtypes = _find_narrowest(alignment.f, own), _find_narrowest(alignment.g, item.scope)
-        found.append(RowLayout(item, loops, shapes, dtypes))
-    return found
-
-
-def _find_narrowest(side: Side, scope: Scope) -> str:
-    """Returns the narrowest dtype, of floats and of quantized integers, in which a scope computes or reads."""
-    values = [result for node in side.nodes.get(scope, ()) for result in node.results]
-    casts = [cast for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
-    types = [side.flat.types[value] for value in (*values, *(cast.results[0] for cast in casts))]
-    dtypes = {str(kind.dtype): kind.dtype for kind in types if hasattr(kind, "dtype")}
-    chosen = [name for name in dtypes if "float" in name or name in ("int8", "int4")]
-    return min(chosen, key=lambda name: dtypes[name].itemsize, default="")

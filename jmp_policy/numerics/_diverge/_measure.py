@@ -80,6 +80,12 @@ def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.stack([unit, *sums, page.astype(dtype), position.astype(dtype), at_reference, at_value])
 
 
+def stack(rows: Sequence[jax.Array]) -> jax.Array:
+    """Stacks measurements, `(comparisons, len(Measured._fields))`, in the widest dtype."""
+    dtype = np.result_type(np.float32, *(row.dtype for row in rows))
+    return jnp.stack([row.astype(dtype) for row in rows]) if rows else jnp.zeros((0, len(Measured._fields)), dtype)
+
+
 def _add_and_choose(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     """Adds the first four numbers, and takes the others where the fifth is larger."""
     is_first = a[4] >= b[4]

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.extend.core import jaxpr_as_fun
 
 import jmp_policy as jmp
 from jmp_policy.numerics import diverge
@@ -306,6 +308,34 @@ def test_divergence_can_be_made_inside_jit():
 
     with pytest.raises(TypeError, match=r"there are none yet inside jit.*jax.jit\(diverge\(f, g\)\)\(x\).rows\(\)"):
         read(W, X)
+
+
+def test_weights_of_a_closure_belong_to_the_scope_that_reads_them():
+    close_over = lambda weights: lambda x: make_model()(weights, x)
+    divergence = diverge(close_over(W), close_over(2 * W))(X)
+    row = find(divergence, "second")
+    expected = relative(second(W, first(W, X)), second(2 * W, first(W, X)))
+    np.testing.assert_allclose(row.introduced, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_memory_is_that_of_both_functions():
+    def loss(weights, x, dtype=jnp.float32):
+        for i in range(6):
+            with jax.named_scope(f"layer_{i}"):
+                x = x + jnp.tanh(jnp.sin((x.astype(dtype) @ weights[i].astype(dtype)).astype(jnp.float32)))
+        return jnp.mean(x**2)
+
+    args = [W] * 6, jnp.ones((4096, 8))
+    f, g = jax.grad(loss), jax.grad(lambda weights, x: loss(weights, x, jnp.bfloat16))
+    compiled = [
+        eqn.params["jaxpr"] for eqn in jax.make_jaxpr(diverge(f, g))(*args).eqns if "jaxpr" in eqn.params
+    ]  # one program for both functions, one for introduced errors
+    given = 2 * jax.tree.leaves(args)
+    found = [programs.cost(jaxpr_as_fun(program), *given).temporaries for program in compiled]
+    assert len(found) == 2
+    assert max(found) < 1.15 * (programs.cost(f, *args).temporaries + programs.cost(g, *args).temporaries)
 
 
 def test_text_names_the_scope_that_introduces_the_error():
