@@ -50,7 +50,9 @@ class Level:
             path, direction = node.scope[:2]
             if node.body is not None and node.eqn.primitive.name == "scan":  # a `shard_map` is one operation here
                 start, end = split_loop(node)
-                used = [i < end - start or self._leaves(v, (path, direction)) for i, v in enumerate(node.results)]
+                readers = [self._readers.get(value, ()) for value in node.results]
+                is_read = [any(r is None or r.direction == direction for r in found) for found in readers]
+                used = [True] * (end - start) + is_read[end - start :]
                 self.loops[i] = Level(node.body, used, path)
             while not is_inside(around, path):
                 for value in filter(self.is_float, node.results):
@@ -86,7 +88,8 @@ class Level:
         """Adds a recorded output, unless it leaves a recorded scope."""
         if not isinstance(value, Literal) and value in self.flat.makers and value not in self.keys:
             scope = self.flat.find_scope(value)
-            self.attach(value, ("", "forward" if scope is None or scope.direction == "forward" else "backward"), array)
+            is_forward = scope is None or scope.direction == "forward"
+            self.attach(value, ("", "forward" if is_forward else "backward"), array)
 
     def drop_unrecorded(self) -> None:
         """Makes an operation of each loop without recorded values."""

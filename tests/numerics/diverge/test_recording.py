@@ -144,6 +144,19 @@ def test_scan_is_recorded_by_iteration():
     assert loop.introduced == 0
 
 
+def test_stacked_outputs_of_a_scan_leave_the_scopes_in_it():
+    def stack(x):
+        with jax.named_scope("loop"):
+            return jnp.sum(lax.scan(inner, 0.0, x)[1])
+
+    def inner(carry, x):
+        with jax.named_scope("first"):
+            return carry, jnp.tanh(x)
+
+    names = {name: array.shape for name, array in jax.eval_shape(record(stack), X).items()}
+    assert names == {"loop": (), "loop/first": (8, 8), "result": ()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [model, scanned])
 def test_recorded_gradients_agree_with_those_of_two_functions(model):
