@@ -1,4 +1,4 @@
-"""Who is tried with faults: a train state, a jitted step, and what of the state a skipped step may change."""
+"""Who is tried with faults: a train state, a step, and what of the state a skipped step may change."""
 
 import dataclasses
 import functools
@@ -8,17 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp as deepmind_jmp
+import numpy as np
 import optax
 from flax import linen as nn
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks import _peers
+from benchmarks._by_hand import init_by_hand, step_by_hand
 from benchmarks._faults import with_faults
+from benchmarks._loss import cross_entropy_of
 from benchmarks._ours import LinenState, step_linen
+from benchmarks._peer_steps import BY_HAND, KERAS, OURS, TORCH
 
 SCALE, PERIOD = 2.0**10, 50
-TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 2000))
+LEARNING_RATE, DECAY_STEPS = 1e-2, 2000
+TX = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, DECAY_STEPS))
 FEATURES, HIDDEN, CLASSES = 64, 80, 4  # a kernel of 5,120 numbers: compilers reduce small arrays in another way
 
 
@@ -56,14 +60,12 @@ class Contestant:
     """A library in use.
 
     Attributes:
-      name: what to call it.
       state: the state before the first step, with `params`; and `opt_state`, `variables` and `step` if it is optax's.
       step: `(state, ((x, faults), labels)) -> (state, loss)`.
       scale_of: `(before, after) -> state`, the one before the step with the loss scale of the one after it.
       parts: what of a state is counted, by what tables call it.
     """
 
-    name: str
     state: Any
     step: Callable[..., Any]
     scale_of: Callable[[Any, Any], Any]
@@ -71,16 +73,17 @@ class Contestant:
 
 
 @functools.cache  # with their compiled steps
-def contestants() -> tuple[Contestant, ...]:
-    """All that are installed; `mixed-precision-for-jax` may not be."""
+def contestants() -> dict[str, Contestant | None]:
+    """All contestants by name; `None` for one whose library is not installed."""
     variables = dict(Net().init(jax.random.key(0), jnp.ones((1, FEATURES))))
     params = variables.pop("params")
-    made = [_ours(params, variables), _jmp(params, variables), _dynamic_scale(params, variables)]
-    try:
-        made.append(_mpx(params, variables))
-    except ImportError:
-        print("mixed-precision-for-jax is not installed: left out")
-    return (*made, _apply_if_finite(params, variables))
+    made: dict[str, Contestant | None] = {}
+    for name, make in _MAKERS.items():
+        try:
+            made[name] = make(params, variables)
+        except ImportError:
+            made[name] = None
+    return made
 
 
 def _ours(params: Any, variables: Any) -> Contestant:
@@ -98,41 +101,110 @@ def _ours(params: Any, variables: Any) -> Contestant:
         opt_state = after.opt_state._replace(inner_state=before.opt_state.inner_state)
         return before.replace(opt_state=opt_state)
 
-    return Contestant("jmp_policy", state, jax.jit(step_linen), scale_of)
+    return Contestant(state, jax.jit(step_linen), scale_of)
 
 
 def _jmp(params: Any, variables: Any) -> Contestant:
     policy = deepmind_jmp.Policy(jnp.float32, jnp.float16, jnp.float16)
     step = _peers.step_with_jmp(apply_of(Net()), TX, policy, PERIOD)
     state = _peers.init_jmp(params, variables, TX, scaled=True, scale=SCALE)
-    return Contestant("jmp", state, jax.jit(step), lambda before, after: before._replace(scale=after.scale))
+    return Contestant(state, jax.jit(step), lambda before, after: before._replace(scale=after.scale))
 
 
 def _dynamic_scale(params: Any, variables: Any) -> Contestant:
-    scale = DynamicScale(growth_interval=PERIOD, scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-    state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
+    state = _peers.init_dynamic_scale(params, variables, TX, SCALE, PERIOD)
     step = jax.jit(_peers.step_with_dynamic_scale(apply_of(Net(jnp.float16))))
     scale_of = lambda before, after: before.replace(dynamic_scale=after.dynamic_scale)
-    return Contestant("flax DynamicScale", state, step, scale_of)
+    return Contestant(state, step, scale_of)
 
 
 def _mpx(params: Any, variables: Any) -> Contestant:
     step = _peers.step_with_mpx(apply_of(Net(jnp.float16)), TX)
     state = _peers.init_mpx(params, variables, TX, SCALE, PERIOD)
     scale_of = lambda before, after: before._replace(scale=after.scale)
-    return Contestant("mixed-precision-for-jax", state, jax.jit(step), scale_of)
+    return Contestant(state, jax.jit(step), scale_of)
 
 
 def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
     tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
-    state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+    state = _peers.init_plain(params, variables, tx)
     step = _peers.step_unscaled(apply_of(Net(jnp.float16)))
 
     def scale_of(before, after):
         return before.replace(opt_state=after.opt_state._replace(inner_state=before.opt_state.inner_state))
 
-    return Contestant("optax.apply_if_finite", state, jax.jit(step), scale_of)
+    return Contestant(state, jax.jit(step), scale_of)
+
+
+def _by_hand(params: Any, variables: Any) -> Contestant:
+    step = step_by_hand(cross_entropy_of(apply_of(Net(jnp.float16))), TX, scaled=True)
+    state = init_by_hand(params, variables, TX)._replace(scale=jnp.float32(SCALE))
+    kept = ("scale", "counter", "grads_finite", "skipped_steps", "consecutive_skips")
+    scale_of = lambda before, after: before._replace(**{name: getattr(after, name) for name in kept})
+    return Contestant(state, jax.jit(step), scale_of)
+
+
+def _keras(params: Any, variables: Any) -> Contestant:
+    """Keras 3 on JAX, by its `LossScaleOptimizer`."""
+    from benchmarks import _peer_keras
+
+    schedule = _peer_keras.keras.optimizers.schedules.CosineDecay(LEARNING_RATE, DECAY_STEPS)
+    model = _peer_keras.net(FEATURES, HIDDEN, CLASSES, "mixed_float16")
+    trainer = _peer_keras.trainer(model, SCALE, schedule, PERIOD)
+    held, inner = trainer.optimizer.variables, trainer.optimizer.inner_optimizer
+    own = len(held) - len(inner.variables)
+
+    def scale_of(before, after):  # of the wrapper's own variables one is the scale, one its counter
+        return before._replace(opt_state=[*after.opt_state[:own], *before.opt_state[own:]])
+
+    def parts(state):
+        values = list(zip(held, state.opt_state, strict=True))
+        [iterations] = [value for variable, value in values if variable is inner.iterations]
+        moments = [value for variable, value in values if variable.path.endswith(("momentum", "velocity"))]
+        assert len(moments) == 2 * len(jax.tree.leaves(params))
+        return {
+            "parameters": state.params,
+            "moments": moments,
+            "schedule counts": iterations,
+            "batch statistics": state.variables,
+            "step counter": iterations,
+        }
+
+    return Contestant(trainer.init(params), jax.jit(trainer.step), scale_of, parts)
+
+
+def _torch(params: Any, variables: Any) -> Contestant:
+    """PyTorch AMP in float16 with a `GradScaler`."""
+    from benchmarks import _peer_torch
+
+    model = _peer_torch.net(FEATURES, HIDDEN, CLASSES)
+    trainer = _peer_torch.Trainer(model, "float16", SCALE, PERIOD, LEARNING_RATE, DECAY_STEPS)
+
+    def parts(state):
+        of_parameters = state.opt_state["state"]
+        return {
+            "parameters": state.params,
+            "moments": [held[name] for held in of_parameters.values() for name in ("exp_avg", "exp_avg_sq")],
+            "schedule counts": [of_parameters[0]["step"], np.int32(state.schedule["last_epoch"])],
+            "batch statistics": [value for value in state.variables.values() if value.dtype == np.float32],
+            "step counter": state.step,
+        }
+
+    scale_of = lambda before, after: before._replace(scale=after.scale)
+    return Contestant(trainer.init(params), trainer.step, scale_of, parts)
+
+
+_MAKERS: dict[str, Callable[[Any, Any], Contestant]] = {
+    OURS: _ours,
+    BY_HAND: _by_hand,
+    "jmp": _jmp,
+    "flax DynamicScale": _dynamic_scale,
+    "mixed-precision-for-jax": _mpx,
+    "optax.apply_if_finite": _apply_if_finite,
+    KERAS: _keras,
+    TORCH: _torch,
+}
 
 
 def apply_of(model: nn.Module) -> Callable[..., Any]:

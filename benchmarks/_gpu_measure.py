@@ -31,13 +31,7 @@ Report = Callable[[str, Record], None]
 
 
 class Runner:
-    """Takes one step after the other.
-
-    Attributes:
-      work: the unit of the steps.
-      compile_seconds: time to trace, compile and run the first step, most of it the compiler's.
-      out: the result of the last step.
-    """
+    """Takes one step after the other. The first is traced and compiled, which `compile_seconds` tells."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -82,13 +76,9 @@ def describe() -> dict[str, Any]:
 
 
 def measure(table: Table, rows: Sequence[Row], report: Report, tiny: bool = False) -> None:
-    """Measures rows of a table, and prints each row's result.
+    """Measures rows of a table, whose first row is the baseline of the others, and reports the record of each.
 
-    Args:
-      table: its first row is the baseline of the others.
-      rows: those to measure.
-      report: told the key of a row and its record. A record with an `error` has nothing else.
-      tiny: whether to measure small things once or twice.
+    A record with an `error` has nothing else. `tiny` measures small things once or twice.
     """
     runners = _load(rows, report, tiny)
     if not runners:

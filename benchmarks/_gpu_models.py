@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen
-from flax.training import train_state
 
 import jmp_policy as jmp
-from benchmarks._loss import cross_entropy
+from benchmarks import _peers
 from benchmarks._models_linen import HandGPT
-from benchmarks._ours import LinenState
+from benchmarks._ours import LinenState, step_linen
 from benchmarks.architectures._resnet import ResNet
 from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
@@ -45,13 +44,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model and a batch.
+    """A module with a dtype in each layer, the same as an author leaves it to a policy, and a batch.
 
-    Attributes:
-      by_hand: the module with a dtype in each layer.
-      free: the module as an author leaves it to a policy.
-      batch: `() -> (inputs, labels)`, which can be traced.
-      items: the tokens or images of the batch.
+    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens or images.
     """
 
     by_hand: Callable[[Any], linen.Module]
@@ -123,13 +118,39 @@ def resnet50(tiny: bool) -> Task:
 
 def training(task: Task, precision: Precision) -> Work:
     """The training step of a task in a precision."""
-    work = _ours(task, precision) if precision.policy or precision.autocast else _by_hand(task, precision)
+    is_ours = bool(precision.policy or precision.autocast)
+    module = task.free if is_ours else task.by_hand(jnp.dtype(precision.dtype))
+    if precision.policy:
+        module = jmp.with_policy(module, precision.policy)
+    apply = lambda trained, variables, x: module.apply({**trained, **variables}, x, mutable=list(variables))
+    if precision.autocast:
+        apply = jmp.autocast(apply, jmp.Policy("float32", precision.autocast, None))
+    create, train_step = _loop(apply, precision, LinenState if is_ours else _peers.PlainState)
+
+    def make() -> tuple[Any, Any]:
+        batch = task.batch()
+        trained = dict(module.init(jax.random.key(0), batch[0][:1]))  # parameters, and the state of float8 layers
+        variables = {name: trained.pop(name) for name in ("batch_stats",) if name in trained}
+        return create(params=trained, variables=variables), batch
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         with jax.default_matmul_precision(precision.matmul):
-            return work.step(state, batch)
+            return train_step(state, batch)
 
-    return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))
+    return Work(jax.jit(step, donate_argnums=0), make, task.items)
+
+
+def _loop(apply: Callable[..., Any], precision: Precision, state_class: Any) -> tuple[Callable[..., Any], Any]:
+    """What makes a train state of parameters and variables, and the step."""
+    if precision.scale == "DynamicScale":
+        create = functools.partial(_peers.init_dynamic_scale, tx=ADAMW, scale=SCALE)
+        return create, _peers.step_with_dynamic_scale(apply)
+    if precision.scale:
+        tx = jmp.optim.loss_scaled(ADAMW, jmp.DynamicLossScale(SCALE))
+        apply_fn = lambda held, x, mutable: apply(held["params"], {name: held[name] for name in mutable}, x)
+        return functools.partial(state_class.create, apply_fn=apply_fn, tx=tx), step_linen
+    tx = jmp.optim.skip_nonfinite(ADAMW) if precision.skips else ADAMW
+    return functools.partial(state_class.create, apply_fn=None, tx=tx), _peers.step_unscaled(apply)
 
 
 def observing(task: Task, precision: Precision, every: int | None) -> Work:
@@ -145,86 +166,3 @@ def observing(task: Task, precision: Precision, every: int | None) -> Work:
         return state, (loss, stats)
 
     return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))
-
-
-class PlainState(train_state.TrainState):
-    """A train state of Flax with the variables that are not trained."""
-
-    variables: Any
-
-
-def _by_hand(task: Task, precision: Precision) -> Work:
-    module = task.by_hand(jnp.dtype(precision.dtype))
-    loss_fn = _loss_of(module)
-    if precision.scale:
-        return _dynamic_scale(task, module)
-
-    def make() -> tuple[PlainState, Any]:
-        batch = task.batch()
-        trained, variables = _init(module, batch)
-        return PlainState.create(apply_fn=None, params=trained, tx=ADAMW, variables=variables), batch
-
-    def step(state: PlainState, batch: Any) -> tuple[PlainState, jax.Array]:
-        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state.variables, batch)
-        return state.apply_gradients(grads=grads, variables=variables), loss
-
-    return Work(step, make, task.items)
-
-
-def _dynamic_scale(task: Task, module: linen.Module) -> Work:
-    from flax.training.dynamic_scale import DynamicScale
-
-    from benchmarks._peers import FlaxState, step_with_dynamic_scale  # which needs DeepMind's jmp
-
-    def make() -> tuple[FlaxState, Any]:
-        batch = task.batch()
-        trained, variables = _init(module, batch)
-        scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-        state = FlaxState.create(apply_fn=None, params=trained, tx=ADAMW, variables=variables, dynamic_scale=scale)
-        return state, batch
-
-    apply = lambda trained, variables, x: module.apply({**trained, **variables}, x, mutable=list(variables))
-    return Work(step_with_dynamic_scale(apply), make, task.items)
-
-
-def _ours(task: Task, precision: Precision) -> Work:
-    if precision.autocast:
-        module = task.free
-        loss_fn = jmp.autocast(_loss_of(module), jmp.Policy("float32", precision.autocast, None))
-    else:
-        module = jmp.with_policy(task.free, precision.policy)
-        loss_fn = _loss_of(module)
-    tx = ADAMW
-    if precision.scale:
-        tx = jmp.optim.loss_scaled(tx, jmp.DynamicLossScale(SCALE))
-    elif precision.skips:
-        tx = jmp.optim.skip_nonfinite(tx)
-
-    def make() -> tuple[LinenState, Any]:
-        batch = task.batch()
-        trained, variables = _init(module, batch)
-        return LinenState.create(apply_fn=None, params=trained, tx=tx, variables=variables), batch
-
-    def step(state: LinenState, batch: Any) -> tuple[LinenState, jax.Array]:
-        loss_scale = state if precision.scale else jmp.NoOpLossScale()
-        grad_fn = jmp.value_and_grad(loss_fn, has_aux=True, loss_scale=loss_scale)
-        (loss, variables), grads = grad_fn(state.params, state.variables, batch)
-        return state.apply_gradients(grads=grads, variables=variables), loss
-
-    return Work(step, make, task.items)
-
-
-def _init(module: linen.Module, batch: tuple[jax.Array, jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trained parameters, the state of float8 layers, and the statistics of batches."""
-    trained = dict(module.init(jax.random.key(0), batch[0][:1]))
-    variables = {name: trained.pop(name) for name in ("batch_stats",) if name in trained}
-    return trained, variables
-
-
-def _loss_of(module: linen.Module) -> Callable[..., Any]:
-    def loss_fn(trained: Any, variables: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-        x, labels = batch
-        logits, updates = module.apply({**trained, **variables}, x, mutable=list(variables))
-        return cross_entropy(logits, labels), dict(updates)
-
-    return loss_fn

@@ -13,15 +13,7 @@ from benchmarks._gpu_models import Work
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A way to multiply.
-
-    Attributes:
-      dtype: of the matrices.
-      result: the dtype of the product.
-      precision: of products of float32.
-      block_size: how many numbers share a scale, if they do.
-      scale_dtype: of those scales.
-    """
+    """A way to multiply: the dtypes of the matrices and of the product, and of the scales of blocks, if it has them."""
 
     dtype: str
     result: str

@@ -1,14 +1,13 @@
 """The file of results, which is written whole after each row, and its tables in Markdown."""
 
 import json
-import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._gpu_rows import Table, tables
-from benchmarks._markdown import table as markdown_table
+from benchmarks._harness import name_device, write_whole
+from benchmarks._results import markdown_table
 
 LAYOUT = 1
 """Of the file. Another layout is another number, and `load_results` refuses a file that has not this one."""
@@ -28,8 +27,7 @@ def results_path(folder: pathlib.Path, kind: str, tiny: bool = False) -> pathlib
     >>> results_path(pathlib.Path("results"), "NVIDIA H100 80GB HBM3").name
     'nvidia-h100-80gb-hbm3.json'
     """
-    name = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
-    return folder / f"{name}{'-tiny' if tiny else ''}.json"
+    return folder / f"{name_device(kind)}{'-tiny' if tiny else ''}.json"
 
 
 def new_results(machine: dict[str, Any], tiny: bool = False) -> Results:
@@ -38,13 +36,7 @@ def new_results(machine: dict[str, Any], tiny: bool = False) -> Results:
 
 
 def load_results(path: pathlib.Path, machine: dict[str, Any], again: bool = False, tiny: bool = False) -> Results:
-    """The results so far.
-
-    Args:
-      path: the file, which need not be there.
-      machine: what `describe` says.
-      again: whether to begin anew.
-      tiny: whether the rows are the small ones.
+    """The results so far, if they are of this machine, and not to be measured again.
 
     Raises:
       ResultsError: the file is not of this layout, which `again` does not change; or it was measured with other
@@ -85,15 +77,9 @@ def read_results(path: pathlib.Path) -> Results:
 
 
 def save_results(path: pathlib.Path, results: Results) -> None:
-    """Writes the file whole or not at all, so that whoever stops the benchmark loses no row, and its tables."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in (
-        (path, json.dumps(results, indent=1) + "\n"),
-        (path.with_suffix(".md"), write_report(results)),
-    ):
-        unfinished = target.with_name(target.name + ".unfinished")
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, target)
+    """Writes the file, and its tables."""
+    write_whole(path, json.dumps(results, indent=1) + "\n")
+    write_whole(path.with_suffix(".md"), write_report(results))
 
 
 def write_report(results: Results | None) -> str:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 from benchmarks._gpu_models import PRECISIONS, Work, gpt2, observing, resnet50, training
+from benchmarks._gpu_optimizers import OPTIMIZERS, optimizer_step
 from benchmarks._gpu_products import PRODUCTS, multiply
 
 SIZES = (8192, 16384, 4096, 2048, 1024)
@@ -15,39 +16,10 @@ OBSERVED = {"`numerics.collect`, each step": None, "`numerics.collect`, `every=1
 GPT_ONLY = {"bfloat16, `with_policy`, `skip_nonfinite`", "float8, `with_policy`, current"}
 """What ResNet-50, which takes long to compile, is not asked."""
 
-MIXED_FLOAT16 = (
-    "no check",
-    "`optim.step`",
-    "`optim.minimize`",
-    "update + apply_updates",
-    "jmp",
-    "flax DynamicScale",
-    "mixed-precision-for-jax",
-    "optax.apply_if_finite, no scale",
-)
-HALF_PARAMETERS = (
-    "adamw",
-    "adamw, skip_nonfinite",
-    "kahan",
-    "kahan, skip_nonfinite",
-    "master_weights, float32",
-    "master_weights, float32, skip_nonfinite",
-    "master_weights, split",
-    "master_weights, split, skip_nonfinite",
-    "stochastic_rounding",
-    "stochastic_rounding, skip_nonfinite",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table.
-
-    Attributes:
-      key: its name in the file of results: the table and the name.
-      name: its name in the table.
-      load: `(tiny) -> Work`.
-    """
+    """One line of a table: its key in the file of results, its name in the table, and `load`, `(tiny) -> Work`."""
 
     key: str
     name: str
@@ -59,8 +31,6 @@ class Table:
     """Rows that are compared.
 
     Attributes:
-      key: its name in the file of results.
-      title: for a reader.
       rows: the first is the one that the others are divided by.
       items: the unit of a step, in the plural; empty if it is not of interest.
       alone: whether each row is measured in a process of its own, which tells its peak memory.
@@ -92,8 +62,10 @@ def tables() -> list[Table]:
     by_hand = "bfloat16 by hand"
     observed = {by_hand: functools.partial(_train, "gpt2", by_hand)}
     observed |= {name: functools.partial(_observe, every) for name, every in OBSERVED.items()}
-    mixed = {name: functools.partial(_optimize, name) for name in MIXED_FLOAT16}
-    half = {name: functools.partial(_optimize, name) for name in HALF_PARAMETERS}
+    mixed, half = (
+        {name: functools.partial(optimizer_step, table, name) for name in steps}
+        for table, (_, steps) in OPTIMIZERS.items()
+    )
     resnet = {name: functools.partial(_train, "resnet50", name) for name in PRECISIONS if name not in GPT_ONLY}
     return [
         *products,
@@ -120,9 +92,3 @@ def _train(task: str, name: str, tiny: bool) -> Work:
 
 def _observe(every: int | None, tiny: bool) -> Work:
     return observing(gpt2(tiny), PRECISIONS["bfloat16 by hand"], every)
-
-
-def _optimize(name: str, tiny: bool) -> Work:
-    from benchmarks._gpu_optimizers import optimizer_step  # which needs the peers
-
-    return optimizer_step(name, tiny)

@@ -26,15 +26,9 @@ class HarnessError(Exception):
 
 
 def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs suites, reports the outcome of each on standard error, and yields its measurements.
+    """Runs suites, `jobs` at a time, reports the outcome of each on standard error, and yields name and measurements.
 
-    Args:
-      names: the names of the suites.
-      quick: whether to use small sizes.
-      jobs: number of parallel processes; more than one disturbs timings.
-
-    Yields:
-      A name and its measurements: `error` has the reason of a failure, `missing` the library that is not installed.
+    In these, `error` has the reason of a failure, and `missing` the library that is not installed.
     """
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     try:
@@ -97,8 +91,13 @@ def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
     >>> results_path(pathlib.Path("benchmarks"), {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3"}).name
     'nvidia-h100-80gb-hbm3-suites.json'
     """
-    kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
-    return root / "results" / ("cpu.json" if device["platform"] == "cpu" else f"{kind}-suites.json")
+    is_cpu = device["platform"] == "cpu"
+    return root / "results" / ("cpu.json" if is_cpu else f"{name_device(device['kind'])}-suites.json")
+
+
+def name_device(kind: str) -> str:
+    """Returns the name of a device in the names of files."""
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
 
 
 def find_results(root: pathlib.Path) -> list[pathlib.Path]:
@@ -150,9 +149,14 @@ def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: 
 
 def write_results(path: pathlib.Path, results: Results) -> None:
     """Writes the file atomically."""
+    write_whole(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all, so that who stops a benchmark loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks._compiled import compile_for_figures
+from benchmarks._compiled import compile_for_figures, figures
 from benchmarks._programs import Program
 
 _OPERATION = re.compile(r'^\s*(?:%\S+(?:, %\S+)* = )?(?:"?(?:stablehlo|chlo)\.(\w+)|(?:func\.)?(call) @)', re.MULTILINE)
@@ -44,10 +44,13 @@ class Cost:
 def cost(program: Program) -> Cost:
     """The cost of a program, which is compiled for it."""
     lowered = program.lower()
-    compiled = compile_for_figures(lowered)
-    analysis = compiled.cost_analysis()
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return Cost(count_operations(lowered.as_text()), analysis["flops"], analysis["bytes accessed"], temporaries)
+    return cost_of(lowered, compile_for_figures(lowered))
+
+
+def cost_of(lowered: Any, compiled: Any) -> Cost:
+    """The cost of a program that was compiled for this machine."""
+    found = figures(compiled)
+    return Cost(count_operations(lowered.as_text()), found.flops, found.bytes_accessed, found.temporaries)
 
 
 def count_operations(stablehlo: str) -> int:
@@ -94,11 +97,6 @@ def lowering_seconds(programs: list[Program], repeats: int = 10) -> list[float]:
     return [statistics.median(taken) for taken in seconds]
 
 
-def step_seconds(programs: list[Program], repeats: int = 100) -> list[float]:
-    """The wall-clock time of a step of each program, a median over interleaved repeats; for accelerators."""
-    return median_seconds([_runner(program) for program in programs], repeats, time.perf_counter)
-
-
 def median_seconds(runs: Sequence[Callable[[], None]], repeats: int, clock: Callable[[], float]) -> list[float]:
     """Returns the seconds of each function, a median over repeats in which all functions alternate."""
     seconds: list[list[float]] = [[] for _ in runs]
@@ -108,18 +106,3 @@ def median_seconds(runs: Sequence[Callable[[], None]], repeats: int, clock: Call
             run()
             taken.append(clock() - start)
     return [statistics.median(taken) for taken in seconds]
-
-
-def _runner(program: Program) -> Callable[[], None]:
-    """A function that takes the next step, having taken the first, which compiles."""
-    *state, batch = program.args
-    in_place = len(state) == 2  # an nnx model and its optimizer
-
-    def run() -> None:
-        out: Any = program.step(*state, batch)
-        if not in_place:
-            state[0], out = out
-        jax.block_until_ready(out if not in_place else (out, jax.tree.leaves(state)))
-
-    run()
-    return run

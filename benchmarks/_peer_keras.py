@@ -28,24 +28,15 @@ if keras.backend.backend() != "jax":
 
 
 class KerasModel(NamedTuple):
-    """A built model.
-
-    Attributes:
-      model: the model.
-      paths: the path of each trainable variable among the parameters of the same module of linen.
-    """
+    """A built model, and the path of each trainable variable among the parameters of the same module of linen."""
 
     model: Any
     paths: Sequence[tuple[str, ...]]
 
 
 class KerasState(NamedTuple):
-    """The carry of a loop around Keras's stateless functions.
-
-    Attributes:
-      params: the trainable variables, as the parameters of linen.
-      variables: the others of the model.
-      opt_state: the variables of the optimizer, including the loss scale's.
+    """The carry of a loop around Keras's stateless functions: the trainable variables as the parameters of linen, the
+    others of the model, and the variables of the optimizer, including the loss scale's.
     """
 
     params: Any
@@ -54,12 +45,10 @@ class KerasState(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """A model with an optimizer.
+    """A model with an optimizer, a `LossScaleOptimizer` if the loss is scaled.
 
-    Attributes:
-      init: `params -> KerasState`.
-      step: `(state, batch) -> (state, loss)`: Keras's `JAXTrainer.train_step` without metrics.
-      optimizer: the optimizer, a `LossScaleOptimizer` if the loss is scaled.
+    `init` is `params -> KerasState`; `step` is Keras's `JAXTrainer.train_step` without metrics,
+    `(state, batch) -> (state, loss)`.
     """
 
     init: Callable[[Any], KerasState]
@@ -70,15 +59,7 @@ class Trainer(NamedTuple):
 def trainer(
     made: KerasModel, scale: float | None, learning_rate: Any = 1e-3, period: int = 2000, weight_decay: float = 1e-4
 ) -> Trainer:
-    """AdamW with the constants of optax's, and Keras's loss scale.
-
-    Args:
-      made: the model.
-      scale: the first loss scale; `None` for no scaling.
-      learning_rate: a number or a schedule of Keras.
-      period: of the loss scale.
-      weight_decay: of AdamW.
-    """
+    """AdamW with the constants of optax's, and Keras's loss scale, if a first `scale` is given."""
     model = made.model
     optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=weight_decay, epsilon=1e-8)
     if scale is not None:

@@ -13,7 +13,6 @@ from flax import linen
 from benchmarks._loss import cross_entropy
 from benchmarks._made_text import made_text
 from benchmarks._models_linen import HandGPT
-from benchmarks._optimizer_steps import MLP
 from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
 
@@ -21,14 +20,29 @@ SMALL_GPT = GPTConfig(depth=2, context=32)
 SMALL_MLP, LARGE_MLP = (512, 6), (4096, 6)
 """The sizes of those whose steps are compiled: width and depth of an MLP."""
 
+MLP_BATCH = 16
+
+
+class MLP(linen.Module):
+    """Square layers; `dtype` is for those who write it by hand."""
+
+    width: int
+    depth: int
+    dtype: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x if self.dtype is None else x.astype(self.dtype)
+        for _ in range(self.depth - 1):
+            x = linen.relu(linen.Dense(self.width, dtype=self.dtype)(x))
+        return linen.Dense(self.width, dtype=self.dtype)(x)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to train.
+    """A model to train: a "GPT" of a `GPTConfig`, or an "MLP" of a width and depth.
 
     Attributes:
-      name: "GPT" or "MLP", for a reader.
-      sizes: `GPTConfig`, or width and depth.
       module: the module with a dtype by hand, or with none (`None`).
       params: the parameters in float32, or their shapes.
       batches: inputs and labels of each step, or their shapes.
@@ -60,7 +74,7 @@ def gpt(config: GPTConfig, steps: int, batch: int = 8) -> Problem:
     return Problem("GPT", config, lambda dtype: _gpt(config, dtype), params, batches)
 
 
-def mlp(width: int, depth: int, steps: int = 0, batch: int = 16) -> Problem:
+def mlp(width: int, depth: int, steps: int = 0, batch: int = MLP_BATCH) -> Problem:
     """Square layers that are all parameters, on random numbers; without steps, shapes that are never run."""
     x, labels = jax.ShapeDtypeStruct((batch, width), jnp.float32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     init = functools.partial(MLP(width, depth).init, jax.random.key(0))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import jmp as deepmind_jmp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks import _peers
@@ -83,20 +82,16 @@ def _float32() -> dict[str, Make]:
 def scaled_by_hand(problem: Problem, dtype: Any, copies: Any = None, scaled: bool = True) -> Program:
     """By hand, with a `lax.cond`; the loss scaled or not; the gradients of the parameters, or of half copies."""
     step = step_by_hand(cross_entropy_of(problem.apply(dtype)), TX, scaled, copies)
-    return _program(problem, step, lambda params: init_by_hand(params, {}, TX))
+    return make_program(problem, step, lambda params: init_by_hand(params, {}, TX))
 
 
 def unscaled(problem: Problem, dtype: Any, tx: optax.GradientTransformation = TX) -> Program:
     """By hand, without a loss scale; the optimizer decides about skipped steps."""
-
-    def create(params: Any) -> _peers.PlainState:
-        state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
-        return state.replace(step=jnp.zeros((), jnp.int32))
-
-    return _program(problem, _peers.step_unscaled(problem.apply(dtype)), create)
+    create = lambda params: _peers.init_plain(params, {}, tx)
+    return make_program(problem, _peers.step_unscaled(problem.apply(dtype)), create)
 
 
-def minimized(problem: Problem, policy: str, tx: optax.GradientTransformation) -> Program:
+def minimized(problem: Problem, policy: str | jmp.Policy, tx: optax.GradientTransformation) -> Program:
     """With `with_policy` and `optim.minimize`."""
     model = jmp.with_policy(problem.module(None), policy)
     loss_fn = lambda params, batch: cross_entropy(model.apply({"params": params}, batch[0]), batch[1])
@@ -106,7 +101,7 @@ def minimized(problem: Problem, policy: str, tx: optax.GradientTransformation) -
         params, opt_state, loss = minimizing_step(*state, batch)
         return (params, opt_state), loss
 
-    return _program(problem, step, lambda params: (params, tx.init(params)))
+    return make_program(problem, step, lambda params: (params, tx.init(params)))
 
 
 def trained(problem: Problem, policy: str) -> Program:
@@ -117,25 +112,20 @@ def trained(problem: Problem, policy: str) -> Program:
         state = init_linen(model, params, {}, TX, jmp.DynamicLossScale(SCALE))
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    return _program(problem, step_linen, create)
+    return make_program(problem, step_linen, create)
 
 
 def with_jmp(problem: Problem, dtype: Any) -> Program:
     """With DeepMind's jmp, which casts and selects whatever the dtype."""
     policy = deepmind_jmp.Policy(jnp.float32, dtype, dtype)
     create = lambda params: _peers.init_jmp(params, {}, TX, scaled=dtype == jnp.float16, scale=SCALE)
-    return _program(problem, _peers.step_with_jmp(problem.apply(None), TX, policy), create)
+    return make_program(problem, _peers.step_with_jmp(problem.apply(None), TX, policy), create)
 
 
 def with_dynamic_scale(problem: Problem, dtype: Any) -> Program:
     """With Flax's DynamicScale."""
-
-    def create(params: Any) -> _peers.FlaxState:
-        scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.zeros((), jnp.int32))
-        state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
-        return state.replace(step=jnp.zeros((), jnp.int32))
-
-    return _program(problem, _peers.step_with_dynamic_scale(problem.apply(dtype)), create)
+    create = lambda params: _peers.init_dynamic_scale(params, {}, TX, SCALE)
+    return make_program(problem, _peers.step_with_dynamic_scale(problem.apply(dtype)), create)
 
 
 def with_mpx(problem: Problem, dtype: Any) -> Program:
@@ -146,7 +136,7 @@ def with_mpx(problem: Problem, dtype: Any) -> Program:
         with _mpx_computes_in(dtype):  # while it is traced
             return plain_step(state, batch)
 
-    return _program(problem, step, lambda params: _peers.init_mpx(params, {}, TX, SCALE))
+    return make_program(problem, step, lambda params: _peers.init_mpx(params, {}, TX, SCALE))
 
 
 def with_keras(problem: Problem, policy: str, scaled: bool = True) -> Program:
@@ -155,7 +145,7 @@ def with_keras(problem: Problem, policy: str, scaled: bool = True) -> Program:
 
     model = _peer_keras.GPT_OR_MLP[problem.name](problem.sizes, policy)
     trainer = _peer_keras.trainer(model, scale=SCALE if scaled and policy == "mixed_float16" else None)
-    return _program(problem, trainer.step, trainer.init)
+    return make_program(problem, trainer.step, trainer.init)
 
 
 def _scaled() -> optax.GradientTransformation:
@@ -178,7 +168,8 @@ def _mpx_computes_in(dtype: Any) -> Iterator[None]:
         mpx.set_half_precision_datatype(before)
 
 
-def _program(problem: Problem, step: Callable[..., Any], create: Callable[[Any], Any]) -> Program:
+def make_program(problem: Problem, step: Callable[..., Any], create: Callable[[Any], Any]) -> Program:
+    """The jitted step with its state, or the shape of its state; `create` makes it of the parameters."""
     is_shape = isinstance(jax.tree.leaves(problem.params)[0], jax.ShapeDtypeStruct)
     if is_shape:
         state = jax.eval_shape(create, problem.params)

@@ -25,27 +25,15 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": None}
 
 
 class TorchModel(NamedTuple):
-    """A model.
-
-    Attributes:
-      module: the module.
-      named: its parameters, by the paths that they have in linen; a kernel is the transpose of a weight.
-    """
+    """A module, and its parameters by the paths that they have in linen; a kernel is the transpose of a weight."""
 
     module: nn.Module
     named: dict[tuple[str, ...], torch.nn.Parameter]
 
 
 class TorchState(NamedTuple):
-    """The carry of a loop in PyTorch, as copies that the next step does not overwrite.
-
-    Attributes:
-      params: as the parameters of linen.
-      variables: the buffers of the model: batch statistics.
-      opt_state: of the optimizer.
-      schedule: of the schedule.
-      scale: of the `GradScaler`; empty without one.
-      step: the number of finished steps.
+    """The carry of a loop in PyTorch, as copies that the next step does not overwrite: parameters as those of linen,
+    the buffers of the model, and the `state_dict()` of the optimizer, the schedule and the `GradScaler`.
     """
 
     params: Any
@@ -57,16 +45,7 @@ class TorchState(NamedTuple):
 
 
 class Trainer:
-    """A model with AdamW, a schedule and a `GradScaler`.
-
-    Args:
-      made: the model.
-      dtype: "float16", whose loss is scaled, "bfloat16" or "float32".
-      scale: the first loss scale.
-      period: of the loss scale.
-      learning_rate: the first.
-      decay_steps: of a cosine decay of the learning rate; `None` for a constant one.
-    """
+    """A model with AdamW, a cosine decay of its learning rate with `decay_steps`, and a `GradScaler` in float16."""
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""The same train step with the libraries that offer a loss scale for any JAX model, as their examples use them."""
+"""The same train step with the libraries that offer a loss scale for any JAX model, as their examples use them.
+
+Each `step_with_...` takes `apply`, `(params, variables, x) -> (logits, variables)`, and returns
+`(state, batch) -> (state, loss)`. Each `init_...` makes the state before the first step.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,47 +11,39 @@ from typing import Any, NamedTuple
 import jax
 import jmp as deepmind_jmp
 import optax
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
 from jax import numpy as jnp
 
-from benchmarks._loss import cross_entropy
+from benchmarks._loss import cross_entropy, cross_entropy_of
+
+Apply = Step = Callable[..., Any]
 
 
-class JmpState(NamedTuple):
-    """The carry of a loop around DeepMind's jmp.
+class LoopState(NamedTuple):
+    """The carry of a loop that is written by hand.
 
-    The loss scale is carried as two arrays, because `jax.jit(step).lower` cannot take a `jmp.DynamicLossScale`.
+    The loss scale of DeepMind's jmp is carried as its two arrays: `jax.jit(step).lower` cannot take its class.
     """
 
     params: Any
     opt_state: Any
     variables: Any
     step: jax.Array
-    scale: tuple[jax.Array, ...]
+    scale: Any
 
 
-def init_jmp(params: Any, variables: Any, tx: optax.GradientTransformation, scaled: bool, scale: float) -> JmpState:
-    """The state before the first step."""
+def init_jmp(params: Any, variables: Any, tx: optax.GradientTransformation, scaled: bool, scale: float) -> LoopState:
     arrays = (jnp.full((), scale, jnp.float32), jnp.zeros((), jnp.int32)) if scaled else ()
-    return JmpState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), arrays)
+    return LoopState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), arrays)
 
 
 def step_with_jmp(
-    apply: Callable[..., Any], tx: optax.GradientTransformation, policy: deepmind_jmp.Policy, period: int = 2000
-) -> Callable[..., Any]:
-    """The step of dm-haiku's imagenet example, the best known use of jmp.
+    apply: Apply, tx: optax.GradientTransformation, policy: deepmind_jmp.Policy, period: int = 2000
+) -> Step:
+    """The step of dm-haiku's imagenet example, the best known use of jmp. `apply` is free of dtypes: jmp casts."""
 
-    Args:
-      apply: `(params, variables, x) -> (logits, variables)`, free of dtypes: jmp casts what goes in.
-      tx: the optimizer.
-      policy: the policy.
-      period: of a dynamic loss scale.
-
-    Returns:
-      `(state, batch) -> (state, loss)`.
-    """
-
-    def train_step(state: JmpState, batch: tuple[jax.Array, jax.Array]) -> tuple[JmpState, jax.Array]:
+    def train_step(state: LoopState, batch: tuple[jax.Array, jax.Array]) -> tuple[LoopState, jax.Array]:
         x, labels = batch
         scale = deepmind_jmp.DynamicLossScale(*state.scale, period) if state.scale else deepmind_jmp.NoOpLossScale()
 
@@ -66,37 +62,49 @@ def step_with_jmp(
             finite, (params, variables, opt_state), (state.params, state.variables, state.opt_state)
         )
         arrays = (scale.loss_scale, scale.counter) if state.scale else ()
-        return JmpState(params, opt_state, variables, state.step + 1, arrays), loss
+        return LoopState(params, opt_state, variables, state.step + 1, arrays), loss
 
     return train_step
 
 
-class FlaxState(train_state.TrainState):
-    """The train state of Flax's imagenet example."""
+class PlainState(train_state.TrainState):
+    """A train state of Flax with the model's variables that are not parameters."""
 
     variables: Any
-    dynamic_scale: dynamic_scale.DynamicScale
 
 
-def step_with_dynamic_scale(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of Flax's imagenet example.
+class FlaxState(PlainState):
+    """The train state of Flax's imagenet example."""
 
-    Args:
-      apply: `(params, variables, x) -> (logits, variables)`, with its dtypes written by hand.
+    dynamic_scale: DynamicScale
 
-    Returns:
-      `(state, batch) -> (state, loss)`, of a `FlaxState`.
-    """
+
+def init_plain(params: Any, variables: Any, tx: optax.GradientTransformation) -> PlainState:
+    state = PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)  # type: ignore[arg-type]
+    return state.replace(step=jnp.zeros((), jnp.int32))  # Flax begins to count with a Python integer
+
+
+def init_dynamic_scale(
+    params: Any, variables: Any, tx: optax.GradientTransformation, scale: float, period: int = 2000
+) -> FlaxState:
+    dynamic_scale = DynamicScale(growth_interval=period, scale=jnp.float32(scale), fin_steps=jnp.zeros((), jnp.int32))  # type: ignore[arg-type]
+    state = FlaxState.create(
+        apply_fn=None,
+        params=params,
+        tx=tx,
+        variables=variables,
+        dynamic_scale=dynamic_scale,  # type: ignore[arg-type]
+    )
+    return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+def step_with_dynamic_scale(apply: Apply) -> Step:
+    """The step of Flax's imagenet example. `apply` has its dtypes written by hand."""
+    loss_fn = cross_entropy_of(apply)
 
     def train_step(state: FlaxState, batch: tuple[jax.Array, jax.Array]) -> tuple[FlaxState, jax.Array]:
-        x, labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, x)
-            return cross_entropy(logits, labels), variables
-
         grad_fn = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True)
-        scale, finite, (loss, variables), grads = grad_fn(state.params)
+        scale, finite, (loss, variables), grads = grad_fn(state.params, state.variables, batch)
         new_state = state.apply_gradients(grads=grads, variables=variables)
         select = functools.partial(jnp.where, finite)
         new_state = new_state.replace(
@@ -109,80 +117,36 @@ def step_with_dynamic_scale(apply: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
-class MpxState(NamedTuple):
-    """The carry of a loop around mixed-precision-for-JAX."""
-
-    params: Any
-    opt_state: Any
-    variables: Any
-    step: jax.Array
-    scale: Any
-
-
 def init_mpx(
     params: Any, variables: Any, tx: optax.GradientTransformation, scale: float, period: int = 2000
-) -> MpxState:
-    """The state before the first step. Raises ImportError where mixed-precision-for-JAX is not installed."""
+) -> LoopState:
+    """Raises ImportError where mixed-precision-for-JAX is not installed, as `step_with_mpx`."""
     import mpx
 
     scaling = mpx.DynamicLossScaling(jnp.float32(scale), jnp.float32(1.0), period=period)
-    return MpxState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), scaling)
+    return LoopState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), scaling)
 
 
-def step_with_mpx(apply: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """The step of the README of mixed-precision-for-JAX; batch statistics and the step advance whatever happens.
-
-    Args:
-      apply: `(params, variables, x) -> (logits, variables)`; mpx casts the parameters.
-      tx: the optimizer.
-
-    Returns:
-      `(state, batch) -> (state, loss)`, of an `MpxState`.
-
-    Raises:
-      ImportError: mixed-precision-for-JAX is not installed.
-    """
+def step_with_mpx(apply: Apply, tx: optax.GradientTransformation) -> Step:
+    """The step of the README of mixed-precision-for-JAX; batch statistics and the step advance whatever happens."""
     import mpx
 
-    def train_step(state: MpxState, batch: Any) -> tuple[MpxState, jax.Array]:
-        x, labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, x)
-            return cross_entropy(logits, labels), variables
-
+    def train_step(state: LoopState, batch: Any) -> tuple[LoopState, jax.Array]:
+        loss_fn = lambda params: cross_entropy_of(apply)(params, state.variables, batch)
         value_and_grad = mpx.filter_value_and_grad(loss_fn, state.scale, has_aux=True)
         (loss, variables), scale, finite, grads = value_and_grad(state.params)
         params, opt_state = mpx.optimizer_update(state.params, tx, state.opt_state, grads, finite)
-        return MpxState(params, opt_state, variables, state.step + 1, scale), loss
+        return LoopState(params, opt_state, variables, state.step + 1, scale), loss
 
     return train_step
 
 
-class PlainState(train_state.TrainState):
-    """A train state of Flax with the model's variables that are not parameters."""
-
-    variables: Any
-
-
-def step_unscaled(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """The step without a loss scale, which skips what its optimizer skips: nothing, but for `optax.apply_if_finite`.
-
-    Args:
-      apply: `(params, variables, x) -> (logits, variables)`, with its dtypes written by hand.
-
-    Returns:
-      `(state, batch) -> (state, loss)`, of a `PlainState`.
-    """
+def step_unscaled(apply: Apply) -> Step:
+    """The step without a loss scale, which skips what its optimizer skips: nothing, but for `optax.apply_if_finite`."""
+    loss_fn = cross_entropy_of(apply)
 
     def train_step(state: PlainState, batch: Any) -> tuple[PlainState, jax.Array]:
-        x, labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, x)
-            return cross_entropy(logits, labels), variables
-
-        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state.variables, batch)
         return state.apply_gradients(grads=grads, variables=variables), loss
 
     return train_step

@@ -10,21 +10,12 @@ import jmp as deepmind_jmp
 import numpy as np
 import optax
 from flax import linen, nnx
-from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
-from benchmarks import _models_linen, _models_nnx
+from benchmarks import _models_linen, _models_nnx, _peers
 from benchmarks._by_hand import init_by_hand, step_by_hand, step_by_hand_nnx
 from benchmarks._loss import cross_entropy_of
 from benchmarks._ours import init_linen, step_linen, step_nnx
-from benchmarks._peers import (
-    FlaxState,
-    PlainState,
-    init_jmp,
-    step_unscaled,
-    step_with_dynamic_scale,
-    step_with_jmp,
-)
 from examples.gpt import gpt_linen, gpt_nnx
 from examples.gpt.model import GPTConfig
 
@@ -131,9 +122,8 @@ def by_hand(case: Case) -> Program:
 def unchecked(case: Case) -> Program:
     """The step of an expert who neither scales the loss nor asks whether gradients are finite."""
     model = case.functional(case.dtype)
-    state = PlainState.create(apply_fn=None, params=model.params, tx=TX, variables=model.variables)
-    state = state.replace(step=jnp.int32(0))
-    return Program(jax.jit(step_unscaled(model.apply), donate_argnums=0), (state, case.batch()))
+    state = _peers.init_plain(model.params, model.variables, TX)
+    return Program(jax.jit(_peers.step_unscaled(model.apply), donate_argnums=0), (state, case.batch()))
 
 
 def ours(case: Case) -> Program:
@@ -154,18 +144,15 @@ def with_jmp(case: Case) -> Program:
     """The step with DeepMind's jmp."""
     model = case.functional(None)
     policy = deepmind_jmp.Policy(jnp.float32, case.dtype, case.dtype)
-    step = jax.jit(step_with_jmp(model.apply, TX, policy), donate_argnums=0)
-    return Program(step, (init_jmp(model.params, model.variables, TX, case.scaled, 2.0**15), case.batch()))
+    step = jax.jit(_peers.step_with_jmp(model.apply, TX, policy), donate_argnums=0)
+    return Program(step, (_peers.init_jmp(model.params, model.variables, TX, case.scaled, 2.0**15), case.batch()))
 
 
 def with_dynamic_scale(case: Case) -> Program:
     """The step with Flax's DynamicScale."""
     model = case.functional(case.dtype)
-    scale = DynamicScale(scale=jnp.float32(2.0**15), fin_steps=jnp.int32(0))
-    state = FlaxState.create(
-        apply_fn=None, params=model.params, tx=TX, variables=model.variables, dynamic_scale=scale
-    ).replace(step=jnp.int32(0))
-    return Program(jax.jit(step_with_dynamic_scale(model.apply), donate_argnums=0), (state, case.batch()))
+    state = _peers.init_dynamic_scale(model.params, model.variables, TX, 2.0**15)
+    return Program(jax.jit(_peers.step_with_dynamic_scale(model.apply), donate_argnums=0), (state, case.batch()))
 
 
 def _functional_linen(module: linen.Module, x: jax.Array) -> Model:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
 from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import NATS_PER_BIT, GPTConfig, TrainerConfig, make_trainer
 from jmp_policy import quant
 
@@ -26,11 +28,13 @@ class Trained:
       params: in float32.
       config: the sizes of the model.
       windows: uint8 `(batches, batch, context + 1)`, to validate on.
+      calibration: the same of the training text, for `calibrated`.
     """
 
     params: Any
     config: GPTConfig
     windows: np.ndarray
+    calibration: np.ndarray
 
     @functools.cached_property
     def loss(self) -> float:
@@ -40,6 +44,12 @@ class Trained:
     def loss_of(self, served: Served) -> float:
         """Bits per byte of the same model, quantized."""
         return float(jax.jit(functools.partial(_mean_loss, served))(self.params, self.windows))
+
+    def calibrated(self, calibrate: Callable[..., Any], policy: str) -> Served:
+        """Returns the model quantized by `quant.gptq` or `quant.awq`."""
+        batches = list(jnp.asarray(self.calibration[..., :-1], jnp.int32))
+        made = calibrate(jmp.with_policy(GPT(self.config), policy), batches, variables={"params": self.params})
+        return dataclasses.replace(ours(self.config, policy), quantize=lambda _: made["params"])
 
     def rise(self, served: Served) -> float:
         """Returns the increase of the loss over float32, as a fraction of the float32 loss."""
@@ -65,7 +75,9 @@ def train(
     trainer = make_trainer("linen", TrainerConfig(policy, config, seed))
     for step in range(steps):
         trainer.step(sample_batch(corpus.train, seed=seed, step=step, **sizes))
-    return Trained(trainer.params, config, validation_batches(corpus.validation, count=batches, **sizes))
+    calibration = [sample_batch(corpus.train, seed=seed, step=steps + n, **sizes) for n in range(8)]
+    windows = validation_batches(corpus.validation, count=batches, **sizes)
+    return Trained(trainer.params, config, windows, np.stack(calibration))
 
 
 def contestants(config: GPTConfig) -> dict[tuple[str, str], Served]:

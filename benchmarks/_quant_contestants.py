@@ -23,13 +23,7 @@ LAYERS = r"blocks_\d+/(attention/(qkv|project)|expand|contract)"
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A way to quantize, in the words of both.
-
-    Attributes:
-      name: for a reader.
-      policy: of jmp_policy.
-      rule: the options of a rule of qwix.
-    """
+    """A way to quantize, by a policy of jmp_policy and by the options of a rule of qwix."""
 
     name: str
     policy: str
@@ -104,12 +98,7 @@ def our_training(params: Any, batch: Any, config: GPTConfig, scheme: Scheme) -> 
 def training_with_qwix(params: Any, batch: Any, config: GPTConfig, scheme: Scheme, as_rounded: bool) -> Program:
     """The same with qwix, whose derivative is by default taken at the operands before rounding.
 
-    Args:
-      params: as of `our_training`.
-      batch: likewise.
-      config: likewise.
-      scheme: likewise.
-      as_rounded: whether to take it at the rounded operands, as we do.
+    `as_rounded` takes it at the rounded operands, as we do.
     """
     import qwix
 

@@ -1,13 +1,12 @@
 """Measurements of a benchmark: tables that are stored in a file, whose columns tell whether they are reproducible."""
 
+import argparse
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from benchmarks._markdown import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ResultTable:
         - One step.
         """
         notes = "\n".join(f"- {note}" for note in self.notes)
-        return table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
+        return markdown_table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as JSON stores it."""
@@ -69,6 +68,18 @@ class ResultTable:
     def from_dict(cls, kept: dict[str, Any]) -> "ResultTable":
         """The table that `to_dict` was asked of, also after JSON made lists of its tuples."""
         return cls.of(**kept)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown.
+
+    >>> print(markdown_table(["name", "value"], [["a", "1"]]))
+    | name | value |
+    |---|---|
+    | a | 1 |
+    """
+    written = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([written[0], "|" + "---|" * len(header), *written[1:]])
 
 
 def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None:
@@ -88,6 +99,18 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
         kept.append(made.to_dict())
     if path:
         pathlib.Path(path).write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
+
+def run_alone(description: str | None, tables: Callable[[bool], Iterable[ResultTable]]) -> None:
+    """The command line of one benchmark: measures and prints its tables, with `--quick` at small sizes."""
+    import jax
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that all works")
+    options = parser.parse_args()
+    with jax.numpy_dtype_promotion("standard"):
+        print_tables(tables(options.quick), options.json)
 
 
 def hash_sources() -> str:

@@ -4,30 +4,27 @@ Run from the root of the repository:
 
     python -m benchmarks.float8 [--quick]
 
-Three tables of a dense layer, an MLP and a transformer block: the costs of the forward pass and of loss, gradients and
-next state, ours over those who do the same; the costs of all over bfloat16; the errors of the gradients.
+Two tables of a dense layer, an MLP and a transformer block: the costs of the forward pass and of loss, gradients and
+next state, ours over those who do the same; the errors of the gradients.
 """
 
-import argparse
 import dataclasses
-import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import jax
 from flax import linen
 
 from benchmarks._float8_contestants import (
     BFLOAT16,
     CONTESTANTS,
     PEERS,
+    Case,
     case,
     reference_gradients,
     relative_error,
 )
 from benchmarks._float8_models import MODELS
-from benchmarks._measure import Cost, cost, lowering_seconds
-from benchmarks._programs import Program
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._measure import cost
+from benchmarks._results import ResultTable, run_alone
 
 SHAPE = (4, 64, 256)
 """The shape of the input: batch, length, width."""
@@ -36,36 +33,17 @@ STEPS = 4
 """How often a gradient is taken, so that delayed scales have seen their data."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a dense layer alone, one repeat of what is timed")
-    quick = parser.parse_args(argv).quick
-    with jax.numpy_dtype_promotion("standard"):
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "qwix")]
-        print(", ".join([*versions, jax.default_backend()]))
-        print_tables(tables(quick))
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The costs over those who do the same and over bfloat16, and the errors."""
-    models, repeats = (dict(list(MODELS.items())[:1]), 1) if quick else (MODELS, 3)
-    measured = {name: Measured.of(made, repeats) for name, made in models.items()}
-    header = ["model", "program", "recipe", "over", *_COSTS]
-    yield ResultTable.of("peers", "Ours over those who do the same", header, _peer_rows(measured), _TIMED, _PEER_NOTES)
-    header = ["model", "program", "over bfloat16", *_COSTS]
-    notes = [
-        "A CPU has no products in 8 bits: it widens the numbers, so that nothing here can be below bfloat16 for them."
-    ]
-    yield ResultTable.of("bfloat16", "All over bfloat16", header, _bfloat16_rows(measured), _TIMED, notes)
-    header, rows = ["model", *CONTESTANTS], [error_row(name, made) for name, made in models.items()]
-    yield ResultTable.of(
-        "errors", "Errors of gradients against float64, over their norm", header, rows, (), _ERROR_NOTES
-    )
+    """The costs over those who do the same, and the errors; a quick run measures a dense layer alone."""
+    models = dict(list(MODELS.items())[:1]) if quick else MODELS
+    header = ["model", "program", "recipe", "over", "operations", "flops", "bytes", "temporaries"]
+    rows = [row for name, made in models.items() for row in cost_rows(name, made)]
+    yield ResultTable.of("peers", "Ours over those who do the same", header, rows, notes=_PEER_NOTES)
+    rows = [error_row(name, made) for name, made in models.items()]
+    title = "Errors of gradients against float64, over their norm"
+    yield ResultTable.of("errors", title, ["model", *CONTESTANTS], rows, notes=_ERROR_NOTES)
 
 
-_COSTS = ["operations", "flops", "bytes", "temporaries", "lowering time"]
-_TIMED = ["lowering time"]
 _PEER_NOTES = (
     "Operations above 1: ours show a nan of any operand, which Flax hides, and qwix's maximum loses on a CPU; by row "
     "ours are rounded once along each axis that is summed over, qwix's once; in blocks ours read exponents from bits, "
@@ -80,38 +58,15 @@ _ERROR_NOTES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Costs of the programs of a model.
-
-    Attributes:
-      costs: by program and contestant.
-      seconds: to trace and lower them, likewise.
-    """
-
-    costs: dict[tuple[str, str], Cost]
-    seconds: dict[tuple[str, str], float]
-
-    @classmethod
-    def of(cls, made: type[linen.Module], repeats: int) -> "Measured":
-        """Measures all contestants, whose lowering is timed in turns."""
-        all_programs = programs(made)
-        costs = {name: cost(program) for name, program in all_programs.items()}
-        seconds = lowering_seconds(list(all_programs.values()), repeats)
-        return cls(costs, dict(zip(all_programs, seconds, strict=True)))
-
-    def ratios(self, program: str, mine: str, other: str) -> list[str]:
-        """Returns the costs of a contestant over another's."""
-        over = self.costs[program, mine].over(self.costs[program, other])
-        lowering = self.seconds[program, mine] / self.seconds[program, other]
-        return [f"{ratio:.3f}" for ratio in (*dataclasses.astuple(over), lowering)]
-
-
-def programs(made: type[linen.Module], shape: tuple[int, ...] = SHAPE) -> dict[tuple[str, str], Program]:
-    """Returns the programs of all contestants, by task and contestant."""
-    cases = {name: case(name, made, shape) for name in CONTESTANTS}
-    forward = {("forward", name): each.forward() for name, each in cases.items()}
-    return forward | {("training", name): each.training() for name, each in cases.items()}
+def cost_rows(name: str, made: type[linen.Module]) -> Iterator[list[str]]:
+    """Yields our costs over those of each peer, for the forward pass and for a training step."""
+    cases = {contestant: case(contestant, made, SHAPE) for contestant in CONTESTANTS}
+    for program, make in {"forward": Case.forward, "training": Case.training}.items():
+        costs = {contestant: cost(make(each)) for contestant, each in cases.items() if contestant != BFLOAT16}
+        for recipe, peers in PEERS.items():
+            for peer in peers:
+                ratios = dataclasses.astuple(costs[recipe].over(costs[peer]))
+                yield [name, program, recipe, peer, *(f"{ratio:.3f}" for ratio in ratios)]
 
 
 def error_row(name: str, made: type[linen.Module]) -> list[str]:
@@ -121,25 +76,5 @@ def error_row(name: str, made: type[linen.Module]) -> list[str]:
     return [name, *(f"{error:.4f}" for error in errors)]
 
 
-def _peer_rows(measured: dict[str, Measured]) -> list[list[str]]:
-    return [
-        [name, program, recipe, peer, *of_model.ratios(program, recipe, peer)]
-        for name, of_model in measured.items()
-        for program in ("forward", "training")
-        for recipe, peers in PEERS.items()
-        for peer in peers
-    ]
-
-
-def _bfloat16_rows(measured: dict[str, Measured]) -> list[list[str]]:
-    return [
-        [name, program, contestant, *of_model.ratios(program, contestant, BFLOAT16)]
-        for name, of_model in measured.items()
-        for program in ("forward", "training")
-        for contestant in CONTESTANTS
-        if contestant != BFLOAT16
-    ]
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

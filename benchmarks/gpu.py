@@ -67,17 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_missing(results: Results, path: pathlib.Path, job: Job, only: str, seconds: float) -> int:
-    """Measures the rows that the results lack.
+    """Measures the rows that the results lack and whose key contains `only`, and returns how many are left.
 
-    Args:
-      results: gets them; each is saved at once.
-      path: where to.
-      job: measures.
-      only: a text that the key of a row must contain.
-      seconds: when to stop. A process is started only if it will probably end before, and is stopped if it does not.
-
-    Returns:
-      How many rows are left.
+    Each is saved at once. A process is started only if it will probably end within the seconds that are left, and is
+    stopped if it does not.
     """
     start = time.monotonic()
     remaining = lambda: seconds - (time.monotonic() - start)

@@ -9,25 +9,24 @@ that process. All imports alternate in each round. The first round, which writes
 The table has medians over rounds.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, run_alone
 
 MODULES = {
     "jax": "jax",
     "jmp_policy": "jmp_policy",
+    "jax, flax and optax": "optax, flax.linen, flax.nnx",
+    "jmp_policy, with optim, linen and nnx": "jmp_policy.optim, jmp_policy.linen, jmp_policy.nnx",
     "jmp": "jmp",
-    "optax": "optax",
-    "flax.linen": "flax.linen",
-    "flax.nnx": "flax.nnx",
     "mixed-precision-for-jax": "mpx",
     "qwix": "qwix",
     "Keras 3 on JAX": "keras",
@@ -49,13 +48,7 @@ print(time.process_time() - start, middle - start, *(set(sys.modules) - of_jax))
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """An import in a process of its own.
-
-    Attributes:
-      seconds: process time, including JAX.
-      of_jax: process time of JAX.
-      modules: the names of the modules that are loaded after JAX.
-    """
+    """An import in a process of its own: the process time with JAX and of JAX, and the modules loaded after JAX."""
 
     seconds: float
     of_jax: float
@@ -63,25 +56,16 @@ class Import:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The only table.
-
-    Args:
-      quick: fewer libraries, and three rounds instead of eleven.
-    """
+    """The only table; a quick run has fewer libraries, and three rounds instead of seven."""
     names = [name for name in (QUICK if quick else MODULES) if _is_installed(MODULES[name])]
     with tempfile.TemporaryDirectory() as bytecode:
-        count = 1 + (3 if quick else 11)
+        count = 1 + (3 if quick else 7)
         rounds = [{name: measure(MODULES[name], bytecode) for name in names} for _ in range(count)][1:]
     yield import_table(rounds, [name for name in (QUICK if quick else MODULES) if name not in names])
 
 
 def measure(module: str, bytecode: str) -> Import:
-    """Imports a module in a new process.
-
-    Args:
-      module: what to import.
-      bytecode: the folder of the bytecode of all that was imported before.
-    """
+    """Imports a module in a new process; the folder `bytecode` has that of all that was imported before."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),  # the child finds the same modules
@@ -96,12 +80,7 @@ def measure(module: str, bytecode: str) -> Import:
 
 
 def import_table(rounds: Sequence[dict[str, Import]], missing: Sequence[str] = ()) -> ResultTable:
-    """The table of rounds of imports.
-
-    Args:
-      rounds: each with the imports of all libraries.
-      missing: libraries that are not installed.
-    """
+    """The table of rounds, each with the imports of all libraries but for the `missing` ones."""
     rows = []
     for name in rounds[0]:
         seconds = statistics.median(each[name].seconds for each in rounds)
@@ -111,21 +90,15 @@ def import_table(rounds: Sequence[dict[str, Import]], missing: Sequence[str] = (
     header = ("import", "over import jax", "ms of process time", "modules that jax does not load")
     notes = (
         "Each loads JAX, whose time is in it.",
-        "jmp_policy loads Flax and optax when they are first asked for: `jmp_policy.linen`, `jmp_policy.optim`.",
+        "jmp_policy loads Flax and optax when they are first asked for: `jmp_policy.linen`, `jmp_policy.optim`. "
+        "The row with all of them is to be compared with that of jax, flax and optax.",
     )
     return ResultTable("imports", "Imports", header, tuple(rows), timed=header[1:3], notes=notes)
 
 
 def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module.split(".")[0]) is not None
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer libraries and rounds")
-    print_tables(tables(parser.parse_args(argv).quick))
+    return importlib.util.find_spec(re.split("[.,]", module)[0]) is not None
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

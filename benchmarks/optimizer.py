@@ -123,7 +123,7 @@ def half_whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
 
 _HALF_NOTES = (
     "A split master weight and Kahan's compensation have 2 bytes of state fewer than float32 copies, and more traffic "
-    "on a CPU: parameter and memory are two results of the same two arrays, which XLA:CPU copies first.",
+    "on a CPU: it writes the split value down first, and copies the two arrays that Kahan's parameter and memory read.",
     "Stochastic rounding has the most traffic, for its random numbers.",
 )
 

@@ -5,12 +5,10 @@ Run from the root of the repository:
     python -m benchmarks.peers [--quick]
 
 Measures the cost of a compiled float16 and bfloat16 step over the step by hand, on this CPU and, if their compilers are
-installed, on a TPU and an H100. Also measures corrupted values after non-finite steps, the loss after training over
-that in float32, and the error of quantized layers. A library that is not installed has a row that says so. PyTorch has
-no measurements of a compiled program.
+installed, on a TPU and an H100. Also measures the loss after training over that in float32. A library that is not
+installed has a row that says so. PyTorch has no measurements of a compiled program.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _peer_faults, _peer_problems, _targets
-from benchmarks._compiled import Figures, compile_for_figures, figures
-from benchmarks._fault_contestants import FEATURES, Contestant
-from benchmarks._float8_contestants import CONTESTANTS, case, reference_gradients, relative_error
-from benchmarks._float8_models import MODELS
-from benchmarks._measure import count_operations, median_seconds
+from benchmarks import _measure, _peer_problems, _targets
+from benchmarks._compiled import Figures, figures
+from benchmarks._measure import Cost, cost_of, median_seconds
 from benchmarks._optimizer_cost import count_bytes
 from benchmarks._peer_notes import COST_NOTES, Setting, compare_with_ours
 from benchmarks._peer_problems import LARGE_MLP, SMALL_GPT, SMALL_MLP, Problem
 from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, TORCH, UNSCALED, Make, steps
-from benchmarks._quant_contestants import SCHEMES
-from benchmarks._results import ResultTable, print_tables
-from benchmarks.quant import error_row
-from examples.gpt.model import GPTConfig
+from benchmarks._results import ResultTable, run_alone
 
 MISSING = "not installed"
 UNMEASURED = "not measured"
@@ -41,49 +33,23 @@ UNMEASURED = "not measured"
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Yields the tables in the order in which they are measured.
 
-    With `quick`, all peers train a small MLP for a few steps, without accelerators, quantized layers, or the non-finite
-    steps of `benchmarks.faults`.
+    With `quick`, all peers train a small MLP for a few steps, without accelerators.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(SMALL_GPT, steps=40)
-        stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", "float16", "bfloat16")}
-        compiled = [] if quick else [_peer_problems.mlp(*SMALL_MLP)]
-        for dtype in ("float16", "bfloat16"):
-            costs = {
-                problem: {name: _cost(problem, make) for name, make in steps(dtype).items()} for problem in compiled
-            }
-            costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
-            yield cost_table(dtype, costs)
-        if not quick:
-            yield accelerator_table(_peer_problems.mlp(*LARGE_MLP))
-        yield fault_table(_peer_faults.everyone(quick))
-        yield loss_table(trained, stepping)
-        if not quick:
-            yield quantized_table(SMALL_GPT)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Cost of a compiled step: its StableHLO operations, and XLA's analysis."""
-
-    operations: float
-    figures: Figures
-
-    def over(self, other: "Cost") -> list[float]:
-        """Returns operations, flops, bytes and temporaries relative to another cost."""
-        ratios = self.figures.over(other.figures)
-        return [self.operations / other.operations, ratios.flops, ratios.bytes_accessed, ratios.temporaries]
+    trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(SMALL_GPT, steps=40)
+    stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", "float16", "bfloat16")}
+    compiled = [] if quick else [_peer_problems.mlp(*SMALL_MLP)]
+    for dtype in ("float16", "bfloat16"):
+        costs = {problem: {name: _cost(problem, make) for name, make in steps(dtype).items()} for problem in compiled}
+        costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
+        yield cost_table(dtype, costs)
+    if not quick:
+        yield accelerator_table(_peer_problems.mlp(*LARGE_MLP))
+    yield loss_table(trained, stepping)
 
 
 @dataclasses.dataclass
 class Stepping:
-    """A step that is compiled for this machine, with its state.
-
-    Attributes:
-      compiled: the step.
-      state: the state, which each step replaces.
-      cost: the cost of the step.
-    """
+    """A step that is compiled for this machine, with its state, which each step replaces, and its cost."""
 
     compiled: Any
     state: Any
@@ -103,9 +69,7 @@ class Stepping:
 def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> ResultTable:
     """Makes the table of costs over the step by hand, and of the bytes that a scale and a check add to a step.
 
-    Args:
-      dtype: the dtype of the computations.
-      costs: costs by model and contestant; `None` for a contestant that is not installed.
+    A contestant that is not installed has `None` as its cost.
     """
     rows, notes = [], list(COST_NOTES[dtype])
     for problem, by_name in costs.items():
@@ -117,8 +81,8 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
             if cost is not None:
                 plain = by_name[_without_check(dtype, name)]
                 assert plain is not None
-                added = (cost.figures.bytes_accessed - plain.figures.bytes_accessed) / count_bytes(problem.params)
-                ratios = cost.over(base)
+                added = (cost.bytes_accessed - plain.bytes_accessed) / count_bytes(problem.params)
+                ratios = dataclasses.astuple(cost.over(base))
                 found[name] = dict(zip(("flops", "bytes", "temporaries"), ratios[1:], strict=True))
                 cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{round(added, 2) + 0.0:.2f}"]  # no -0.00
             rows.append((problem.name, name, *cells))
@@ -169,35 +133,8 @@ def _bytes_and_temporaries(found: dict[str, Figures | None]) -> dict[str, dict[s
     return {by: {"bytes": its.bytes_accessed, "temporaries": its.temporaries} for by, its in ratios.items()}
 
 
-def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:
-    """Makes the table of corrupted values after non-finite steps; contestants that are not installed are `None`."""
-    rows = []
-    parts = ("parameters", "moments", "schedule counts", "batch statistics", "step counter")
-    for name, contestant in everyone.items():
-        counts = None if contestant is None else _peer_faults.count(contestant)
-        for plan in _peer_faults.plans():
-            cells = [MISSING] * len(parts) if counts is None else [str(counts[plan][part]) for part in parts]
-            rows.append((name, plan, *cells))
-    notes = (
-        f"A net of {FEATURES} inputs with BatchNorm and AdamW with a schedule, in float16. One gradient is infinite in"
-        " bad steps. A number is corrupted if it differs from a run in which those left all but the loss scale alone.",
-        "Batch statistics are left to the user by Flax, by mixed-precision-for-jax, by Keras and by PyTorch, whose"
-        " forward pass updates them before anybody looks at the gradients.",
-        "PyTorch: `GradScaler` skips the optimizer and not the schedule, so that all later steps have other learning"
-        " rates, and parameters and moments with them.",
-        "`optax.apply_if_finite` accepts the sixth bad update in a row, as it was told to.",
-    )
-    title = "What bad steps corrupt, of all numbers"
-    return ResultTable("bad steps", title, ("by", "bad steps", *parts), tuple(rows), notes=notes)
-
-
 def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
-    """Makes the table of the loss after training, and of the process time of a step.
-
-    Args:
-      problem: the model.
-      stepping: the compiled steps, by dtype and contestant. They are run.
-    """
+    """Runs the compiled steps, by dtype and contestant: the loss after training, and the process time of a step."""
     trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
     takes: dict[tuple[str, str], Callable[[Any], Any]] = {}
     for dtype, by_name in stepping.items():
@@ -232,39 +169,10 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
 
 
 def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) -> dict[Any, float]:
-    """Runs all steps, and returns the process time of one."""
+    """Runs all steps in turns, and returns the process time of one of each."""
     taken: dict[Any, Iterator[Any]] = {key: iter(batches) for key in takes}
     runs = [lambda key=key, take=take: take(next(taken[key])) for key, take in takes.items()]
     return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))
-
-
-def quantized_table(config: GPTConfig) -> ResultTable:
-    """Makes the table of errors of quantized layers, against qwix and Flax with the same weights."""
-    rows = []
-    for scheme in SCHEMES:
-        try:
-            name, *cells = error_row(scheme, config)
-        except ImportError:
-            rows.append((scheme.name, "logits of the GPT", "qwix", *[MISSING] * 4))
-        else:
-            rows.append((name, "logits of the GPT", "qwix", *cells))
-    shape, module = (8, 64, 64), MODELS["MLP"]
-    expected = reference_gradients(module, shape)
-    for mine, theirs in _FLOAT8.items():
-        try:
-            errors = [relative_error(case(by, module, shape).gradients(2), expected) for by in (mine, theirs)]
-            cells = [f"{error:.4f}" for error in errors]
-        except ImportError:
-            cells = [MISSING] * 2
-        rows.append((f"float8, {mine}", "gradients of an MLP", theirs, *cells, "", ""))
-    header = ("format", "of", "peer", "our error", "peer's error", "our bytes over float32", "peer's bytes")
-    notes = ("`benchmarks.quant` and `benchmarks.float8` have the costs, and more formats and models.",)
-    title = "What quantized layers lose, relative to float32 and float64"
-    return ResultTable("quantized", title, header, tuple(rows), notes=notes)
-
-
-_FLOAT8 = {"delayed": "flax Fp8DirectDotGeneralOp", "current": "qwix"}
-assert set(_FLOAT8) | set(_FLOAT8.values()) <= set(CONTESTANTS)
 
 
 def _lowerable(problem: Problem, make: Make) -> Any:
@@ -276,10 +184,7 @@ def _lowerable(problem: Problem, make: Make) -> Any:
 
 def _cost(problem: Problem, make: Make) -> Cost | None:
     program = _lowerable(problem, make)
-    if program is None:
-        return None
-    lowered = program.lower()
-    return Cost(count_operations(lowered.as_text()), figures(compile_for_figures(lowered)))
+    return None if program is None else _measure.cost(program)
 
 
 def _compile_to_run(problem: Problem, dtype: str) -> dict[str, Stepping | None]:
@@ -291,8 +196,7 @@ def _compile_to_run(problem: Problem, dtype: str) -> dict[str, Stepping | None]:
             continue
         lowered = program.lower()
         compiled = lowered.compile()
-        cost = Cost(count_operations(lowered.as_text()), figures(compiled))
-        made[name] = Stepping(compiled, program.args[0], cost)
+        made[name] = Stepping(compiled, program.args[0], cost_of(lowered, compiled))
     return made
 
 
@@ -306,12 +210,5 @@ def _torch_trainer(problem: Problem, dtype: str) -> Any:
     return trainer
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
-    print_tables(tables(parser.parse_args(argv).quick))
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

@@ -4,9 +4,9 @@ Run from the root of the repository:
 
     python -m benchmarks.quant [--quick]
 
-Makes four tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
-logits and the bytes of the parameters; the validation loss of the trained model, and the divergence of its predictions
-from float32.
+Makes five tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
+logits and the bytes of the parameters; the validation loss of the trained model, the divergence of its predictions from
+float32, and its loss with weights rounded by `quant.gptq` and `quant.awq`.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from benchmarks._quant_contestants import (
 )
 from benchmarks._results import ResultTable, print_tables
 from examples.gpt.model import GPTConfig
+from jmp_policy.quant import awq, gptq
 
 QUICK_GPT = GPTConfig(depth=1, context=16)
 
@@ -68,6 +69,8 @@ def training_tables(quick: bool) -> Iterator[ResultTable]:
     yield ResultTable.of("losses", f"Validation loss after {steps} steps in float32", _LOSS_HEADER, rows)
     rows = [divergence_row(scheme, runs) for scheme in (SCHEMES[:1] if quick else SCHEMES)]
     yield ResultTable.of("divergence", "How far the predictions are from float32", _DIVERGENCE_HEADER, rows)
+    title = "Validation loss in int4/128 for calibration data, 128 windows of the training text"
+    yield ResultTable.of("calibrated", title, _CALIBRATED_HEADER, calibrated_rows(runs))
 
 
 _COST_NOTES = (
@@ -80,6 +83,7 @@ _COST_NOTES = (
 _COST_HEADER = ["format", "program", "operations", "flops", "bytes", "temporaries", "lowering time"]
 _ERROR_HEADER = ["format", "error of logits", "qwix's error", "parameter bytes", "qwix's bytes"]
 _LOSS_HEADER = ["library", "quantized", "loss over float32, by seed", "bytes of these weights over float32"]
+_CALIBRATED_HEADER = ["by", "loss over float32, by seed", "of the rise of nearest that is gone"]
 _DIVERGENCE_HEADER = ["format", "divergence from float32, by seed", "qwix's"]
 
 
@@ -135,6 +139,18 @@ def loss_rows(runs: Sequence[Trained], most: int | None = None) -> list[list[str
         rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)
         size = f"{quantized_bytes(served, runs[0].params):.3f}" if library == "jmp_policy" else ""
         rows.append([library, name, rises, size])
+    return rows
+
+
+def calibrated_rows(runs: Sequence[Trained], policy: str = "int4/128_from_float32") -> list[list[str]]:
+    """Makes the rows of losses with weights rounded for calibration data."""
+    nearest = [run.rise(ours(run.config, policy)) for run in runs]
+    rows = []
+    for calibrate in (gptq, awq):
+        rises = [run.rise(run.calibrated(calibrate, policy)) for run in runs]
+        gone = [1 - rise / before for rise, before in zip(rises, nearest, strict=True)]
+        texts = ([f"{100 * rise:+.2f} %" for rise in rises], [f"{100 * share:.0f} %" for share in gone])
+        rows.append([calibrate.__name__, *map(", ".join, texts)])
     return rows
 
 

@@ -8,15 +8,13 @@ Makes one table of ratios, ours over theirs: below one, ours is cheaper. Operati
 bytes accessed and temporaries come from XLA's analysis of the compiled step, and are the same on every run.
 """
 
-import argparse
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
 
-from benchmarks._dispatch import dispatch_microseconds
-from benchmarks._measure import Cost, cost, lowering_seconds, step_seconds
+from benchmarks._measure import Cost, cost, lowering_seconds
 from benchmarks._programs import (
     APIS,
     MODELS,
@@ -28,7 +26,7 @@ from benchmarks._programs import (
     with_dynamic_scale,
     with_jmp,
 )
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, run_alone
 from examples.gpt.model import GPTConfig
 
 QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
@@ -36,21 +34,22 @@ QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Measurements of a case.
-
-    Attributes:
-      case: the case.
-      ours: our cost.
-      others: the costs of the others, by name.
-      lowering: our time to trace and lower over the time by hand.
-      step_times: seconds of a step by name, with ours; empty except on an accelerator.
-    """
+    """Our cost for a case, the costs of the others by name, and our time to trace and lower over the time by hand."""
 
     case: Case
     ours: Cost
     others: dict[str, Cost]
     lowering: float
-    step_times: dict[str, float]
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """Yields the table of steps; a quick run measures an MLP alone, and repeats nothing that is timed."""
+    every = list(itertools.product(MODELS, APIS, POLICIES))
+    comparisons = []
+    for names in [("mlp", "nnx", "mixed_float16")] if quick else every:
+        print(f"measuring {', '.join(names)}", flush=True)
+        comparisons.append(compare(Case(*names, GPTConfig()), 1 if quick else 5))
+    yield steps_table(comparisons)
 
 
 def compare(case: Case, repeats: int = 5) -> Comparison:
@@ -61,53 +60,15 @@ def compare(case: Case, repeats: int = 5) -> Comparison:
     mine = ours(case)
     costs = {name: cost(program) for name, program in others.items()}
     our_seconds, hand_seconds = lowering_seconds([mine, others["by hand"]], repeats)
-    programs = {"ours": mine, **others}
-    times = {}
-    if jax.default_backend() == "gpu":
-        times = dict(zip(programs, step_seconds(list(programs.values())), strict=True))
-    return Comparison(case, cost(mine), costs, our_seconds / hand_seconds, times)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
-    parser.add_argument("--quick", action="store_true", help="an MLP, and one repeat of what is timed")
-    options = parser.parse_args(argv)
-    print(f"jax {jax.__version__}, {jax.default_backend()} ({jax.devices()[0].device_kind})")
-    print_tables(tables(options.quick), options.json)
-
-
-def tables(quick: bool) -> Iterator[ResultTable]:
-    """Yields the table of steps, and the table of overheads per call."""
-    every = list(itertools.product(MODELS, APIS, POLICIES))
-    comparisons = []
-    for names in [("mlp", "nnx", "mixed_float16")] if quick else every:
-        print(f"measuring {', '.join(names)}", flush=True)
-        comparisons.append(compare(Case(*names, GPTConfig()), 1 if quick else 5))
-    yield steps_table(comparisons)
-    yield dispatch_table(dispatch_microseconds())
+    return Comparison(case, cost(mine), costs, our_seconds / hand_seconds)
 
 
 def steps_table(comparisons: Sequence[Comparison]) -> ResultTable:
     """Makes the table of our costs over the costs of others."""
-    timed = any(comparison.step_times for comparison in comparisons)
     header = ["model", "API", "policy", "ours over", "operations", "flops", "bytes", "temporaries", "lowering time"]
-    return ResultTable(
-        "steps",
-        "A train step, ours over theirs: below one, ours is cheaper",
-        (*header, *(["step time"] if timed else [])),
-        tuple(tuple(row if timed else row[:-1]) for comparison in comparisons for row in _rows(comparison)),
-        ("lowering time", *(["step time"] if timed else [])),
-        (*_explain(comparisons), *([] if timed else ["Step times: not measured; they are for accelerators."])),
-    )
-
-
-def dispatch_table(microseconds: dict[str, float]) -> ResultTable:
-    """Makes the table of the time that an argument adds to a call of a jitted function."""
-    rows = tuple((name, f"{added:.1f}") for name, added in microseconds.items())
-    title = "What an argument adds to a call of a jitted function, over a tuple of the same arrays"
-    return ResultTable("dispatch", title, ("argument", "added µs"), rows, ("added µs",))
+    rows = [row for comparison in comparisons for row in _rows(comparison)]
+    title = "A train step, ours over theirs: below one, ours is cheaper"
+    return ResultTable.of("steps", title, header, rows, ("lowering time",), list(_explain(comparisons)))
 
 
 _NO_CHECK = "that step has no loss scale and no skip, which is what more is paid for here"
@@ -147,16 +108,13 @@ def _list_above(comparisons: Sequence[Comparison], other: str) -> Iterator[tuple
             yield name, f"in {len(above)} of {len(ratios)} cases, up to {max(above):.2f}"
 
 
-def _rows(comparison: Comparison) -> list[list[str]]:
-    case, times = comparison.case, comparison.step_times
-    rows = []
+def _rows(comparison: Comparison) -> Iterator[list[str]]:
+    case = comparison.case
     for name, other in comparison.others.items():
         ratios = [f"{ratio:.2f}" for ratio in dataclasses.astuple(comparison.ours.over(other))]
         lowering = f"{comparison.lowering:.2f}" if name == "by hand" else ""
-        step_time = f"{times['ours'] / times[name]:.2f}" if times else ""
-        rows.append([case.model, case.api, case.policy, name, *ratios, lowering, step_time])
-    return rows
+        yield [case.model, case.api, case.policy, name, *ratios, lowering]
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

@@ -78,7 +78,7 @@ if _typing.TYPE_CHECKING:
     from .numerics._explain import explain as explain
     from .numerics._tune import BitRow as BitRow, Trial as Trial, Tuning as Tuning, tune as tune
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
 

@@ -35,12 +35,17 @@ def read_commands(workflow: pathlib.Path) -> list[str]:
     return [line.strip() for step in read_steps(workflow) for line in step.get("run", "").splitlines()]
 
 
+def list_pythons() -> list[str]:
+    return [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+", name)]
+
+
 def read_lower_bounds() -> dict[str, str]:
     return dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", dependency).groups() for dependency in PROJECT["dependencies"])
 
 
 def test_the_version_is_one():
-    assert PROJECT["version"] == jmp.__version__ == read_yaml(ROOT / "CITATION.cff")["version"]
+    citation, recipe = read_yaml(ROOT / "CITATION.cff"), read_yaml(ROOT / "recipe" / "recipe.yaml")
+    assert {jmp.__version__, citation["version"], recipe["context"]["version"]} == {PROJECT["version"]}
 
 
 def test_the_changelog_has_the_version_with_the_date_of_the_citation():
@@ -85,9 +90,8 @@ def test_a_workflow_names_extras_modules_and_files_that_exist(workflow):
 
 
 def test_the_tests_run_on_every_python_that_the_package_names():
-    names = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+", name)]
     matrix = read_yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["quick"]["strategy"]["matrix"]
-    assert matrix["python"] == names
+    assert matrix["python"] == list_pythons()
     assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
 
 
@@ -136,9 +140,16 @@ def test_the_pages_say_the_lower_bounds():
     install = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
     said = f"asks for jax {bounds['jax']}, flax {bounds['flax']} and optax {bounds['optax']} or newer"
     assert said in " ".join(install.split())
-    tables = [install, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")]
-    row = rf"\| 3\.11 \| {bounds['jax']}\.0 \| {bounds['flax']} \| {bounds['optax']} \|"
-    assert [bool(re.search(row, table)) for table in tables] == [True, True]
+    row = rf"\| 3\.11 \| {bounds['jax']}\.0 \| {bounds['flax']} \| {bounds['optax']} \| {bounds['ml_dtypes']}\.0 \|"
+    assert re.search(row, install)
+
+
+def test_the_table_of_versions_has_every_python_and_stands_once():
+    install = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (3\.\d+) \|", install, re.MULTILINE)) == set(list_pythons())
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "(docs/start/install.md#versions)" in contributing
+    assert "| Python | jax |" not in contributing
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
@@ -165,7 +176,6 @@ RECIPE = read_yaml(ROOT / "recipe" / "recipe.yaml")
 
 
 def test_the_recipe_says_what_the_package_says():
-    assert RECIPE["context"]["version"] == PROJECT["version"]
     assert RECIPE["package"]["name"] == PROJECT["name"]
     assert f">={RECIPE['context']['python_min']}" == PROJECT["requires-python"]
     python, *needed = RECIPE["requirements"]["run"]

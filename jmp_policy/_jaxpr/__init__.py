@@ -34,6 +34,7 @@ from ._primitives import (
 )
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
+    WITHOUT_JAXPRS as WITHOUT_JAXPRS,
     AbstractValue as AbstractValue,
     Atom as Atom,
     JaxprBuilder as JaxprBuilder,
@@ -55,6 +56,7 @@ from ._program import (
     remember_by_jaxpr as remember_by_jaxpr,
     replace_variables as replace_variables,
     scan_parts as scan_parts,
+    shape_of as shape_of,
     sub_jaxprs as sub_jaxprs,
     walk as walk,
     without_mesh as without_mesh,

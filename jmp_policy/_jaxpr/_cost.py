@@ -1,7 +1,6 @@
 """The cost of an equation, and the number of elements that a half-precision sum adds."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._primitives import Fact, having
-from ._program import Atom, Step, float_dtype, is_float, walk
+from ._program import Atom, Step, float_dtype, is_float, shape_of, walk
 
 MOVING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"select_n", "link", "carry"}
 """Steps that only move or choose elements."""
@@ -43,7 +42,7 @@ def count_products(eqn: JaxprEqn) -> int:
     """Counts the products per output element of a matmul or convolution: 1 for an outer product."""
     if eqn.primitive.name == "conv_general_dilated":
         return math.prod(_read_kernel(eqn))
-    return math.prod(_shape(eqn.invars[0])[axis] for axis in _read_dimensions(eqn)[0][0])
+    return math.prod(shape_of(eqn.invars[0])[axis] for axis in _read_dimensions(eqn)[0][0])
 
 
 def _count_dot(eqn: JaxprEqn) -> int:
@@ -52,7 +51,7 @@ def _count_dot(eqn: JaxprEqn) -> int:
 
 def _count_ragged_dot(eqn: JaxprEqn) -> int:
     """Each row of the left operand is multiplied by the matrix of its group only."""
-    left, right = (_shape(atom) for atom in eqn.invars[:2])
+    left, right = (shape_of(atom) for atom in eqn.invars[:2])
     (_, right_contracting), (_, right_batch) = _read_dimensions(eqn)
     groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
     shared = {*right_contracting, *right_batch, *groups}
@@ -60,7 +59,7 @@ def _count_ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _count_convolution(eqn: JaxprEqn) -> int:
-    numbers, out = eqn.params["dimension_numbers"], _shape(eqn.outvars[0])
+    numbers, out = eqn.params["dimension_numbers"], shape_of(eqn.outvars[0])
     channels, *spatial = _read_kernel(eqn)
     positions = math.prod(_count_valid_positions(eqn, axis) for axis in range(len(spatial)))
     batch, features = (out[axis] for axis in numbers.out_spec[:2])
@@ -69,7 +68,7 @@ def _count_convolution(eqn: JaxprEqn) -> int:
 
 def _read_kernel(eqn: JaxprEqn) -> tuple[int, ...]:
     """Returns the input channels per group of a convolution, then the sizes of its kernel."""
-    shape = _shape(eqn.invars[1])
+    shape = shape_of(eqn.invars[1])
     return tuple(shape[axis] for axis in eqn.params["dimension_numbers"].rhs_spec[1:])
 
 
@@ -77,9 +76,9 @@ def _count_valid_positions(eqn: JaxprEqn, axis: int) -> int:
     """Counts the pairs of an output and a kernel position along an axis that read an element, not padding."""
     params = eqn.params
     numbers = params["dimension_numbers"]
-    size = _shape(eqn.invars[0])[numbers.lhs_spec[2 + axis]]
+    size = shape_of(eqn.invars[0])[numbers.lhs_spec[2 + axis]]
     dilation = params["lhs_dilation"][axis]
-    outputs = np.arange(_shape(eqn.outvars[0])[numbers.out_spec[2 + axis]]) * params["window_strides"][axis]
+    outputs = np.arange(shape_of(eqn.outvars[0])[numbers.out_spec[2 + axis]]) * params["window_strides"][axis]
     kernel = np.arange(_read_kernel(eqn)[1 + axis]) * params["rhs_dilation"][axis]
     met = outputs[:, None] + kernel - params["padding"][axis][0]
     return int(np.count_nonzero((met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)))
@@ -120,11 +119,7 @@ def _read_dimensions(eqn: JaxprEqn) -> Any:
 
 
 def _size(atom: Atom) -> int:
-    return math.prod(_shape(atom))
-
-
-def _shape(atom: Atom) -> Sequence[int]:
-    return getattr(atom.aval, "shape", ())
+    return math.prod(shape_of(atom))
 
 
 HALF = frozenset((np.dtype(np.float16), np.dtype(jnp.bfloat16)))
@@ -196,7 +191,7 @@ _COUNTS = {
     "select_and_scatter_add": _count_overlapping_windows,  # max pooling's gradient adds where windows overlap
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul"), lambda step: _size(step.operands[-1])),
     **dict.fromkeys(
-        ("cumsum", "cumprod", "cumlogsumexp"), lambda step: _shape(step.operands[0])[step.eqn.params["axis"]]
+        ("cumsum", "cumprod", "cumlogsumexp"), lambda step: shape_of(step.operands[0])[step.eqn.params["axis"]]
     ),
 }
 """Counts, by primitive, the elements that are combined into one."""

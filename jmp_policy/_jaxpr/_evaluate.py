@@ -5,6 +5,7 @@ import contextvars
 import enum
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CALLED
-from ._program import Atom, Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
+from ._program import Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
 
 
 def open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
@@ -111,18 +112,19 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
-    def read_atom(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else environment[atom]
-
     outer, mesh = source_info_util.current_name_stack(), _read_context_mesh()
-    last_uses = itertools.repeat((), len(body.eqns)) if is_staged else _find_last_uses(body)
-    for eqn, last_used in zip(body.eqns, last_uses, strict=True):
-        source = eqn.source_info
-        with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
-            results = _bind(eqn, read_atom) if is_staged else _bind_shared(eqn, read_atom, mesh)
-        environment.update(zip(eqn.outvars, results, strict=True))
-        for var in last_used:  # frees their memory when run eagerly
-            del environment[var]
+    last_uses = itertools.repeat(()) if is_staged else iter(_find_last_uses(body))
+    # Equations that follow each other usually have one context and one name stack.
+    for (context, scopes), eqns in itertools.groupby(body.eqns, operator.attrgetter("ctx", "source_info.name_stack")):
+        stack = outer + scopes
+        with context.manager:
+            for eqn, last_used in zip(eqns, last_uses, strict=False):
+                with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+                    results = _bind(eqn, environment) if is_staged else _bind_shared(eqn, environment, mesh)
+                for var, result in zip(eqn.outvars, results, strict=True):
+                    environment[var] = result
+                for var in last_used:  # frees their memory when run eagerly
+                    del environment[var]
     return [_make_array(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
 
 
@@ -154,20 +156,21 @@ def _is_staged(values: Sequence[Any]) -> bool:
     return bool(tracers) and all(kind is _STAGED for kind in tracers)
 
 
-def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any]) -> Sequence[Any]:
-    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+def _bind(eqn: JaxprEqn, environment: dict[Var, Any]) -> Sequence[Any]:
+    operands = [atom.val if type(atom) is Literal else environment[atom] for atom in eqn.invars]
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
 
-def _bind_shared(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
+def _bind_shared(eqn: JaxprEqn, environment: dict[Var, Any], mesh: dict[str, Any]) -> Sequence[Any]:
     positions: dict[Var, int] = {}  # numbers the distinct variables: two operands may be the same one
     for atom in eqn.invars:
-        if not isinstance(atom, Literal):
-            positions.setdefault(atom, len(positions))
+        if type(atom) is not Literal and atom not in positions:
+            positions[atom] = len(positions)
     shared = _share_call(eqn, positions)
     if shared is None:
-        return _bind(eqn, read_atom)
-    return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
+        return _bind(eqn, environment)
+    return _JIT.primitive.bind(*map(environment.__getitem__, positions), **shared | mesh)
 
 
 _CALLS: dict[Any, dict[str, Any]] = {}
@@ -180,26 +183,29 @@ def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | No
     """Returns the parameters of a jitted function that runs this equation, or None to bind the equation directly."""
     if eqn.effects or jax.debug_nans.value or jax.debug_infs.value:  # whose errors name the equation
         return None
-    # Bits of literals, because 0.0 == -0.0.
-    operands = [
-        (atom.aval, np.asarray(atom.val).tobytes() if isinstance(atom, Literal) else positions[atom])
-        for atom in eqn.invars
-    ]
-    results = [var.aval for var in eqn.outvars]
-    key = eqn.primitive, tuple(operands), tuple(results), tuple(eqn.params.items()), eqn.ctx
+    key: list[Any] = [eqn.primitive, eqn.ctx, *eqn.params.items()]
+    for atom in eqn.invars:  # bits of literals, because 0.0 == -0.0
+        key += atom.aval, np.asarray(atom.val).tobytes() if type(atom) is Literal else positions[atom]
+    for var in eqn.outvars:
+        key.append(var.aval)
     try:
-        found = _CALLS.get(key)
+        found = _CALLS.get(tuple(key))
     except TypeError:  # an unhashable parameter
         return None
-    # Functions and jaxprs of users may be new in each call, and the cache would keep them alive. A jitted `device_put`
-    # would run on the devices of its inputs.
-    name, params = eqn.primitive.name, eqn.params
-    has_functions = any(callable(value) for value in params.values()) or any(jaxprs_in_params(params))
-    if found is None and not (name == "device_put" or name.startswith("custom_") or has_functions):
+    if found is None and _may_be_shared(eqn):
         if len(_CALLS) >= _MOST_CALLS:
             _CALLS.clear()
-        found = _CALLS[key] = _jit_equation(eqn, list(positions))
+        found = _CALLS[tuple(key)] = _jit_equation(eqn, list(positions))
     return found
+
+
+def _may_be_shared(eqn: JaxprEqn) -> bool:
+    """False if the cache would keep functions or jaxprs of users alive, which may be new in each call."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "device_put":  # would run on the devices of its inputs
+        return False
+    has_functions = any(map(callable, params.values())) or any(jaxprs_in_params(params))
+    return not (has_functions or name.startswith("custom_"))
 
 
 def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:

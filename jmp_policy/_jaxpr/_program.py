@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.sharding import AbstractMesh
 
 from .._base import P, R, is_floating_dtype
-from ._primitives import Fact, having
+from ._primitives import PRIMITIVES, Fact, having
 
 Atom = Var | Literal
 
@@ -26,14 +26,24 @@ Program = Jaxpr | ClosedJaxpr
 
 def float_dtype(atom: Atom) -> Any:
     """Returns the dtype of a real floating array, or None for anything else."""
-    dtype = array_dtype(atom)
-    return dtype if dtype is not None and is_floating_dtype(dtype) else None
+    return _float_dtype_of(atom.aval)
+
+
+# A rewriter asks for the dtype of each atom several times.
+@functools.lru_cache(maxsize=4096)
+def _float_dtype_of(aval: Any) -> Any:
+    return aval.dtype if isinstance(aval, ShapedArray) and is_floating_dtype(aval.dtype) else None
 
 
 def array_dtype(atom: Atom) -> Any:
     """Returns the dtype of an array, or None for anything else, such as a mutable reference to one."""
     aval: Any = atom.aval
     return aval.dtype if isinstance(aval, ShapedArray) else None
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Returns the shape of an array, or `()` for anything else."""
+    return getattr(atom.aval, "shape", ())
 
 
 def is_float(atom: Atom) -> bool:
@@ -147,7 +157,7 @@ class SubJaxpr(NamedTuple):
 def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
     """Lists the jaxprs that an equation runs, except the jaxprs of reductions, scatters and kernels."""
     params, name = eqn.params, eqn.primitive.name
-    if name in _OPAQUE:
+    if name in WITHOUT_JAXPRS:
         return []
     if name == "scan":
         consts, carried = scan_parts(eqn)
@@ -164,7 +174,8 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
     return [_make_call(eqn, program) for program in programs if len(body_of(program).invars) <= len(eqn.invars)]
 
 
-_OPAQUE = having(Fact.COMBINES, Fact.KERNEL)  # their jaxprs combine two elements, or write to memory
+WITHOUT_JAXPRS = frozenset(PRIMITIVES) - having(Fact.CALLS, Fact.OUTSIDE, Fact.MEMORY)
+"""Primitives without a jaxpr, or with one that only combines two elements or is the body of a kernel."""
 
 PRODUCT_SCOPE = "jmp_product"
 """The scope of the `cond` that chooses between forms of a half-precision matmul; not part of a module path."""
@@ -300,13 +311,12 @@ class JaxprBuilder:
         self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
     ) -> list[Value]:
         """Appends `eqn` with other operands, output dtypes and, optionally, parameters. Returns its outputs."""
-        outvars = [_change_dtype(var, kind.dtype) for var, kind in zip(eqn.outvars, kinds, strict=True)]
-        if params is None and _are_same(atoms, eqn.invars) and _are_same(outvars, eqn.outvars):
-            self.equations.append(eqn)
-        else:
-            changed = eqn.params if params is None else params
-            self.equations.append(eqn.replace(invars=list(atoms), outvars=outvars, params=changed))
-        return [Value(var, kind) for var, kind in zip(outvars, kinds, strict=True)]
+        invars, results = list(atoms), [*map(_make_result, eqn.outvars, kinds)]
+        outvars: list[Any] = [var for var, _ in results]
+        if params is not None or invars != eqn.invars or outvars != eqn.outvars:
+            eqn = eqn.replace(invars=invars, outvars=outvars, params=params)
+        self.equations.append(eqn)
+        return results
 
     def cast(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
         """Casts a floating value for use in `eqn`. The cast has the source line of `eqn`."""
@@ -346,16 +356,13 @@ def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
     return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
 
 
-def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
+def _make_result(var: Var, kind: AbstractValue) -> Value:
     aval: Any = var.aval
-    return var if dtype is None or aval.dtype == dtype else type(var)(_change_aval(aval, dtype))
+    is_same = kind.dtype is None or aval.dtype == kind.dtype
+    return Value(var if is_same else type(var)(_change_aval(aval, kind.dtype)), kind)
 
 
 # A jaxpr has few distinct avals, and `update` takes ten times as long as this look-up.
 @functools.lru_cache
 def _change_aval(aval: Any, dtype: np.dtype) -> Any:
     return aval.update(dtype=dtype)
-
-
-def _are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
-    return all(a is b for a, b in zip(atoms, others, strict=True))

@@ -77,10 +77,16 @@ class Rewriter:
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            fused = self._fuse(old, i, read_atom, body, contexts)
-            count, results = fused or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
-            done = i + count
-            environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
+            fused = self._fuse(old, i, read_atom, body, contexts) if eqn.primitive.name in rule.fusing else None
+            if fused is None:
+                values = [read_atom(atom) if type(atom) is Literal else environment[atom] for atom in eqn.invars]
+                results = self._write(eqn, values, body, contexts[i])
+            else:
+                count, results = fused
+                done = i + count
+                eqn = old.eqns[done - 1]
+            for var, result in zip(eqn.outvars, results, strict=True):
+                environment[var] = result
 
         results = made = [read_atom(atom) for atom in old.outvars]
         if out_dtypes is not None:
@@ -96,10 +102,10 @@ class Rewriter:
         return self.rule.fuse(program, start, read, body, contexts)
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
-        write = WRITERS.get(eqn.primitive.name)
         results = None
-        if write is not None:
-            results = write(self, eqn, self.rule.cast_operands(eqn, values, body, context), body, context)
+        if eqn.primitive.name in WRITERS:
+            operands = self.rule.cast_operands(eqn, values, body, context)
+            results = WRITERS[eqn.primitive.name](self, eqn, operands, body, context)
         return self.rule.equation(eqn, values, body, context) if results is None else results
 
     def _write_call(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:

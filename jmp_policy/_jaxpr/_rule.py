@@ -24,6 +24,8 @@ class Rule(abc.ABC):
     # a mapping of its own.
     rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
 
+    fusing: frozenset[str] = frozenset()  # the primitives at which `fuse` may begin
+
     @abc.abstractmethod
     def contexts(self, outer: Context, program: Jaxpr) -> Sequence[Context]:
         """Returns the context of each equation of a jaxpr that is run by an equation with the context `outer`."""

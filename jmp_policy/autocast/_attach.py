@@ -42,7 +42,6 @@ from ._rewrite import (
     EquationPlace,
     check_policy,
     explain_unused_functions,
-    has_scopes,
     make_casting_rule,
     root_policy,
 )
@@ -110,7 +109,8 @@ class _Autocast:
         self._fun, self._policy, self._rules, self._custom_rules = fun, policy, rules, custom_rules
         # Policies without quantization have no use for weights.
         self._weights = weights if any(each.quantization is not None for each in list_policies(policy)) else None
-        self._register = Register() if has_scopes(policy, rules) else None
+        has_scopes = isinstance(policy, PolicyMap) or rules.scopes or rules.backward
+        self._register = Register() if has_scopes else None
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def wrap(self) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class _Autocast:
         # A partial or bound method may hold an nnx object, which the function can update only as an argument.
         fun, args, kwargs = open_partials(self._fun, args, kwargs)
         policy = resolve_policy(root_policy(self._policy), (args, kwargs))
-        lifted = find_lifting_adapter((args, kwargs)) is not None
+        lifted = self._weights is not None and find_lifting_adapter((args, kwargs)) is not None
         read_weights = functools.partial(WeightArguments, self._weights, opened=len(args) - given, lifted=lifted)
         trace_and_run = functools.partial(self._trace_and_run, policy, read_weights, found)
         return run_lifted(trace_and_run, self._make_traceable(fun, policy), args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from .._base import P, R
 from ..modules import NO_TARGET
@@ -17,40 +17,20 @@ if TYPE_CHECKING:
 CustomRules = Literal["opaque", "inside"]
 
 
+class _Options(TypedDict, total=False):
+    rules: AutocastRules | None
+    custom_rules: CustomRules
+    weights: Weights | None
+
+
 @overload
-def autocast(
-    fun: FirstSpec,
-    *,
-    rules: AutocastRules | None = None,
-    custom_rules: CustomRules = "opaque",
-    weights: Weights | None = None,
-) -> Decorator: ...
+def autocast(fun: FirstSpec, **options: Unpack[_Options]) -> Decorator: ...
 @overload
-def autocast(
-    *,
-    policy: PolicySpec = None,
-    rules: AutocastRules | None = None,
-    custom_rules: CustomRules = "opaque",
-    weights: Weights | None = None,
-) -> Decorator: ...
+def autocast(*, policy: PolicySpec = None, **options: Unpack[_Options]) -> Decorator: ...
 @overload
-def autocast(
-    fun: Jitted[P, R],
-    policy: PolicySpec = None,
-    *,
-    rules: AutocastRules | None = None,
-    custom_rules: CustomRules = "opaque",
-    weights: Weights | None = None,
-) -> Callable[P, R]: ...
+def autocast(fun: Jitted[P, R], policy: PolicySpec = None, **options: Unpack[_Options]) -> Callable[P, R]: ...
 @overload
-def autocast(
-    fun: F,
-    policy: PolicySpec = None,
-    *,
-    rules: AutocastRules | None = None,
-    custom_rules: CustomRules = "opaque",
-    weights: Weights | None = None,
-) -> F: ...
+def autocast(fun: F, policy: PolicySpec = None, **options: Unpack[_Options]) -> F: ...
 def autocast(
     fun: Any = NO_TARGET,
     policy: PolicySpec = None,

@@ -42,7 +42,8 @@ class WeightArguments:
         leaves = [(keys, leaf) for keys, leaf in jax.tree.leaves_with_path((args, kwargs)) if is_array(leaf)]
         self._arrays = [leaf for _, leaf in leaves]
         # 0 or 1 for `args` or `kwargs`, then the number or name of the argument, then the path inside.
-        parts = [[*map(_spell, keys[2 if lifted else 0 :])] for keys, _ in leaves]
+        spell = lambda key: jax.tree_util.keystr((key,), simple=True)
+        parts = [[*map(spell, keys[2 if lifted else 0 :])] for keys, _ in leaves]
         owners = [int(names[0]) - opened if which == "0" else names[0] for which, *names in parts]
         paths = ["/".join([str(own), *names[2:]]) for own, names in zip(owners, parts, strict=True)]
         self._paths = [path.removesuffix("/value") if lifted else path for path in paths]
@@ -87,10 +88,6 @@ class WeightArguments:
             f"{label} reaches no matmul or convolution as a weight: {found}. For example: "
             "autocast(lambda params, x: x @ params['kernel'], 'int8_from_mixed_bfloat16', weights=0)."
         )
-
-
-def _spell(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _describe_uses(uses: list[WeightUse]) -> str:

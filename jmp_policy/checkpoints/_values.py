@@ -133,7 +133,8 @@ def _check_stored_scales(saved: Any) -> None:
         numbers = _read_numbers(array)
         bad = numbers[~((numbers >= 0) & (numbers < np.inf))]
         if bad.size:
-            raise Misfit(f"was saved with a {name} of {bad[0]}, which a weight with finite values cannot have")
+            article = "an" if name.startswith("i") else "a"
+            raise Misfit(f"was saved with {article} {name} of {bad[0]}, which a weight with finite values cannot have")
 
 
 def _read_numbers(saved: Any) -> np.ndarray:

@@ -23,7 +23,7 @@ from ..quant._layers import (
     find_accumulate_dtype,
     multiply_padded,
 )
-from ..quant._products import ROUNDING, Einsum, label_einsum
+from ..quant._products import ROUNDING, label_einsum
 from ..quant._weights import (
     FakeQuantized,
     Layout,
@@ -155,7 +155,7 @@ def _call_einsum(
     equation = module.einsum_str or einsum_str
     if equation is None or (module.einsum_str is not None and einsum_str is not None):
         return own(inputs, einsum_str)  # an error, which Flax explains
-    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    labels = label_einsum(inputs.ndim, len(module.shape), equation)
     lengths = dict(zip(labels.right, module.shape, strict=True))
     bias_shape = tuple(lengths[label] for label in labels.out if label in lengths) if module.use_bias else None
     layout = kernel_layout(tuple(module.shape), bias_shape)

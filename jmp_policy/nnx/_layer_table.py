@@ -7,7 +7,7 @@ from flax import nnx
 
 from .._base import remember_weakly
 from ..quant._layers import WeightedLayer, find_row
-from ..quant._products import Einsum, label_einsum
+from ..quant._products import label_einsum
 from ..quant._weights import Layout, kernel_layout, table_layout
 from ._shadow import Attributes
 
@@ -30,7 +30,7 @@ def _einsum(attributes: Attributes, shape: Shape) -> Layout:
     if equation is None or "..." in equation.partition("->")[0].split(",")[1]:
         return kernel_layout(own)
     left = equation.partition(",")[0].replace("...", "")
-    labels = label_einsum(len(left), len(own), Einsum(equation))
+    labels = label_einsum(len(left), len(own), equation)
     summed = labels.summed_axes(labels.right)
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 

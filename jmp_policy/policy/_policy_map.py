@@ -72,7 +72,14 @@ Spec = Any
 K = TypeVar("K", bound=Key)  # a mapping is invariant in its keys
 
 
-_compile = functools.cache(re.compile)  # a third of the calls of `re.fullmatch`: each module asks for all around it
+_compile = functools.cache(re.compile)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # each module asks for all around it
+def _covers(pattern: str, path: str) -> bool | None:
+    if _compile(pattern).fullmatch(path):
+        return True
+    return False if path and _covers(pattern, path.rpartition("/")[0]) is not None else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +89,12 @@ class MapRule:
     key: Key
     policy: Policy
 
-    def matches(self, path: str, module_type: type | None) -> bool:
-        """True if the key matches this module itself."""
+    def covers(self, path: str, types: Mapping[str, type | None]) -> bool | None:
+        """Returns True if the key matches this module itself, False if only one around it, and None otherwise."""
         if isinstance(self.key, str):
-            return _compile(self.key).fullmatch(path) is not None
-        return module_type is not None and issubclass(module_type, self.key)
+            return _covers(self.key, path)
+        around = ((outer, types.get(outer)) for outer in reversed(list_paths_to(path)))
+        return next((outer == path for outer, kind in around if kind is not None and issubclass(kind, self.key)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +176,10 @@ class PolicyMap:
         """Like `resolve`, but also returns the rule that gave the policy."""
         # `isinstance` is fast for `dict` and slow for `Mapping`, and each module asks.
         types = module_type if isinstance(module_type, dict | Mapping) else {path: module_type}
-        paths = list_paths_to(path)  # outermost first, the module itself last
         for rule in self.rules:
-            if rule.matches(path, types.get(path)):
-                return Match(rule.policy, rule, boundary=True)
-            if any(rule.matches(outer, types.get(outer)) for outer in paths[:-1]):
-                return Match(rule.policy, rule, boundary=False)
+            boundary = rule.covers(path, types)
+            if boundary is not None:
+                return Match(rule.policy, rule, boundary)
         return Match(self._default_policy(path, types), None, boundary=path == "")
 
     def loss_scale(self) -> LossScale:
@@ -240,7 +246,7 @@ class PolicyMap:
 
     def _find_hiding_key(self, rule: MapRule, types: Mapping[str, Any]) -> Key | None:
         """Returns the key of the earlier rule that covers the modules of this rule; None if it matches no module."""
-        covered = next((path for path in types if rule.matches(path, types[path])), None)
+        covered = next((path for path in types if rule.covers(path, types)), None)
         hiding = None if covered is None else self.match(covered, types).rule
         return None if hiding is None else hiding.key
 

@@ -13,7 +13,7 @@ from .._base import DTypeLike, at_least_float32, quote
 from ..policy import MXFP8, Int8, Quantization
 from ._numbers import pad_axis
 from ._operations import check_floating, einsum, parse_product_format
-from ._products import Einsum, label_einsum
+from ._products import label_einsum
 
 
 def dot_product_attention(
@@ -126,7 +126,7 @@ def multiply_padded(
 ) -> jax.Array:
     """Computes `einsum`; operands of block formats are padded with zeros to whole blocks."""
     if isinstance(format, MXFP8):
-        labels = label_einsum(lhs.ndim, rhs.ndim, Einsum(equation))
+        labels = label_einsum(lhs.ndim, rhs.ndim, equation)
         for axis in labels.summed_axes(labels.left):
             lhs = pad_axis(lhs, axis, format.block_size)
         for axis in labels.summed_axes(labels.right):

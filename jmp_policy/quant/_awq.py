@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._base import PyTree
 from ..modules import Method
 from ..policy import Int4, Int8
-from ._gptq import to_numbers
 from ._layer_by_layer import quantize_layer_by_layer
 from ._matrix import Calibration, InputStatistics, Rounded, measure_error
-from ._numbers import Clip, choose_bounds, quantize_asymmetric
+from ._numbers import Clip, choose_best, choose_bounds, quantize_asymmetric, to_numbers
 
 _LEAST_FRACTION, _FRACTIONS = 0.65, 20  # of a range: the smallest to try, and how many
 _SMALLEST = np.float32(1e-4)  # of the magnitude of an input, as a share of the largest
@@ -103,16 +101,7 @@ def awq(
 def round_with_input_scales(
     weights: jax.Array, statistics: InputStatistics, block: int, grid_size: int, clip: Clip, search_clip: bool
 ) -> Rounded:
-    """Rounds weights to int4 with the scales of inputs that change the outputs least.
-
-    Args:
-      weights: float32 `(groups, inputs, inner, channels)`, as for `Calibration.round_groups`.
-      statistics: of the inputs.
-      block: the number of elements of an output channel that share a scale, in stored order.
-      grid_size: as for `awq`.
-      clip: as for `quantize_array`.
-      search_clip: as for `awq`.
-    """
+    """Rounds weights to int4 with the scales of inputs that change the outputs least; shapes as in `Calibration`."""
     magnitude = statistics.magnitude.sum(0)  # groups of a convolution share the scales
     split = lambda array: array.reshape(len(weights), -1, block, weights.shape[-1])
 
@@ -126,9 +115,8 @@ def round_with_input_scales(
         numbers = to_numbers(quantize_asymmetric(*scaled)).reshape(weights.shape)
         return measure_error(numbers * (1 / scales)[:, None, None] - weights, statistics.hessian)
 
-    powers = jnp.linspace(0, 1, grid_size, dtype=jnp.float32)
-    errors = lax.map(measure, powers)  # `vmap` would copy the weight for each power
-    scales, blocks, low, high = scale_blocks(powers[jnp.argmin(errors)])
+    power = choose_best(jnp.linspace(0, 1, grid_size, dtype=jnp.float32), measure)
+    scales, blocks, low, high = scale_blocks(power)
     if search_clip:
         inner = weights.shape[2]
         hessians = take_blocks(statistics.hessian / scales[:, None] / scales, inner, block)
@@ -168,8 +156,7 @@ def search_bounds(
             products = jnp.matmul(hessians, change, precision="highest")
             return jnp.sum(change * products, axis=2, keepdims=True)
 
-        fractions = jnp.linspace(1, _LEAST_FRACTION, _FRACTIONS, dtype=jnp.float32)
-        return bounds(fractions[jnp.argmin(lax.map(measure, fractions), axis=0)])
+        return bounds(choose_best(jnp.linspace(1, _LEAST_FRACTION, _FRACTIONS, dtype=jnp.float32), measure))
 
     low, high = choose(lambda fraction: (low * fraction, high * fraction))
     low, high = choose(lambda fraction: (low * fraction, high))

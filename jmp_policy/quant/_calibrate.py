@@ -1,9 +1,7 @@
 """Calibration: chooses where to clip the inputs of layers that quantize them to integers."""
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,10 +12,8 @@ from jax.core import Tracer
 
 from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Method, ModuleCall, find_adapter
-from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric
-
-# Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
-_CALIBRATION: "contextvars.ContextVar[Calibration | None]" = contextvars.ContextVar("_CALIBRATION", default=None)
+from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_numbers
+from ._products import Bilinear, is_integer_product, observe_products
 
 
 class Calibration:
@@ -30,12 +26,8 @@ class Calibration:
 
     def run(self, call: Callable[[], Any]) -> None:
         """Calls a model without `jit`, so that inputs have values, also in scans."""
-        token = _CALIBRATION.set(self)
-        try:
-            with jax.disable_jit():
-                call()
-        finally:
-            _CALIBRATION.reset(token)
+        with jax.disable_jit(), observe_products(self.observe):
+            call()
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of a module; its matmuls are recorded under its path."""
@@ -44,6 +36,12 @@ class Calibration:
             return next_fun(*args, **kwargs)
         finally:
             self._path = outer
+
+    def observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
+        """Records the input of an integer matmul, and returns its weight."""
+        if is_integer_product(operation, weight):
+            self.add(left, operation.summed_axes(operation.left))
+        return weight
 
     def add(self, x: jax.Array, axes: tuple[int, ...]) -> None:
         if isinstance(x, Tracer):
@@ -65,32 +63,6 @@ class Calibration:
                 "No layer that was called quantizes its inputs to integers. Give the model a policy under which they "
                 "do. For example: with_policy(model, 'int8_from_float32')."
             )
-
-
-def observe_input(x: jax.Array, axes: tuple[int, ...]) -> None:
-    """Reports the left operand of an integer matmul, and its summed axes, to the running calibration, if any."""
-    calibration = _CALIBRATION.get()
-    if calibration is not None:
-        calibration.add(x, axes)
-
-
-_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
-
-
-@contextlib.contextmanager
-def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
-    """Calls `observe(operation, left, weight)` before each matmul by a quantized weight: it returns the weight."""
-    token = _OBSERVER.set(observe)
-    try:
-        yield
-    finally:
-        _OBSERVER.reset(token)
-
-
-def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
-    """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
-    observe = _OBSERVER.get()
-    return weight if observe is None else observe(operation, left, weight)
 
 
 # Magnitudes are counted by the exponent and 7 mantissa bits of float32. These bins are less than 1 % wide at any
@@ -165,8 +137,7 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
     wide = x.astype(jnp.float32)
 
     def error(clip: jax.Array) -> jax.Array:
-        values, scale, _ = quantize_symmetric(wide, jnp.minimum(amax, clip))
-        return jnp.sum((values.astype(jnp.float32) * scale - wide) ** 2)
+        return jnp.sum((to_numbers(quantize_symmetric(wide, jnp.minimum(amax, clip))) - wide) ** 2)
 
     return error(jnp.float32(np.inf)) - lax.map(error, clips)
 

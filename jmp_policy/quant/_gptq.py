@@ -15,7 +15,15 @@ from ..modules import Method
 from ..policy import Int4, Int8
 from ._layer_by_layer import quantize_layer_by_layer
 from ._matrix import Calibration, InputStatistics, Rounded
-from ._numbers import Clip, Quantized, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric
+from ._numbers import (
+    Clip,
+    Quantized,
+    choose_bounds,
+    choose_peak,
+    quantize_asymmetric,
+    quantize_symmetric,
+    to_numbers,
+)
 
 
 def gptq(
@@ -106,18 +114,10 @@ def gptq(
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """The settings of `round_by_hessian`.
-
-    Attributes:
-      format: the format of the weight.
-      block: the number of elements of an output channel that share a scale, in stored order.
-      clip: as for `quantize_array`.
-      block_size: as for `gptq`.
-      act_order: as for `gptq`.
-    """
+    """Settings of `round_by_hessian`; `block_size` and `act_order` are those of `gptq`."""
 
     format: Int4 | Int8
-    block: int
+    block: int  # elements of an output channel that share a scale, in stored order
     clip: Clip = "absmax"
     block_size: int = 128
     act_order: bool = False
@@ -146,17 +146,9 @@ class Rounding:
 def round_by_hessian(
     weights: jax.Array, hessians: jax.Array, damping: jax.Array | float, rounding: Rounding
 ) -> Quantized:
-    """Rounds weights input by input, and makes up for each error in the inputs that follow.
+    """Rounds weights input by input, and makes up for each error in the inputs that follow; shapes as in `Calibration`.
 
-    Args:
-      weights: float32 `(groups, inputs, inner, channels)`. `inner` are outputs that share scales with the inputs, else
-        1. There is more than one group in convolutions alone.
-      hessians: float32 `(groups, inputs, inputs)`: the sums of products of inputs.
-      damping: as for `gptq`. If the damped Hessian is singular, the scales are nan.
-      rounding: see `Rounding`.
-
-    Returns:
-      Values of the shape of `weights`; scale and zero point of shape `(groups, blocks, channels)`, in stored order.
+    If the damped Hessian is singular, the scales are nan.
 
     Source: Frantar et al., GPTQ, ICLR 2023, algorithm 1; its section 4 for scales of groups.
     """
@@ -226,9 +218,3 @@ def factor_inverse(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
     # The factor of the reversed matrix is the inverse of `u`, reversed: no inverse has to be factored.
     lower = jnp.linalg.cholesky((hessian + jnp.diag(added))[::-1, ::-1])
     return jax.scipy.linalg.solve_triangular(lower[::-1, ::-1], jnp.eye(len(hessian), dtype=jnp.float32))
-
-
-def to_numbers(made: Quantized) -> jax.Array:
-    """Returns the float32 numbers that integers stand for."""
-    values = made.values.astype(jnp.float32)
-    return (values if made.zero_point is None else values - made.zero_point.astype(jnp.float32)) * made.scale

@@ -18,9 +18,9 @@ from jax import lax
 from jax.core import Tracer
 
 from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, warn_user
-from ..modules import Method, find_adapter
+from ..modules import Method
 from ..policy import Int4, Int8, Policy, PolicyMap
-from ._calibrate import observe_products
+from ._calibrate import require_adapter
 from ._matrix import (
     Calibration,
     InputStatistics,
@@ -31,7 +31,7 @@ from ._matrix import (
     measure_inputs,
     round_matrix,
 )
-from ._products import Bilinear, Convolution, is_matmul
+from ._products import Bilinear, Convolution, is_matmul, observe_products
 from ._quantize import apply_quantizer
 from ._quantizer import Quantizer
 from ._weights import Layout, QuantizedArray, block_length, stack_shape
@@ -50,12 +50,8 @@ def quantize_layer_by_layer(
 ) -> Any:
     """Quantizes a model as `gptq` and `awq` say; `options` are arguments of `quantize`."""
     batches, name = list(batches), calibration.name
-    adapter = None if isinstance(model, type) else find_adapter(model)
-    if adapter is None:
-        raise TypeError(
-            f"{name} takes a Flax module, got {describe(model)}. "
-            f"For example: {name}(with_policy(Net(), 'int4_from_mixed_bfloat16'), batches, variables=variables)."
-        )
+    example = f"{name}(with_policy(Net(), 'int4_from_mixed_bfloat16'), batches, variables=variables)"
+    adapter = require_adapter(model, f"{name} takes a Flax module, got {describe(model)}. For example: {example}.")
     policy = adapter.policy_of(model)
     if policy is None:
         raise ValueError(

@@ -54,19 +54,15 @@ class Rounded(NamedTuple):
 class Calibration:
     """A way to round matrices for the inputs that they get.
 
-    Attributes:
-      name: the name of the public function.
-      round_groups: `(weights, statistics, format, block) -> Rounded`. Weights and values are `(groups, inputs, inner,
-        channels)`, scales and zero points `(groups, blocks, channels)`, input scales `(inputs,)`. `inner` are outputs
-        that share scales with the inputs, else 1.
-      settings: further entries of the header of the file.
-      scales_inputs: whether the result has input scales, which `Int4` alone stores.
+    Weights and values are `(groups, inputs, inner, channels)`, scales and zero points `(groups, blocks, channels)` in
+    stored order, input scales `(inputs,)`. `inner` are outputs that share scales with the inputs, else 1. Only
+    convolutions have more than one group.
     """
 
-    name: str
-    round_groups: Callable[[jax.Array, InputStatistics, Int4 | Int8, int], Rounded]
-    settings: dict[str, Any]
-    scales_inputs: bool = False
+    name: str  # of the public function
+    round_groups: Callable[[jax.Array, InputStatistics, Int4 | Int8, int], Rounded]  # the integer is the block
+    settings: dict[str, Any]  # further entries of the header of the file
+    scales_inputs: bool = False  # the result has input scales, which `Int4` alone stores
 
 
 def add_input_scale(weight: QuantizedArray) -> QuantizedArray:

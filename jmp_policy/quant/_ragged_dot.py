@@ -36,6 +36,7 @@ from ._numbers import (
     quantize_symmetric,
     round_operand,
     saturate,
+    to_numbers,
 )
 from ._operations import check_floating, parse_product_format
 from ._products import vary_together, why_sizes_wide
@@ -202,7 +203,7 @@ def _integer_product(
 def _integer_jvp(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Multiplies each tangent by the dequantized other operand, and adds both."""
     out, (rows, weight, sizes, _) = _integer_product(spec, *primals), primals[2:]
-    numbers = lambda operand: (operand.values.astype(np.float32) * operand.scale).astype(spec.compute_dtype)
+    numbers = lambda operand: to_numbers(operand).astype(spec.compute_dtype)
     parts = []
     if not isinstance(tangents[0], SymbolicZero):
         parts.append(_multiply_groups(tangents[0], numbers(weight), sizes, 1, precision=spec.precision))

@@ -9,6 +9,7 @@ from flax import linen as nn, nnx
 from programs import products
 
 import jmp_policy as jmp
+from benchmarks.autocast import unrolled
 from benchmarks.many_modules import count_calls
 from jmp_policy import PolicyMap, autocast
 
@@ -253,12 +254,24 @@ class Deep(nn.Module):
         return x.sum()
 
 
-def test_tracing_a_model_takes_at_most_two_fifths_more_calls():
-    """Counts calls of functions, which do not depend on the machine: 1.36. Jitted equations made it 1.46."""
+def test_tracing_a_model_takes_at_most_a_fifth_more_calls():
+    """Counts calls of functions, which do not depend on the machine: 1.16 once caches are filled, and 1.24 before."""
     params = jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((2, 4)))
 
     def count(fun):
         return count_calls(lambda: jax.make_jaxpr(lambda *args: fun(*args))(params, jnp.ones((2, 4))))
 
-    plain, cast = (count(fun) for fun in (Deep().apply, autocast(Deep().apply, LOW)))
-    assert cast <= 1.4 * plain
+    functions = Deep().apply, autocast(Deep().apply, LOW)
+    [count(fun) for fun in functions]
+    plain, cast = map(count, functions)
+    assert cast <= 1.2 * plain
+
+
+@pytest.mark.parametrize(("transform", "most"), [(lambda fun: fun, 2.0), (jax.grad, 1.7)], ids=["forward", "gradients"])
+def test_tracing_plain_jax_takes_about_twice_the_calls(transform, most):
+    """Tracing once and binding each equation and cast takes 1.73. Gradients: 1.44 here, and 1.66 in jax 0.12."""
+    fun, args = unrolled(20)
+    traces = [lambda f=f: jax.make_jaxpr(lambda *args: transform(f)(*args))(*args) for f in (fun, autocast(fun, LOW))]
+    [trace() for trace in traces]
+    plain, cast = map(count_calls, traces)
+    assert cast <= most * plain

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import cost
 
 from jmp_policy._base._rounding import (
     is_half,
@@ -118,3 +119,11 @@ def test_both_halves_are_of_one_value_where_xla_fuses_and_optimizes_nothing():
     # Each step rounds a product and a sum of numbers below 8 to float32, by 2**-22 at most, and a factor of two is
     # spared. Halves of two values join to a number that is off by a unit of bfloat16: by 0.004 in the worst place.
     assert error.max() < 6 * 2**-21
+
+
+@pytest.mark.cpu("temporaries of XLA:CPU")
+def test_a_split_needs_memory_for_its_value_alone():
+    """A loop that made both halves needed as much again for its results."""
+    step = lambda high, low, grad: split_float32(join_float32(high, low) + grad * -0.1)
+    arrays = [jax.ShapeDtypeStruct((2**16,), dtype) for dtype in (jnp.bfloat16, jnp.uint16, jnp.float32)]
+    assert cost(step, *arrays).temporaries <= 4.1 * 2**16

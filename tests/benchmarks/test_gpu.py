@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import _gpu_measure, _gpu_results, gpu
 from benchmarks._gpu_models import Work
-from benchmarks._gpu_rows import HALF_PARAMETERS, MIXED_FLOAT16, Row, Table, tables
+from benchmarks._gpu_rows import Row, Table, tables
 
 MACHINE = {
     "device": {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "memory_bytes": 80 * 10**9},
@@ -43,12 +43,6 @@ def _read(folder: pathlib.Path) -> dict:
 
 def test_rows_have_names_of_their_own():
     assert len(KEYS) == len(set(KEYS))
-
-
-def test_the_optimizers_of_the_tables_are_those_that_there_are():
-    from benchmarks._gpu_optimizers import contestants
-
-    assert set(MIXED_FLOAT16 + HALF_PARAMETERS) <= set(contestants())
 
 
 def test_a_run_measures_each_row_and_the_next_none(run, tmp_path, capsys):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import _peer_faults, _peer_notes, _peer_problems, peers
-from benchmarks._compiled import Figures
+from benchmarks import _peer_notes, _peer_problems, peers
+from benchmarks._measure import Cost
 from benchmarks._peer_steps import (
     BY_HAND,
     KERAS,
@@ -133,72 +133,6 @@ def test_everybody_computes_in_the_dtype_of_the_table(make_problem, dtype):
         assert all(f"x{short}>" in line for line in products), name
 
 
-CORRUPTED = {
-    BY_HAND: (set(), set()),
-    OURS: (set(), set()),
-    "jmp": ({"step counter"}, {"step counter"}),
-    "flax DynamicScale": ({"batch statistics", "step counter"},) * 2,
-    "mixed-precision-for-jax": ({"batch statistics", "step counter"},) * 2,
-    "optax.apply_if_finite": (
-        {"batch statistics", "step counter"},
-        {"parameters", "moments", "schedule counts", "batch statistics", "step counter"},
-    ),
-    KERAS: ({"batch statistics"}, {"batch statistics"}),
-    TORCH: ({"parameters", "moments", "schedule counts", "batch statistics", "step counter"},) * 2,
-}
-
-
-@functools.cache
-def _everyone():
-    return _peer_faults.everyone()
-
-
-@pytest.mark.parametrize("name", CORRUPTED)
-def test_bad_steps_corrupt_what_the_table_says(name):
-    """A release of theirs may corrupt less."""
-    _require(name)
-    counts = _peer_faults.count(_everyone()[name])
-    for of_plan, expected in zip(counts.values(), CORRUPTED[name], strict=True):
-        corrupted = {part for part, count in of_plan.items() if count.corrupted}
-        assert corrupted == expected if name in (BY_HAND, OURS) else corrupted <= expected
-
-
-@pytest.mark.parametrize("name", CORRUPTED)
-def test_everybody_notices_a_bad_step(name):
-    """Its loss scale, or its count of skips, is another than after a good one: the fault has reached the gradients."""
-    _require(name)
-    good, bad = (_list_scale(_everyone()[name], fault) for fault in (None, _peer_faults.FAULT))
-    assert any(not np.array_equal(one, other) for one, other in zip(good, bad, strict=True))
-
-
-def _list_scale(contestant, fault):
-    """The state, of which a step has changed the loss scale and the count of skips alone."""
-    batch = _peer_faults.make_batch(0, contestant.state.params, fault)
-    after, _ = contestant.step(contestant.state, batch)
-    return jax.tree.leaves(contestant.scale_of(contestant.state, after))
-
-
-@pytest.mark.parametrize("name", CORRUPTED)
-def test_steps_without_faults_corrupt_nothing(monkeypatch, name):
-    _require(name)
-    monkeypatch.setattr(_peer_faults, "FAULT", None)
-    for of_plan in _peer_faults.count(_everyone()[name]).values():
-        assert {count.corrupted for count in of_plan.values()} == {0}
-
-
-@pytest.mark.parametrize("name", [KERAS, TORCH])
-def test_a_bad_step_halves_the_scale_and_leaves_parameters_alone(name):
-    _require(name)
-    contestant = _everyone()[name]
-    batch = _peer_faults.make_batch(0, contestant.state.params, _peer_faults.FAULT)
-    after, _ = contestant.step(contestant.state, batch)
-    jax.tree.map(np.testing.assert_array_equal, after.params, contestant.state.params)
-    scale = lambda state: (
-        state.scale["scale"] if name == TORCH else max(float(v) for v in state.opt_state[:4] if v.ndim == 0)
-    )
-    assert scale(after) == scale(contestant.state) / 2
-
-
 def test_a_library_that_is_missing_has_a_row_that_says_so(monkeypatch):
     for module in ("mpx", "keras", "torch"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -219,7 +153,7 @@ _FEW = (BY_HAND, UNSCALED, MINIMIZE)
 
 
 def _cost(nbytes):
-    return peers.Cost(10, Figures(1.0, nbytes, 1.0, 1.0, 1.0))
+    return Cost(10, 1.0, nbytes, 1.0)
 
 
 def test_notes_say_who_needs_fewer_bytes_than_we_and_why():
@@ -260,7 +194,7 @@ def test_a_scale_costs_fewer_bytes_than_with_any_peer():
     nbytes = {}
     for name, make in steps("float16").items():
         if (cost := peers._cost(problem, make)) is not None:
-            nbytes[name] = cost.figures.bytes_accessed
+            nbytes[name] = cost.bytes_accessed
     others = [its for name, its in nbytes.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))]
     assert nbytes[MINIMIZE] < 0.95 * min(others)
     assert nbytes[f"{OURS}, `TrainState`"] < min(others)

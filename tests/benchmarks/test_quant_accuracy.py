@@ -8,6 +8,7 @@ pytest.importorskip("qwix")
 from benchmarks import _quant_accuracy, _quant_contestants
 from benchmarks._made_text import made_text
 from examples.gpt.model import GPTConfig
+from jmp_policy import quant
 
 pytestmark = [
     pytest.mark.optimized,
@@ -49,6 +50,14 @@ def test_int4_keeps_the_loss_in_less_than_a_sixth_of_the_bytes(trained):
     served = _quant_contestants.ours(CONFIG, "int4/128_from_float32")
     assert abs(trained.rise(served)) <= INT4_RISE
     assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.16
+
+
+def test_weights_that_are_rounded_for_calibration_data_predict_more_nearly(trained):
+    policy = "int4/128_from_float32"
+    calibrated = trained.calibrated(quant.gptq, policy)
+    assert trained.divergence(calibrated, every=1) < 0.9 * trained.divergence(
+        _quant_contestants.ours(CONFIG, policy), every=1
+    )
 
 
 def test_int8_predicts_as_nearly_as_that_of_qwix(trained):

@@ -72,27 +72,9 @@ def make_grads(params: Any, step: int) -> Any:
     return jax.tree.map(draw, params)
 
 
-def find_borders(code: Any) -> np.ndarray:
-    """The numbers above which the next entry is nearer, as float64; of the dynamic code as computed in float32."""
-    values = code.values.astype(np.float64)
-    borders = (values[:-1] + values[1:]) / 2
-    if code == UNSIGNED_FLOAT:
-        borders[0] = 0  # zero is the code of zero alone
-        return borders
-    for decade in range(7):
-        count, power = 2**decade, np.float32(10.0 ** (decade - 6)) * np.float32(2.0**-30)
-        ends = np.arange(1, count, dtype=np.int32) * np.int32(128 // count * 7549747) + np.int32(107374184)
-        between = ends.astype(np.float32) * power
-        borders[127 + count : 126 + 2 * count] = between
-        borders[128 - 2 * count : 127 - count] = -between[::-1]
-    return borders
-
-
 def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of a moment in blocks of these sides: one block after the other, and each number by a search."""
-    code = CODES[is_mean]
-    middles = find_borders(code)
-    codes = np.zeros(moment.shape, np.uint8)
+    """Codes and scales of a moment in blocks of these sides, one block after the other."""
+    relative = np.zeros(moment.shape, np.float32)
     counts = [length // side for length, side in zip(moment.shape, sides, strict=True)]
     scales = np.zeros(counts, np.float32)
     for place in itertools.product(*map(range, counts)):
@@ -100,11 +82,12 @@ def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np
         block = moment[tile]
         largest = np.abs(block).max()
         scale = -largest if (block == -largest).any() else largest
-        relative = block / np.float32(scale if scale else 1)
-        nearest = np.searchsorted(middles, relative)
-        codes[tile] = nearest if is_mean else np.maximum(nearest, relative > 0)
+        relative[tile] = block / np.float32(scale if scale else 1)
         scales[place] = scale
-    return codes, scales
+    return np.array(_encode(CODES[is_mean], relative)), scales
+
+
+_encode = jax.jit(lambda code, relative: code.encode(relative), static_argnums=0)
 
 
 def read(codes: np.ndarray, scales: np.ndarray, is_mean: bool) -> np.ndarray:

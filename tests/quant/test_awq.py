@@ -9,24 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import linen as nn, nnx, serialization
+from calibrated_models import (
+    POLICY,
+    ROWS,
+    Linen,
+    Nnx,
+    check_errors,
+    check_resumed,
+    draw_inputs,
+    draw_nnx_inputs,
+    linear,
+    read_shares,
+)
+from flax import nnx, serialization
 
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.quant._awq import round_with_input_scales, take_blocks
-from jmp_policy.quant._gptq import to_numbers
 from jmp_policy.quant._matrix import add_input_scale, measure_inputs
-from jmp_policy.quant._numbers import Quantized
+from jmp_policy.quant._numbers import Quantized, to_numbers
 from jmp_policy.quant._weights import Layout
-
-POLICY = "int4/16(min_size=0)_from_float32"
-
-
-def draw_inputs(inputs, rows=96, seed=0):
-    """Draws inputs that depend on each other, of different magnitudes."""
-    rng = np.random.default_rng(seed)
-    mixed = rng.normal(size=(rows, inputs // 2)) @ rng.normal(size=(inputs // 2, inputs))
-    return ((mixed + rng.normal(size=mixed.shape)) * np.exp(rng.normal(size=inputs))).astype(np.float32)
 
 
 def round_in_float64(weight, scales, block):
@@ -178,39 +180,20 @@ def test_an_input_scale_is_saved_and_belongs_to_the_saved_values(tmp_path):
             checkpointer.restore(tmp_path / "orbax", plain)
     assert (jmp.convert_state(raw, plain)["kernel"].dequantize() == scaled["kernel"].dequantize()).all()
     bad = {"kernel": dataclasses.replace(_scaled_weight(), input_scale=-jnp.ones((3, 2, 8, 1)))}
-    with pytest.raises(ValueError, match=r"was saved with a input_scale of -1\.0"):
+    with pytest.raises(ValueError, match=r"was saved with an input_scale of -1\.0"):
         jmp.convert_state(bad, plain)
-
-
-class Residual(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(16, name="dense", use_bias=False)(nn.relu(x)), None
-
-
-class Linen(nn.Module):
-    """A scan of two layers, a layer that is called twice, one in int8, and a table that computes logits."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(32, 16, name="embed", embedding_init=nn.initializers.normal(1))
-        scan = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x, _ = scan(name="blocks")(embed(tokens), None)
-        twice = nn.Dense(16, name="twice")
-        x = nn.relu(twice(nn.relu(twice(x))))
-        return embed.attend(nn.Dense(16, name="wide")(x))
 
 
 @pytest.mark.slow
 def test_linen_models_are_rounded_matrix_by_matrix(capsys, tmp_path):
-    rules = jmp.PolicyMap({"wide": "int8(min_size=0)_from_float32"}, POLICY)
+    rules = jmp.PolicyMap({"last": "int8(min_size=0)_from_float32"}, POLICY)
     model, tokens = jmp.with_policy(Linen(), rules), jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32)
     variables = jax.jit(model.init)(jax.random.key(1), tokens[0])
     options: Any = {"stacked": ["blocks"], "file": tmp_path / "awq.jsonl", "progress": True}
     made = quant.awq(model, tokens, variables=variables, **options)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(", ")[1].split(":")[0] for line in lines] == ["blocks/dense/kernel"] * 2 + ["twice/kernel"]
-    assert max(float(line.split(": ")[2].split()[0]) for line in lines) < 1
+    paths, shares = read_shares(capsys.readouterr().err)
+    assert paths == ["blocks/dense/kernel"] * 2 + ["twice/kernel"]
+    assert max(shares) < 1
 
     nearest = quant.quantize(variables, rules, stacked=["blocks"])
     remove = lambda node: (
@@ -220,90 +203,60 @@ def test_linen_models_are_rounded_matrix_by_matrix(capsys, tmp_path):
     assert jax.tree.structure(stored) == jax.tree.structure(nearest)
     assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, nearest)
     same = jax.tree.map(lambda x, y: bool((x == y).all()), stored, nearest)["params"]
-    assert all(jax.tree.leaves([same["embed"], same["wide"]]))
+    assert all(jax.tree.leaves([same["embed"], same["last"]]))
     assert made["params"]["blocks"]["dense"]["kernel"].input_scale.shape == (2, 1, 16, 1)
     apply: Any = model.apply
-    expected = Linen().apply(variables, tokens[0])
-    errors = [jnp.linalg.norm(apply(one, tokens[0]) - expected) for one in (made, nearest)]
-    assert errors[0] < errors[1]
-
-    # An interrupted run goes on where it stopped, and ends with the same arrays.
-    path = options["file"]
-    whole = path.read_text()
-    path.write_text(whole[: whole.rindex('{"matrix"') + 30])
-    again = quant.awq(model.bind(variables), tokens, **options)
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert path.read_text() == whole
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), again, made))
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        mask = jnp.ones((3, 8, 16)).at[2].set(0)
-        self.first = nnx.LinearGeneral((2, 8), (4, 4), axis=(-2, -1), rngs=rngs)
-        self.tied = nnx.LinearGeneral((2, 8), (4, 4), axis=(-2, -1), rngs=rngs)
-        self.tied.kernel = self.first.kernel
-        self.masked = nnx.Conv(16, 16, (3,), feature_group_count=2, mask=mask, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.first(x)).reshape(*x.shape[:-2], 2, 8)
-        return self.masked(nnx.relu(self.tied(x)).reshape(*x.shape[:-2], 16))
+    check_errors(made, nearest, lambda one: apply(one, tokens[0]), Linen().apply(variables, tokens[0]))
+    run = lambda: quant.awq(model.bind(variables), tokens, **options)
+    check_resumed(run, options["file"], made, capsys)
 
 
 @pytest.mark.slow
 def test_nnx_models_stay_tied_and_masked(capsys):
     model = Nnx(nnx.Rngs(0))
-    x = jnp.asarray(draw_inputs(16, 240).reshape(2, 8, 15, 2, 8))
+    x = draw_nnx_inputs()
     policied = jmp.with_policy(model, "int4/4(min_size=0)_from_float32")
     made = quant.awq(policied, list(x), progress=True)
-    shares = [float(line.split(": ")[2].split()[0]) for line in capsys.readouterr().err.splitlines()]
+    _, shares = read_shares(capsys.readouterr().err)
     assert len(shares) == 2
     assert max(shares) < 1
     assert made.first.kernel is made.tied.kernel
     assert made.first.kernel[...].input_scale.shape == (4, 4, 1, 1)
     assert not made.masked.kernel[...].dequantize()[2].any()
     nearest = quant.quantize(policied, "int4/4(min_size=0)_from_float32")
-    errors = [float(jnp.linalg.norm(one(x[0]) - model(x[0]))) for one in (made, nearest)]
-    assert errors[0] < errors[1]
-
-
-def _linear(policy=POLICY):
-    return jmp.with_policy(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), policy)
-
-
-ROWS = jnp.ones((2, 16))
+    check_errors(made, nearest, lambda one: one(x[0]), model(x[0]))
 
 
 def test_weights_in_int8_are_those_of_quantize():
     policy = "int8(min_size=0)_from_float32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = quant.awq(_linear(policy), [ROWS])
-    nearest = quant.quantize(_linear(policy), policy)
+        made = quant.awq(linear(policy), [ROWS])
+    nearest = quant.quantize(linear(policy), policy)
     assert jax.tree.structure(nnx.state(made)) == jax.tree.structure(nnx.state(nearest))
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), nnx.state(made), nnx.state(nearest)))
 
 
 @pytest.mark.slow
 def test_inputs_that_are_always_zero_are_rounded_to_nearest():
-    made = quant.awq(_linear(), [0 * ROWS])
+    made = quant.awq(linear(), [0 * ROWS])
     weight: Any = made.kernel[...]
     assert (weight.input_scale == 1).all()
     assert (
-        weight.values == jax.tree.leaves(nnx.state(quant.quantize(_linear(), POLICY), jmp.nnx.QuantizedParam))[0]
+        weight.values == jax.tree.leaves(nnx.state(quant.quantize(linear(), POLICY), jmp.nnx.QuantizedParam))[0]
     ).all()
 
 
 @pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: quant.awq(_linear(), []), ValueError, r"^awq was given no batches\. For example: awq\(model, \[x\]"),
+    (lambda: quant.awq(linear(), []), ValueError, r"^awq was given no batches\. For example: awq\(model, \[x\]"),
     (lambda: quant.awq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^awq quantizes by the policy of a model, and .* has none\. For example: awq\(with_policy\(model, 'int4_from"),
-    (lambda: quant.awq(_linear("mxfp4/16(min_size=0)_from_float32"), [ROWS]), ValueError,
+    (lambda: quant.awq(linear("mxfp4/16(min_size=0)_from_float32"), [ROWS]), ValueError,
      r"^awq rounds to int4 and int8, and the weight 'kernel' has the format 'mxfp4/16\(min_size=0\)'"),
-    (lambda: quant.awq(_linear(), [ROWS.at[1, 3].set(jnp.nan)]), ValueError,
+    (lambda: quant.awq(linear(), [ROWS.at[1, 3].set(jnp.nan)]), ValueError,
      r"^The inputs of the weight 'kernel' are not all finite, .* so awq cannot round it\. .*: \[x for x in batches"),
-    (lambda: quant.awq(_linear(), [ROWS], grid_size=1), ValueError, r"^grid_size is a number of powers from 2, got 1"),
-    (lambda: quant.awq(_linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
+    (lambda: quant.awq(linear(), [ROWS], grid_size=1), ValueError, r"^grid_size is a number of powers from 2, got 1"),
+    (lambda: quant.awq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
 ])  # fmt: skip
 def test_what_cannot_be_rounded_is_an_error(make, error, text):
     with pytest.raises(error, match=text):

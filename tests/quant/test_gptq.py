@@ -8,16 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn, nnx
+from calibrated_models import (
+    POLICY,
+    ROWS,
+    Linen,
+    Nnx,
+    check_errors,
+    check_resumed,
+    draw_inputs,
+    draw_nnx_inputs,
+    linear,
+    read_shares,
+)
+from flax import nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.quant._gptq import Rounding, round_by_hessian, to_numbers
+from jmp_policy.quant._gptq import Rounding, round_by_hessian
 from jmp_policy.quant._layer_by_layer import read_inputs
+from jmp_policy.quant._numbers import to_numbers
 from jmp_policy.quant._products import describe_convolution, describe_dot_general, describe_einsum
 from jmp_policy.quant._weights import Layout
-
-POLICY = "int4/16(min_size=0)_from_float32"
 
 
 def round_columns(weight, hessian, damping, rounding):
@@ -43,13 +54,6 @@ def round_columns(weight, hessian, damping, rounding):
         error = (rest[at] - (values[at] - low[group]) * scale[group]) / upper[step, step]
         rest[order[step:]] -= np.outer(upper[step, step:], error)
     return values
-
-
-def draw_inputs(inputs, rows=96, seed=0):
-    """Draws inputs that depend on each other, of different magnitudes."""
-    rng = np.random.default_rng(seed)
-    mixed = rng.normal(size=(rows, inputs // 2)) @ rng.normal(size=(inputs // 2, inputs))
-    return ((mixed + rng.normal(size=mixed.shape)) * np.exp(rng.normal(size=inputs))).astype(np.float32)
 
 
 @pytest.mark.parametrize("rounding", [
@@ -126,42 +130,6 @@ def test_scales_that_lie_across_the_inputs_are_not_read():
     assert read_inputs(call.operation, call.lhs, weight) is None
 
 
-class Residual(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(16, name="dense", use_bias=False)(nn.relu(x)), None
-
-
-class Linen(nn.Module):
-    """A scan of two layers, a layer that is called twice, one in `vmap`, and a table that computes logits."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(32, 16, name="embed")
-        scan = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x, _ = scan(name="blocks")(embed(tokens), None)
-        twice = nn.Dense(16, name="twice")
-        x = nn.relu(twice(nn.relu(twice(x))))
-        x = nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(16, name="mapped")(x)
-        return embed.attend(x)
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        mask = jnp.ones((3, 8, 16)).at[2].set(0)
-        self.first = nnx.Linear(16, 16, rngs=rngs)
-        self.tied = nnx.Linear(16, 16, rngs=rngs)
-        self.tied.kernel = self.first.kernel
-        self.masked = nnx.Conv(16, 16, (3,), feature_group_count=2, mask=mask, rngs=rngs)
-
-    def __call__(self, x):
-        return self.masked(nnx.relu(self.tied(nnx.relu(self.first(x)))))
-
-
-def read_shares(text):
-    return [float(line.split(": ")[2].split()[0]) for line in text.splitlines()]
-
-
 @pytest.fixture
 def tokens():
     return jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32)
@@ -169,43 +137,32 @@ def tokens():
 
 @pytest.mark.slow
 def test_linen_models_are_rounded_matrix_by_matrix_into_the_storage_of_quantize(tokens, capsys, tmp_path):
-    model = jmp.with_policy(Linen(), POLICY)
+    model = jmp.with_policy(Linen(maps=True), POLICY)
     variables = jax.jit(model.init)(jax.random.key(1), tokens[0])
     options = {"stacked": ["blocks"], "file": tmp_path / "gptq.jsonl", "progress": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = quant.gptq(model, tokens, variables=variables, **options)
     assert [str(one.message).partition(":")[0] for one in caught] == [
-        "gptq rounds 'mapped/kernel' to nearest and cannot read their inputs"
+        "gptq rounds 'last/kernel' to nearest and cannot read their inputs"
     ]
     assert caught[0].filename == __file__
-    lines = capsys.readouterr().err
-    assert [line.split(", ")[1].split(":")[0] for line in lines.splitlines()] == ["blocks/dense/kernel"] * 2 + [
-        "twice/kernel"
-    ]
-    assert max(read_shares(lines)) < 1
+    paths, shares = read_shares(capsys.readouterr().err)
+    assert paths == ["blocks/dense/kernel"] * 2 + ["twice/kernel"]
+    assert max(shares) < 1
 
     nearest = quant.quantize(variables, POLICY, stacked=["blocks"])
     assert jax.tree.structure(made) == jax.tree.structure(nearest)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, nearest)
     same = jax.tree.map(lambda x, y: bool((x == y).all()), made, nearest)["params"]
-    assert all(jax.tree.leaves([same["embed"], same["mapped"]]))
+    assert all(jax.tree.leaves([same["embed"], same["last"]]))
     assert not same["twice"]["kernel"].values
-    expected = Linen().apply(variables, tokens[0])
     apply: Any = model.apply
-    errors = [jnp.linalg.norm(apply(one, tokens[0]) - expected) for one in (made, nearest)]
-    assert errors[0] < errors[1]
-
-    # An interrupted run goes on where it stopped, and ends with the same arrays.
-    path = options["file"]
-    whole = path.read_text()
-    path.write_text(whole[: whole.rindex('{"matrix"') + 30])
+    check_errors(made, nearest, lambda one: apply(one, tokens[0]), Linen(maps=True).apply(variables, tokens[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        again = quant.gptq(model.bind(variables), tokens, **options)
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert path.read_text() == whole
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), again, made))
+        run = lambda: quant.gptq(model.bind(variables), tokens, **options)
+        check_resumed(run, options["file"], made, capsys)
     with pytest.raises(
         ValueError, match=r"gptq\.jsonl has the matrices of another run: its damping is 0\.01, expected"
     ):
@@ -215,10 +172,10 @@ def test_linen_models_are_rounded_matrix_by_matrix_into_the_storage_of_quantize(
 @pytest.mark.slow
 def test_nnx_models_stay_tied_and_masked(capsys):
     model = Nnx(nnx.Rngs(0))
-    x = jnp.asarray(draw_inputs(16, 240).reshape(2, 8, 15, 16)) * 2
+    x = 2 * draw_nnx_inputs()
     policied = jmp.with_policy(model, "int8(min_size=0)_from_float32")
     made = quant.gptq(policied, list(x), progress=True)
-    assert max(read_shares(capsys.readouterr().err)) < 1
+    assert max(read_shares(capsys.readouterr().err)[1]) < 1
     assert made.first.kernel is made.tied.kernel
     assert not made.masked.kernel[...].dequantize()[2].any()
     assert made.masked.kernel[...].dequantize()[:2].all(axis=0).any()
@@ -258,30 +215,23 @@ def test_a_weight_is_seen_through_wide_sums():
         quant.gptq(jmp.with_policy(layer, policy), [jnp.full((2, 16), jnp.nan)])
 
 
-def _linear(policy=POLICY):
-    return jmp.with_policy(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), policy)
-
-
-ROWS = jnp.ones((2, 16))
-
-
 @pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: quant.gptq(_linear(), []), ValueError, r"^gptq was given no batches\. For example: gptq\(model, \[x\]"),
+    (lambda: quant.gptq(linear(), []), ValueError, r"^gptq was given no batches\. For example: gptq\(model, \[x\]"),
     (lambda: quant.gptq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^gptq quantizes by the policy of a model, and .* has none\. For example: gptq\(with_policy\(model, 'int4_from"),
-    (lambda: quant.gptq(_linear("float32"), [ROWS]), ValueError,
+    (lambda: quant.gptq(linear("float32"), [ROWS]), ValueError,
      r"^Nothing to quantize: the policy 'float32' stores no quantized weights"),
-    (lambda: quant.gptq(_linear("mxfp8/16(min_size=0)_from_float32"), [ROWS]), ValueError,
+    (lambda: quant.gptq(linear("mxfp8/16(min_size=0)_from_float32"), [ROWS]), ValueError,
      r"^gptq rounds to int4 and int8, and the weight 'kernel' has the format 'mxfp8/16\(min_size=0\)'"),
-    (lambda: quant.gptq(_linear(), [ROWS.at[1, 3].set(jnp.inf)]), ValueError,
+    (lambda: quant.gptq(linear(), [ROWS.at[1, 3].set(jnp.inf)]), ValueError,
      r"^The inputs of the weight 'kernel' are not all finite, .* For example: \[x for x in batches"),
     (lambda: quant.gptq(jnp.ones, [ROWS]), TypeError, r"^gptq takes a Flax module, got .* For example: gptq\(with_pol"),
-    (lambda: quant.gptq(_linear(), [ROWS], damping=-1.0), ValueError, r"^damping is a number from 0, got -1\.0\."),
-    (lambda: quant.gptq(_linear(), [ROWS], block_size=0), ValueError, r"^block_size is a number of inputs, got 0\."),
-    (lambda: quant.gptq(_linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
-    (lambda: quant.gptq(_linear(), [jnp.ones(16)], method=lambda model, x: x), ValueError,
+    (lambda: quant.gptq(linear(), [ROWS], damping=-1.0), ValueError, r"^damping is a number from 0, got -1\.0\."),
+    (lambda: quant.gptq(linear(), [ROWS], block_size=0), ValueError, r"^block_size is a number of inputs, got 0\."),
+    (lambda: quant.gptq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
+    (lambda: quant.gptq(linear(), [jnp.ones(16)], method=lambda model, x: x), ValueError,
      r"^gptq cannot read the inputs of any weight \('kernel'\): they are not called"),
-    pytest.param(lambda: quant.gptq(_linear(), [ROWS], damping=0), ValueError,
+    pytest.param(lambda: quant.gptq(linear(), [ROWS], damping=0), ValueError,
      r"^The Hessian of the weight 'kernel' is singular: .* For example: gptq\(\.\.\., damping=0\.01\)\.$",
      marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -293,7 +243,7 @@ def test_what_cannot_be_rounded_is_an_error(make, error, text):
 @pytest.mark.slow
 def test_inputs_that_are_always_zero_are_rounded_to_nearest():
     rows = jnp.asarray(draw_inputs(16)).at[:, 3].set(0)
-    policied = _linear("int8(min_size=0)_from_float32")
+    policied = linear("int8(min_size=0)_from_float32")
     read = lambda model: np.asarray(jax.tree.leaves(nnx.state(model, jmp.nnx.QuantizedParam))[0])
     nearest = read(quant.quantize(policied, "int8(min_size=0)_from_float32"))
     made = read(quant.gptq(policied, [rows]))

@@ -8,7 +8,7 @@ from ._place import (
     explain_unused_functions as explain_unused_functions,
     root_policy as root_policy,
 )
-from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
+from ._rules import AutocastRules as AutocastRules
 from ._tables import (
     FULL as FULL,
     FULL_IN_FLOAT16 as FULL_IN_FLOAT16,

@@ -21,6 +21,7 @@ from ..._jaxpr import (
     Value,
     float_dtype,
     is_float,
+    shape_of,
 )
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
@@ -28,6 +29,7 @@ from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
+    CastState,
     Level,
     PrecisionFinder,
     as_low,
@@ -35,7 +37,6 @@ from ._precision import (
     is_applied_to_each,
     is_castable,
     is_sum,
-    join_states,
     keeps_sums,
     round_sum,
     write_product,
@@ -52,7 +53,7 @@ from ._weights import (
     Names,
     follow_weights,
 )
-from ._writers import FLOAT32, FULL, LOW, SUM, TRACED, EquationWriter
+from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -74,6 +75,8 @@ class CastingRule(EquationWriter):
         self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums, may_attend)
         self._in_scopes: dict[Any, CastingRule] = {}
 
+    fusing = KEEPING | {"add_any", SOFTMAX[0]}
+
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         return self._places.find(outer, program)
 
@@ -91,7 +94,8 @@ class CastingRule(EquationWriter):
             return first
         if first.dtype not in COMPUTE_DTYPES:
             return AbstractValue(first.dtype, TRACED)
-        state = join_states(kinds)
+        levels, narrow, backward, _, _, weights = zip(*(kind.state for kind in kinds), strict=True)
+        state = CastState(max(levels), any(narrow), any(backward), weight=all(weights))
         if state.level is Level.SUM and any(kind.dtype != FLOAT32 for kind in kinds):
             state = state._replace(level=Level.LOW)
         low_dtypes = {kind.dtype for kind in kinds if kind.state.level is Level.LOW}
@@ -158,7 +162,7 @@ class CastingRule(EquationWriter):
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
         # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
-        if is_gradient_sum(program, start) and is_castable(eqn):
+        if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and is_castable(eqn):
             results = self._write_full(eqn, [*map(read, eqn.invars)], body)
             return 1, [self._mark_place(result, place) for result in results]
         # Float32 arithmetic on half-precision arrays is computed again in the backward pass.
@@ -176,8 +180,8 @@ class CastingRule(EquationWriter):
             return False
         kinds = [as_low(value.kind, self.compute_dtype) for value in values]
         pairs = zip(values, kinds, strict=True)
-        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
-        if _shape_of(eqn.outvars[0]) not in halves:
+        halves = [shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
+        if shape_of(eqn.outvars[0]) not in halves:
             return False
         level = self._follow(eqn, values).state.level
         precision = self._precisions.find(eqn, values, place)
@@ -191,7 +195,7 @@ class CastingRule(EquationWriter):
         """Writes the softmax that starts at an equation as one operation, if its output is in half precision."""
         place = contexts[start]
         if is_sum(logits.kind):
-            logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place, False)
+            logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
         if kind.dtype == FLOAT32 or not is_castable(program.eqns[start]):
             return None
@@ -216,24 +220,33 @@ class CastingRule(EquationWriter):
             return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
         precision = self._precisions.find(eqn, values, context)
-        weights = [A_WEIGHT if value.kind.dtype and value.kind.state.weight else NO_WEIGHT for value in values]
-        values = [
-            self._cast_at_boundary(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
-            for i, value in enumerate(values)
-        ]
-        if precision in _ROUNDING and not keeps_sums(eqn, values):
-            values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
-        product = self.find_weight_product(eqn, weights, context) if any(weights) else ""
-        if not any(weights) and context.attends and precision is Precision.LOW:
+        is_crossing = has_sums = has_weights = False
+        for _, (dtype, state) in values:
+            if dtype is not None:
+                is_crossing |= state.narrow or state.backward or state.scope is not None
+                has_sums |= state.level is _SUM_LEVEL
+                has_weights |= state.weight
+        product: Any = ""
+        weights = list[Names]()
+        if has_weights:
+            weights = [A_WEIGHT if value.kind.dtype and value.kind.state.weight else NO_WEIGHT for value in values]
+            product = self.find_weight_product(eqn, weights, context)
+        elif context.attends and precision is Precision.LOW:
             product = self._find_attention_product(eqn, context)
+        if is_crossing:
+            values = [self._cast_at_boundary(v, precision, eqn, body, context, i) for i, v in enumerate(values)]
+        if has_sums and precision in _ROUNDING and not keeps_sums(eqn, values):
+            values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
         if not isinstance(product, str):
             results = self._write_weight_product(product, eqn, values, body)
         elif eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
-        elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
+        elif is_applied_to_each(eqn) and precision in (Precision.INFER, Precision.CLEAR):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
-            results = self.write(precision, eqn, values, body)
+            results = PRECISION_WRITERS[precision](self, eqn, values, body)
+        if not has_weights:
+            return [self._mark_place(result, context) for result in results]
         made = follow_weights(eqn, weights)
         if eqn.primitive.name == "convert_element_type" and any(made):
             body.uncast[results[0].atom] = values[0].atom
@@ -259,7 +272,7 @@ class CastingRule(EquationWriter):
         product = describe_weight_product(eqn, position, rule.quantization, sums)
         if isinstance(product, str):
             return product
-        return product.reason_left([_shape_of(atom) for atom in eqn.invars], where) or product
+        return product.reason_left([shape_of(atom) for atom in eqn.invars], where) or product
 
     def _find_attention_product(self, eqn: JaxprEqn, place: EquationPlace) -> AttentionProduct | str:
         """Returns the quantized form of a matmul of two activations, or an empty string."""
@@ -313,7 +326,7 @@ class CastingRule(EquationWriter):
         eqn: JaxprEqn,
         body: JaxprBuilder,
         place: EquationPlace,
-        is_steep: bool,
+        position: int = 0,
     ) -> Value:
         """Casts a value that crosses a boundary: of the backward pass, a scope or a narrow function."""
         dtype, state = value.kind
@@ -326,6 +339,7 @@ class CastingRule(EquationWriter):
             kind = AbstractValue(output_dtype, FULL if output_dtype == FLOAT32 else LOW)
             return cast_value(value, kind, eqn, body)
         # Outputs of a narrow function are cast down unless this operation needs float32.
+        is_steep = bool(place.steep) or is_steep_in(eqn, position)
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
             return cast_value(value, AbstractValue(self.compute_dtype, LOW), eqn, body)
@@ -336,10 +350,9 @@ class CastingRule(EquationWriter):
         dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = state.level is Level.FULL and place.treatment == "narrow"
-        scope = None if place.backward else place.scope
-        kind = AbstractValue(dtype, state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight))
-        return result._replace(kind=kind)
+        narrow = state.level is _FULL_LEVEL and place.treatment == "narrow"
+        marked = state.level, narrow, place.backward, state.numbers, None if place.backward else place.scope, weight
+        return result if state == marked else Value(result.atom, AbstractValue(dtype, CastState(*marked)))
 
 
 def make_casting_rule(
@@ -351,12 +364,9 @@ def make_casting_rule(
     return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype, root.quantization)
 
 
+_SUM_LEVEL, _FULL_LEVEL = SUM.level, FULL.level
+
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
 """Precisions of operations that take matmul outputs in the compute dtype, unless `keeps_sums`."""
 
 _JAX = os.path.dirname(jax.__file__)
-
-
-def _shape_of(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape

@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ..._jaxpr import SubJaxpr, float_dtype, is_backward, list_variables, remember_by_jaxpr, sub_jaxprs
+from ..._jaxpr import (
+    WITHOUT_JAXPRS,
+    SubJaxpr,
+    float_dtype,
+    is_backward,
+    list_variables,
+    remember_by_jaxpr,
+    sub_jaxprs,
+)
 from ._tables import CLEAR, INFER, SATURATING, STEEP
 
 NONE: frozenset[int] = frozenset()
@@ -47,13 +55,16 @@ def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
 def _follow(program: Jaxpr, leaving: frozenset[int], search: _Search) -> tuple[list[frozenset[int]], set[Var]]:
     """Returns the outputs of each equation that reach a target, and all variables that do."""
     reaching = set(list_variables(atom for i, atom in enumerate(program.outvars) if i in leaving))
-    steep = [_step(eqn, reaching, search) for eqn in reversed(program.eqns)]
+    steep, others = [], WITHOUT_JAXPRS - search.targets
+    for eqn in reversed(program.eqns):
+        is_apart = eqn.primitive.name in others and (not reaching or reaching.isdisjoint(eqn.outvars))
+        steep.append(NONE if is_apart else _step(eqn, reaching, search))
     return steep[::-1], reaching
 
 
 def _step(eqn: JaxprEqn, reaching: set[Var], search: _Search) -> frozenset[int]:
     """Returns the outputs of an equation that are in `reaching`, and adds its operands that reach a target."""
-    steep = frozenset(i for i, var in enumerate(eqn.outvars) if var in reaching) if reaching else NONE
+    steep = frozenset(i for i, var in enumerate(eqn.outvars) if var in reaching)
     # Gradients do not saturate.
     passes = steep and eqn.primitive.name in search.passing and not _is_of_backward(eqn)
     if passes or eqn.primitive.name in search.targets:

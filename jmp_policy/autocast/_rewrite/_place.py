@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, ModuleType
@@ -117,7 +116,7 @@ class _ScopeRules:
         rule = self.map.match(path, types).rule
         if rule is None:
             return None
-        begins = next(outer for outer in list_paths_to(path) if rule.matches(outer, types.get(outer)))
+        begins = next(outer for outer in list_paths_to(path) if rule.covers(outer, types))
         return self.rows[self.map.rules.index(rule)][1]._replace(path=begins)
 
 
@@ -254,9 +253,12 @@ class PlaceFinder:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
         steep = find_results(program, outer.steep, STEEP_OPERATIONS)
         logarithmic = find_results(program, outer.logarithmic, LOGARITHMS)
-        found = [
-            self._find(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
-        ]
+        found, stack, inside = [], None, outer
+        for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True):
+            if eqn.source_info.name_stack is not stack:
+                stack = eqn.source_info.name_stack
+                inside = _enter_scopes(outer, str(stack))
+            found.append(self._find(inside, eqn, *results))
         if not self._finds_saved:
             return found
         saved = find_saved_results(program, outer.saved)
@@ -266,22 +268,23 @@ class PlaceFinder:
         self, outer: EquationPlace, eqn: JaxprEqn, steep: frozenset[int], logarithmic: frozenset[int]
     ) -> EquationPlace:
         steep |= logarithmic
-        stack = str(eqn.source_info.name_stack)
-        backward = outer.backward or is_backward(stack)
         # The outermost function of the tables wins, unless the author wrote `force_full_precision` around it.
-        function = outer.function
-        if AUTOCAST in stack or RECORD in stack:
-            function = _NESTED
-        elif FULL_PRECISION in stack:
-            function = _REGION
-        elif function is None:
-            function = self._functions.find(eqn)
+        function = outer.function or self._functions.find(eqn)
         attends = outer.attends or (self._attention is not None and self._attention.find(eqn) is not None)
-        here = EquationPlace(backward, function, steep=steep, logarithmic=logarithmic, attends=attends)
+        path, scope = "", None
         if self._scopes is not None:
             path = self._scopes.paths.find(outer.path, eqn)
-            return here._replace(path=path, scope=self._scopes.find(path, backward))
-        return outer if here == outer else here
+            scope = self._scopes.find(path, outer.backward)
+        here = (outer.backward, function, path, scope, steep, logarithmic, NONE, attends)
+        return outer if here == outer else EquationPlace(*here)
+
+
+def _enter_scopes(outer: EquationPlace, stack: str) -> EquationPlace:
+    """Returns the place of the scopes of a name stack, which may decide before all rules."""
+    is_nested, is_region = AUTOCAST in stack or RECORD in stack, FULL_PRECISION in stack
+    function = _NESTED if is_nested else _REGION if is_region else outer.function
+    here = outer._replace(backward=outer.backward or is_backward(stack), function=function)
+    return outer if here == outer else here
 
 
 class Functions:
@@ -297,17 +300,18 @@ class Functions:
         self._dotted = [function for function in found if "." in function.name]
         self._by_code: dict[int, Function] = {}
         self._codes: list[CodeType] = []
-        self._loaded = 0
+        self._ids, self._loaded = self._by_code.keys(), 0
 
     def find(self, eqn: JaxprEqn) -> Function | None:
         """Returns the outermost function of the table in which `eqn` was traced."""
+        if len(sys.modules) != self._loaded:
+            self._look_up()
         traceback = eqn.source_info.traceback
-        found = None
-        self._look_up()
         codes = () if traceback is None else traceback.raw_frames()[0]
-        names, ids = map(operator.attrgetter("co_name"), codes), map(id, codes)
-        if self._by_name.keys().isdisjoint(names) and self._by_code.keys().isdisjoint(ids):
-            return None  # quicker than a loop over tens of frames
+        is_apart = self._ids.isdisjoint(map(id, codes))  # quicker than a loop over tens of frames
+        if is_apart and not (self._by_name and any(code.co_name in self._by_name for code in codes)):
+            return None
+        found = None
         for code in codes:
             function = self._by_name.get(code.co_name) or self._by_code.get(id(code))
             if function is not None:
@@ -316,8 +320,6 @@ class Functions:
 
     def _look_up(self) -> None:
         """Finds the code objects of the functions by id, as hashing is slower, again if modules were loaded since."""
-        if len(sys.modules) == self._loaded:
-            return
         self._loaded = len(sys.modules)
         targets = [(function, find_target(function.name)) for function in self._dotted]
         for function, target in sorted(

@@ -16,7 +16,18 @@ from jax import core, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Value, body_of, float_dtype, having, multiplies_only
+from ..._jaxpr import (
+    AbstractValue,
+    Atom,
+    Fact,
+    JaxprBuilder,
+    Value,
+    body_of,
+    float_dtype,
+    having,
+    multiplies_only,
+    shape_of,
+)
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._place import COMPUTE_DTYPES, EquationPlace, Scope
@@ -56,13 +67,6 @@ class CastState(NamedTuple):
 def is_sum(kind: AbstractValue) -> bool:
     """True for the float32 output of a matmul, which most operations cast down."""
     return kind.dtype == np.float32 and kind.state.level is Level.SUM
-
-
-def join_states(kinds: Sequence[AbstractValue]) -> CastState:
-    states = [kind.state for kind in kinds]
-    level = max((state.level for state in states), default=Level.TRACED)
-    narrow, backward = any(state.narrow for state in states), any(state.backward for state in states)
-    return CastState(level, narrow, backward, weight=all(state.weight for state in states))
 
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
@@ -168,6 +172,10 @@ _INSIDE = {
 """Replaces precisions inside a function or scope with a treatment."""
 
 
+# Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
+_LOW, _FULL, _, _INFER, _CLEAR, _, _TRACED = Precision
+
+
 class PrecisionFinder:
     """Finds the precision of each equation. `rows` are the user's primitives and their classes."""
 
@@ -177,24 +185,23 @@ class PrecisionFinder:
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
         if not is_castable(eqn):
-            return Precision.TRACED
+            return _TRACED
         # An outer product sums nothing, so it is a multiplication.
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-        precision = self._classes.get("square" if is_square else eqn.primitive.name, Precision.TRACED)
-        if precision is Precision.LOW and multiplies_only(eqn):
-            precision = Precision.INFER
+        precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
+        if precision is _LOW and multiplies_only(eqn):
+            precision = _INFER
         # The enclosing function or scope wins over the tables, and constants that would be lost win over both.
         if place.treatment is not None:
             precision = _INSIDE[place.treatment].get(precision, precision)
-        if precision in (Precision.INFER, Precision.CLEAR) and self._needs_float32(eqn, values, place):
-            return Precision.FULL
-        return precision
+        is_following = precision is _INFER or precision is _CLEAR
+        return _FULL if is_following and self._needs_float32(eqn, values, place) else precision
 
     def _needs_float32(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> bool:
         """True if the compute dtype would lose a constant operand (an epsilon or bound) or saturate the operation."""
         if place.steep and eqn.primitive.name in SATURATING:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
-        states = [(i, value.kind.state) for i, value in enumerate(values) if value.kind.dtype is not None]
+        states = [(i, kind.state) for i, (_, kind) in enumerate(values) if kind.dtype is not None]
         constants = [(i, state.numbers) for i, state in states if state.numbers]
         if not constants or is_applied_to_each(eqn) or all(state.level is Level.TRACED for _, state in states):
             return False
@@ -203,7 +210,7 @@ class PrecisionFinder:
 
 def is_castable(eqn: JaxprEqn) -> bool:
     """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
-    dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
+    dtypes = set(map(float_dtype, (*eqn.invars, *eqn.outvars))) - {None}
     return bool(dtypes) and dtypes <= COMPUTE_DTYPES
 
 
@@ -336,13 +343,8 @@ def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.
 
 def _describe_product(eqn: JaxprEqn) -> Bilinear:
     params = {key: value for key, value in eqn.params.items() if key != "preferred_element_type"}
-    left, right = (len(_shape_of(atom)) for atom in eqn.invars)
+    left, right = (len(shape_of(atom)) for atom in eqn.invars)
     if eqn.primitive.name == "dot_general":
         return label_dot(left, right, Dot(**params))
     given = tuple((key, value) for key, value in params.items() if key != "out_sharding" or value is not None)
     return label_convolution(left, Convolution(given))
-
-
-def _shape_of(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from ..._base import did_you_mean
-from ...policy import Key, Policy, PolicyMap, PolicySpec
+from ...policy import Key, PolicyMap, PolicySpec
 from . import _tables
 from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
@@ -68,11 +68,6 @@ class AutocastRules:
         }
         for name, value in rows.items():
             object.__setattr__(self, name, tuple(value))
-
-
-def has_scopes(policy: Policy | PolicyMap, rules: AutocastRules) -> bool:
-    """True if a rule depends on the scope of an equation."""
-    return bool(isinstance(policy, PolicyMap) or rules.scopes or rules.backward)
 
 
 def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..._jaxpr import Atom
+from ..._jaxpr import shape_of
 from ...policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
 from ...quant import dot_general, ragged_dot
 from ...quant._layers import LayerProduct, Multiply, WeightedLayer, multiplies_8_bits, spell_format, wide_ragged_dot
@@ -191,7 +191,7 @@ def describe_weight_product(
     if eqn.primitive.name == "ragged_dot_general":
         return _describe_ragged_product(eqn, position, quantization, accumulate)
     name, params = eqn.primitive.name, {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
-    ndim = len(_shape(eqn.invars[position]))
+    ndim = len(shape_of(eqn.invars[position]))
     if name == "conv_general_dilated":
         if position == 0:
             return "it is the input of a convolution"
@@ -212,18 +212,13 @@ def describe_weight_product(
     if position == 0:
         if params.get("out_sharding") is not None:
             return "it is the left operand, and the output has a sharding"
-        rows = len(_shape(eqn.invars[1])) - n - len(summed_axes)
+        rows = len(shape_of(eqn.invars[1])) - n - len(summed_axes)
         out_order = (*range(n), *range(n + rows, n + rows + len(free)), *range(n, n + rows))
     order = (*batch_axes, *summed_axes, *free)
     options = tuple(params.items())
     return WeightProduct(
         name, position, order, len(summed_axes), len(free), options, out_order, quantization, accumulate
     )
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return aval.shape
 
 
 def _reorder(x: jax.Array, order: tuple[int, ...]) -> jax.Array:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, sub_jaxprs
+from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
 from ...quant._weights import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
@@ -34,7 +34,8 @@ def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
         return [NO_WEIGHT] * len(eqn.outvars)
     if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
         return list(names)
-    repeats = eqn.primitive.name == "broadcast_in_dim" and _size(eqn.outvars[0]) != _size(eqn.invars[0])
+    sizes = {math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])}
+    repeats = eqn.primitive.name == "broadcast_in_dim" and len(sizes) > 1
     floating = [own for own, atom in zip(names, eqn.invars, strict=True) if is_float(atom)]
     joined = NO_WEIGHT if repeats else _join(floating)
     return [joined if is_float(var) else NO_WEIGHT for var in eqn.outvars]
@@ -43,11 +44,6 @@ def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
 def _join(names: Sequence[Names]) -> Names:
     """Returns all weights, or none if one of the values is not a weight."""
     return NO_WEIGHT.union(*names) if all(names) else NO_WEIGHT
-
-
-def _size(atom: Atom) -> int:
-    aval: Any = atom.aval
-    return math.prod(aval.shape)
 
 
 class WeightUse(NamedTuple):
@@ -59,20 +55,13 @@ class WeightUse(NamedTuple):
     is_lookup: bool = False  # True if it reads rows of a table
 
 
-class WeightFinder:
-    """Finds the uses of weights in a jaxpr.
+class WeightFinder(NamedTuple):
+    """Finds the uses of weights in a jaxpr."""
 
-    `find_product` returns the quantized form of a matmul, or the reason to leave it. `contexts` is as in `Rule`.
-    `enters` is true for equations whose sub-jaxprs are rewritten.
-    """
-
-    def __init__(
-        self,
-        find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], Product | str],
-        contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]],
-        enters: Callable[[JaxprEqn, EquationPlace], bool],
-    ):
-        self._find_product, self._contexts, self._enters = find_product, contexts, enters
+    # Returns the quantized form of a matmul, or the reason to leave it.
+    find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], Product | str]
+    contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]  # as in `Rule`
+    enters: Callable[[JaxprEqn, EquationPlace], bool]  # true for equations whose sub-jaxprs are rewritten
 
     def find(
         self, program: Jaxpr, names: Sequence[Names], place: EquationPlace
@@ -80,12 +69,12 @@ class WeightFinder:
         """Returns the uses, and the weights in each value of a jaxpr, given those in its arguments."""
         known: dict[Atom, Names] = dict(zip(program.invars, names, strict=True))
         uses: list[WeightUse] = []
-        for eqn, here in zip(program.eqns, self._contexts(place, program), strict=True):
+        for eqn, here in zip(program.eqns, self.contexts(place, program), strict=True):
             read = _look_up(known, eqn.invars)
             if not any(read):
                 continue
             bodies = sub_jaxprs(eqn)
-            if bodies and self._enters(eqn, here):
+            if bodies and self.enters(eqn, here):
                 found = [self._find_inside(body, known, here) for body in bodies]
                 uses += [use for inside, _ in found for use in inside]
                 outputs = [leaving for body, (_, leaving) in zip(bodies, found, strict=True) if body.outputs]
@@ -118,7 +107,7 @@ class WeightFinder:
     ) -> list[WeightUse]:
         name, weights = eqn.primitive.name, NO_WEIGHT.union(*read)
         if name in WEIGHT_PRODUCTS:
-            return [WeightUse(weights, self._find_product(eqn, read, place), True)]
+            return [WeightUse(weights, self.find_product(eqn, read, place), True)]
         if any(made):
             return []
         if name == "gather" and read[0]:

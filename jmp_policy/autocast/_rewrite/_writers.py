@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..._base import at_least_float32
-from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, having
 from ._place import EquationPlace
 from ._precision import (
     CastState,
@@ -17,14 +17,16 @@ from ._precision import (
     find_numbers,
     is_exact,
     is_stored,
-    join_states,
     make_wide_product,
     write_product,
 )
 from ._tables import Precision
 
 FLOAT32 = np.dtype(np.float32)
-TRACED, LOW, SUM, FULL = (CastState(level) for level in Level)
+TRACED, LOW, SUM, FULL = _STATES = [CastState(level) for level in Level]
+_SUM_LEVEL = SUM.level
+_NOT_FLOAT = AbstractValue(None)
+_COMBINING = having(Fact.COMBINES)
 
 
 class EquationWriter(Rule):
@@ -32,10 +34,6 @@ class EquationWriter(Rule):
 
     compute_dtype: np.dtype
     sums: np.dtype | None
-
-    def write(self, precision: Precision, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        """Writes an equation in a precision."""
-        return _WRITERS[precision](self, eqn, values, body)
 
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         product = None if self.sums is None else make_wide_product(eqn, self.sums, self.compute_dtype)
@@ -96,25 +94,27 @@ class EquationWriter(Rule):
 
     def _write_in(self, kind: AbstractValue, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         """Writes an equation in the dtype of `kind`, which its floating outputs have."""
-        atoms = [self._cast(value, kind.dtype, body, eqn) for value in values]
-        kinds = [kind if is_float(var) else AbstractValue(None) for var in eqn.outvars]
-        params = self._rewrite_operators(eqn.params, kind)
-        preferred = eqn.params.get("preferred_element_type")
-        if preferred is not None and preferred != kind.dtype:
-            params = {**eqn.params, "preferred_element_type": kind.dtype}
+        dtype, params = kind.dtype, None
+        atoms = [v.atom if v.kind.dtype is dtype else self._cast(v, dtype, body, eqn) for v in values]
+        kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in eqn.outvars]
+        if eqn.primitive.name in _COMBINING:
+            params = self._rewrite_operators(eqn.params, kind)
+        elif "preferred_element_type" in eqn.params:
+            preferred = eqn.params["preferred_element_type"]
+            params = None if preferred is None else {**eqn.params, "preferred_element_type": dtype}
         return body.append(eqn, atoms, kinds, params)
 
     def _rewrite_operators(self, params: dict[str, Any], kind: AbstractValue) -> dict[str, Any] | None:
         """Rewrites the jaxprs with which reductions, windows and scatters combine two elements."""
         programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
         arguments = [var for program in programs.values() for var in body_of(program).invars]
-        if not any(is_float(var) and float_dtype(var) != kind.dtype for var in arguments):
+        if not any(float_dtype(var) is not None and float_dtype(var) != kind.dtype for var in arguments):
             return None
         changed = {}
         for name, program in programs.items():
             body = body_of(program)
-            kinds = [kind if is_float(var) else AbstractValue(None) for var in body.invars]
-            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
+            kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in body.invars]
+            wanted = [None if float_dtype(atom) is None else kind.dtype for atom in body.outvars]
             changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
         return params | changed
 
@@ -122,7 +122,7 @@ class EquationWriter(Rule):
         atom, source = value.atom, value.kind.dtype
         if source is None or source == dtype:
             return atom
-        if dtype == self.compute_dtype:
+        if value.kind.state.numbers and dtype == self.compute_dtype:
             # Masks that are added are clamped to half the maximum, so that sums stay finite.
             largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
             atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
@@ -132,20 +132,20 @@ class EquationWriter(Rule):
 
     def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
         """Returns the kind with the highest level of the operands, and its dtype."""
-        kinds = [value.kind for value in values if value.kind.dtype is not None]
-        state = join_states(kinds)
-        if state.level is not Level.TRACED:
-            return AbstractValue(self._dtype_of(state.level), state)
+        states = [kind.state for _, kind in values if kind.dtype is not None]
+        level = max([state.level for state in states], default=0)
+        if level:
+            return AbstractValue(self._dtype_of(level), _STATES[level])
+        numbers = find_numbers(eqn, [state.numbers for state in states])
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
-        numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
         dtype = next((dtype for dtype in traced if dtype is not None), None)
-        return AbstractValue(dtype, state._replace(numbers=numbers))
+        return AbstractValue(dtype, TRACED._replace(numbers=numbers) if numbers else TRACED)
 
-    def _dtype_of(self, level: Level) -> np.dtype:
-        return FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
+    def _dtype_of(self, level: int) -> np.dtype:
+        return self.compute_dtype if level < _SUM_LEVEL else FLOAT32
 
 
-_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
+PRECISION_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
     Precision.LOW: EquationWriter._write_low,
     Precision.FULL: EquationWriter._write_full,
     Precision.WIDE: EquationWriter._write_wide,

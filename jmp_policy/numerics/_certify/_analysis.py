@@ -9,7 +9,23 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import is_floating_dtype
-from ._bounds import Bounds, describe, find_alias, find_lost, join, keep_one_peak, refine_cases, relate_operands
+from ._bounds import (
+    Bounds,
+    Layout,
+    Origin,
+    Test,
+    compose,
+    describe,
+    find_alias,
+    find_layout,
+    find_lost,
+    is_followed,
+    join,
+    keep_one_peak,
+    move_tests,
+    refine,
+    relate_operands,
+)
 from ._faults import (
     CANCELLATION,
     INVALID,
@@ -26,26 +42,47 @@ from ._interpreter import MOST_ITERATIONS, Interpreter
 from ._intervals import INF, OPEN_LIMITS, RULES, Interval, bound_dtype, hull, is_real
 from ._rounding import find_eps, round_interval
 
+_MOST_REFINED = 128
+"""Maximum number of operations before a `select_n` that are bounded again for the elements that it selects."""
+
 
 class Analysis(Interpreter):
     """Interval analysis of a jaxpr.
 
     Attributes:
-      faults: possible faults, in order.
+      faults: possible faults, in order, of elements that no `select_n` discards.
       nonzero: for each place of a difference, whether it is nonzero in exact arithmetic, whatever the inputs.
     """
 
     def __init__(self) -> None:
-        self.faults: list[Fault] = []
         self.nonzero: dict[Place, bool] = {}
         self._terms: dict[Any, int] = {}
+        self._found: dict[int, Fault] = {}  # of one equation
+        self._faults: dict[int, Fault] = {}
+        self._settled: dict[int, Origin] = {}
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for _, fault in sorted(self._faults.items())]
 
     def find_faults(self, program: Jaxpr, consts: Sequence[Any], inputs: Sequence[Bounds]) -> list[Fault]:
         """Runs a jaxpr, and lists the faults that it may have."""
         results = self.run(program, consts, inputs)
-        self.faults += [one.lost for one in results if one.lost]
-        self.faults += [Fault(INVALID) for one in results if math.isnan(one.computed.low)]
+        self._count_lost(results)
+        self._faults.update((self._new_term(), Fault(INVALID)) for one in results if math.isnan(one.computed.low))
         return self.faults
+
+    def _count_lost(self, values: Sequence[Bounds]) -> None:
+        self._faults.update((self._new_term(), one.lost) for one in values if one.lost)
+
+    def settle(self, values: Sequence[Bounds]) -> None:
+        origins = [one.origin for one in values]
+        while origins:
+            origin = origins.pop()
+            if origin and id(origin) not in self._settled:
+                self._settled[id(origin)] = origin
+                self._faults.update(origin.faults)
+                origins += [one.origin for one in origin.operands]
 
     def bound(self, interval: Interval, shape: tuple[int, ...]) -> Bounds:
         """Bounds an array by an interval alone."""
@@ -61,10 +98,57 @@ class Analysis(Interpreter):
 
     def apply(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
         name, alias = eqn.primitive.name, find_alias(eqn, operands)
+        if alias is not None and len(eqn.outvars) > 1:
+            return operands
+        if alias is not None or not is_followed(eqn):
+            self.settle(operands[:1] if name == "select_n" else [one for one in operands if one is not alias])
         if alias is not None:
-            return [alias] if len(eqn.outvars) == 1 else operands
+            return [alias]
+        operands = self._refine_cases(eqn, operands, around) if name == "select_n" else operands
+        self._found = {}
+        results = self._bound_results(eqn, operands, around)
+        origin = Origin(eqn, operands if is_followed(eqn) else (), around, self._found)
+        return [one._replace(origin=origin) for one in results]
+
+    def _refine_cases(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
+        """Bounds the cases of a `select_n` for the elements that are selected."""
+        (which, *cases), shape = operands, _shape_of(eqn.outvars[0])
+        if len(cases) != 2:
+            return operands
+        places = tuple(range(len(shape)))
+        for i, tests in enumerate(move_tests(which.tests, find_layout(eqn, which, shape))):
+            excluded = next((test for test in tests if test.name == "ne"), None)
+            sides = [[excluded._replace(name=name)] for name in ("lt", "gt")] if excluded else [[]]
+            refined = [self._refine(cases[i], [*tests, *side], places, {}) for side in sides]
+            cases[i] = refined[0]
+            if refined[0] is not refined[-1]:  # below and above a value that is excluded
+                origin = Origin(eqn, [self.bound(Interval(0.0, 1.0), shape), *refined], around, {})
+                cases[i] = join(refined, refined[0].term, shape)._replace(origin=origin)
+        return [which, *cases]
+
+    def _refine(
+        self, value: Bounds, tests: Sequence[Test], places: Layout, seen: dict[tuple[int, Layout], Bounds]
+    ) -> Bounds:
+        """Bounds an array again for the elements that pass tests. `places`: the axes of the tests in the array."""
+        key, origin, result = (id(value), places), value.origin, value
+        if key in seen or not tests or len(seen) == _MOST_REFINED:
+            return seen.get(key, value)
+        seen[key] = value
+        if origin:
+            layouts = [find_layout(origin.eqn, one, value.shape) for one in origin.operands]
+            refined = [
+                one if layout is None else self._refine(one, tests, compose(layout, places), seen)
+                for one, layout in zip(origin.operands, layouts, strict=True)
+            ]
+            if any(new is not old for new, old in zip(refined, origin.operands, strict=True)):
+                [result] = self.apply(origin.eqn, [one.drop_peak() for one in refined], origin.around)
+        seen[key] = refine(result, tests, places)
+        return seen[key]
+
+    def _bound_results(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
+        name = eqn.primitive.name
         if name == "sort":
-            return [self._forget(one) for one in operands]
+            return list(map(self._forget, operands))
         if name not in RULES or not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
             return self._give_up(eqn, operands, around)
         if any(math.isnan(one.computed.low) for one in operands):
@@ -75,8 +159,8 @@ class Analysis(Interpreter):
         if name in ("log", "log2", "sqrt", "rsqrt", "cbrt", "pow", "div") and (
             lost := find_lost(operands[name == "div" :])
         ):
-            self.faults.append(lost)
-        operands = keep_one_peak(eqn, refine_cases(eqn, operands) if name == "select_n" else operands)
+            self._found[self._new_term()] = lost
+        operands = keep_one_peak(eqn, operands)
         if kind := find_invalid(eqn, [one.computed for one in operands]):
             return self._fail(kind, eqn, operands, around)
         result = self._compute(eqn, operands, around)
@@ -134,7 +218,7 @@ class Analysis(Interpreter):
         return self._fail("" if is_valid else why, eqn, operands, around)
 
     def _note(self, kind: str, eqn: JaxprEqn, operands: Sequence[Bounds], around: Around) -> None:
-        self.faults.append(make_fault(kind, eqn, around, [one.computed for one in operands]))
+        self._found[self._new_term()] = make_fault(kind, eqn, around, [one.computed for one in operands])
 
     def _new_term(self) -> int:
         return self._number(object())
@@ -149,7 +233,7 @@ class Analysis(Interpreter):
         return values[0] if len(values) == 1 else join(values, self._new_term(), values[0].shape)
 
     def begin_iteration(self, carry: Sequence[Bounds]) -> list[Bounds]:
-        self.faults += [one.lost for one in carry if one.lost]
+        self._count_lost(carry)
         return list(map(self._forget, carry))
 
     def _forget(self, value: Bounds) -> Bounds:

@@ -1,14 +1,15 @@
 """What the analysis knows of an array: its bounds, and how it relates to other arrays."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import Fact, array_dtype, having
-from ._faults import Fault
+from ._faults import Around, Fault
 from ._intervals import INF, Interval, hull
 from ._rounding import next_above
 
@@ -20,7 +21,7 @@ class Relation(NamedTuple):
     """The array bounds the elements x of another array that lie in the same place, up to repetition."""
 
     # "max": it is the largest of these x, "min": the smallest, "above": at least each of them, "square": at least
-    # factor * x**2, "root": at least factor * abs(x), "reciprocal": at most 1 / (factor * abs(x)).
+    # factor * x**2, "root": at least factor * abs(x), "reciprocal": its magnitude is at most 1 / (factor * abs(x)).
     kind: str
     term: int  # of the other array
     layout: Layout
@@ -28,11 +29,26 @@ class Relation(NamedTuple):
 
 
 class Test(NamedTuple):
-    """The array is `x NAME bound` for an array x."""
+    """A comparison of the elements of an array with bounds. It holds for the elements that a boolean selects."""
 
     name: str
-    term: int
-    bound: Interval
+    view: tuple[int, Layout]  # of the array; the layout is from the axes of the boolean
+    dtype: Any
+    computed: Interval
+    exact: Interval
+
+
+Tests = tuple[Sequence[Test], Sequence[Test]]
+"""The tests that hold where a boolean is false, and where it is true."""
+
+
+class Origin(NamedTuple):
+    """The equation that computed an array, and the faults that it may have, by the order of their discovery."""
+
+    eqn: JaxprEqn
+    operands: Sequence["Bounds"]  # none if it is not followed
+    around: Around
+    faults: dict[int, Fault]
 
 
 class Bounds(NamedTuple):
@@ -44,9 +60,10 @@ class Bounds(NamedTuple):
     shape: tuple[int, ...]
     axes: frozenset[int] = frozenset()
     relation: Relation | None = None
-    test: Test | None = None
+    tests: Tests = ((), ())
     moved: tuple[int, Layout] | None = None  # of an array with the elements of another one in other places: its term
     lost: Fault | None = None  # of a subtraction that may lose all bits, if this is its result times constants
+    origin: Origin | None = None
 
     def drop_peak(self) -> "Bounds":
         computed, exact = (Interval(one.low, one.high) for one in (self.computed, self.exact))
@@ -125,19 +142,17 @@ def _is_aligned(layout: Layout, other: Layout) -> bool:
     return all(axis is None or axis == along for axis, along in zip(layout, other, strict=False))
 
 
-def refine_cases(eqn: JaxprEqn, operands: Sequence[Bounds]) -> list[Bounds]:
-    """Returns the operands of a `select_n`; where a case is selected, it passes its test."""
-    which, *cases = operands
-    if which.test is None or len(cases) != 2:
-        return list(operands)
-    name, term, bound = which.test
-    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
-    for i, test in enumerate((_OPPOSITE[name], name)):
-        if cases[i].term == term:
-            computed = _refine(cases[i].computed, test, bound, lambda limit: next_above(dtype, limit))
-            exact = _refine(cases[i].exact, test, bound, lambda limit: limit)
-            cases[i] = cases[i]._replace(computed=computed, exact=exact)
-    return [which, *cases]
+def refine(value: Bounds, tests: Sequence[Test], places: Layout) -> Bounds:
+    """Narrows the bounds of an array to those of elements that pass tests. `places`: the axes of the tests in it."""
+    view = move_view(value.view, places)
+    for test in tests:
+        if test.view == view:
+            limit = functools.partial(next_above, test.dtype)
+            computed = _refine(value.computed, test.name, test.computed, limit)
+            exact = _refine(value.exact, test.name, test.exact, float)
+            if (computed[:2], exact[:2]) != (value.computed[:2], value.exact[:2]):
+                value = value._replace(computed=computed, exact=exact, axes=frozenset())
+    return value
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
@@ -168,23 +183,23 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 def describe(eqn: JaxprEqn, operands: Sequence[Bounds], result: Bounds, eps: float) -> Bounds:
     """Adds to the intervals of a result what else is known. `eps`: relative error of rounding it."""
-    layouts = [_find_layout(eqn, one, result.shape) for one in operands]
+    layouts = [find_layout(eqn, one, result.shape) for one in operands]
     axes = _find_axes(operands, layouts, len(result.shape)) if result.computed.peak > -INF else frozenset()
     result = result._replace(axes=axes) if axes else result.drop_peak()
     moved = None
-    if eqn.primitive.name in _MOVING and layouts[0] is not None:
-        moved = operands[0].view[0], _compose(operands[0].view[1], layouts[0])
+    if eqn.primitive.name in MOVING and layouts[0] is not None:
+        moved = move_view(operands[0].view, layouts[0])
     relation = _relate(eqn, operands, layouts, eps)
     return result._replace(
-        relation=relation, test=_find_test(eqn, operands), moved=moved, lost=_keep_lost(eqn, operands)
+        relation=relation, tests=_find_tests(eqn, operands, layouts), moved=moved, lost=_keep_lost(eqn, operands)
     )
 
 
-def _compose(outer: Layout, layout: Layout) -> Layout:
+def compose(outer: Layout, layout: Layout) -> Layout:
     return tuple(None if axis is None else outer[axis] for axis in layout)
 
 
-def _find_layout(eqn: JaxprEqn, x: Bounds, shape: tuple[int, ...]) -> Layout | None:
+def find_layout(eqn: JaxprEqn, x: Bounds, shape: tuple[int, ...]) -> Layout | None:
     """Finds the axes of an operand that the axes of a result go along; None if it moves elements otherwise."""
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
@@ -200,12 +215,14 @@ def _find_layout(eqn: JaxprEqn, x: Bounds, shape: tuple[int, ...]) -> Layout | N
             return None
         axes = dict(zip(new, old, strict=True))
         return tuple(axes.get(i) for i in range(len(shape)))
+    if name in _ELEMENTWISE and not x.shape:
+        return (None,) * len(shape)
     if name in _ELEMENTWISE and len(x.shape) == len(shape):
         return tuple(i if size == shape[i] else None for i, size in enumerate(x.shape))
     return None
 
 
-_ELEMENTWISE = having(Fact.ELEMENTWISE)
+_ELEMENTWISE = having(Fact.ELEMENTWISE) - having(Fact.BITS)
 
 
 def _find_axes(operands: Sequence[Bounds], layouts: Sequence[Layout | None], ndim: int) -> frozenset[int]:
@@ -229,13 +246,13 @@ def _relate(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout 
     if name == "abs":
         return Relation("root", term, here)
     if name in ("reduce_max", "reduce_min") and not (x.relation and x.relation.kind == "root"):
-        return Relation(name.removeprefix("reduce_"), term, _compose(here, layouts[0] or ()))
+        return Relation(name.removeprefix("reduce_"), term, compose(here, layouts[0] or ()))
     for i, (one, layout) in enumerate(zip(operands, layouts, strict=True)):
         if one.relation is not None and layout is not None:
             others = [*operands[:i], *operands[i + 1 :]]
-            return _follow(eqn, one, others, i, _compose(one.relation.layout, layout), eps)
+            return _follow(eqn, one, others, i, compose(one.relation.layout, layout), eps)
     if name == "max" and layouts[0] is not None:
-        return Relation("above", term, _compose(here, layouts[0]))
+        return Relation("above", term, compose(here, layouts[0]))
     return None
 
 
@@ -247,10 +264,13 @@ def _follow(
     if relation is None:
         return None
     moved, y = relation._replace(layout=layout), others[0] if others else x
-    if name in _MOVING:
+    if name in MOVING:
         return moved
     if relation.kind in ("max", "above") and name == "add" and min(y.computed.low, y.exact.low) >= 0:
         return moved._replace(kind="above")
+    if relation.kind == "reciprocal" and name == "mul":
+        largest = max(map(abs, (*y.computed[:2], *y.exact[:2])))
+        return moved._replace(factor=relation.factor * (1 - eps) / largest) if largest else None
     if relation.kind not in ("square", "root") or x.computed.low < 0:
         return None
     if name in ("reduce_sum", "reduce_max", "max"):
@@ -268,16 +288,51 @@ def _follow(
     return None
 
 
-_MOVING = having(Fact.KEEPS)
+MOVING = having(Fact.KEEPS)
 
 
-def _find_test(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Test | None:
+def is_followed(eqn: JaxprEqn) -> bool:
+    """True if the operands of an equation matter only for the elements of its result that matter."""
     name = eqn.primitive.name
-    if name in _MIRRORED and operands[1].constant is not None:
-        return Test(name, operands[0].term, operands[1].computed)
-    if name in _MIRRORED and operands[0].constant is not None:
-        return Test(_MIRRORED[name], operands[1].term, operands[0].computed)
-    return None
+    return (name in MOVING or name in _ELEMENTWISE) and len(eqn.outvars) == 1
+
+
+def _find_tests(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout | None]) -> Tests:
+    """Finds what is known of other arrays where a boolean is false, and where it is true."""
+    name, first = eqn.primitive.name, layouts[0] if layouts else None
+    if name in _MIRRORED and first is not None and (second := layouts[1]) is not None:
+        x = operands[0]._replace(moved=move_view(operands[0].view, first))
+        y = operands[1]._replace(moved=move_view(operands[1].view, second))
+        pairs, dtype = [(name, x, y), (_MIRRORED[name], y, x)], array_dtype(eqn.invars[0])
+        fails = [_find_test(_OPPOSITE[how], one, other, dtype) for how, one, other in pairs]
+        return fails, [_find_test(how, one, other, dtype) for how, one, other in pairs]
+    sides = [move_tests(one.tests, layout) for one, layout in zip(operands, layouts, strict=True)]
+    if name == "not":
+        return sides[0][1], sides[0][0]
+    if name in ("and", "or"):
+        both = [*sides[0][name == "and"], *sides[1][name == "and"]]
+        return ((), both) if name == "and" else (both, ())
+    return sides[0] if name in MOVING else ((), ())
+
+
+def _find_test(name: str, x: Bounds, y: Bounds, dtype: Any) -> Test:
+    if name == "ne" and min(x.computed.low - y.computed.high, x.exact.low - y.exact.high) >= 0:
+        name = "gt"
+    if name == "ne" and min(y.computed.low - x.computed.high, y.exact.low - x.exact.high) >= 0:
+        name = "lt"
+    return Test(name, x.view, dtype, y.computed, y.exact)
+
+
+def move_view(view: tuple[int, Layout], layout: Layout) -> tuple[int, Layout]:
+    return view[0], compose(view[1], layout)
+
+
+def move_tests(tests: Tests, layout: Layout | None) -> Tests:
+    """Returns the tests of a boolean whose elements were moved."""
+    if layout is None:
+        return ((), ())
+    no, yes = ([test._replace(view=move_view(test.view, layout)) for test in side] for side in tests)
+    return no, yes
 
 
 def _keep_lost(eqn: JaxprEqn, operands: Sequence[Bounds]) -> Fault | None:

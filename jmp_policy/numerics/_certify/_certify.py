@@ -42,7 +42,8 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     This is for losses, norms, activations and optimizer steps. Bounds of a whole network grow with each layer, so that
     the analysis rarely can tell. Operations without a rule, such as linear algebra, kernels and random numbers, and
     loops of more than 256 iterations whose bounds grow, cannot be certified either. An operation in a branch of
-    `jnp.where` that is not selected counts, since its gradient may be nan.
+    `jnp.where` does not count for the elements that are not selected, if nothing else reads them and the operations
+    from the compared array on are elementwise. Its gradient may be nan nevertheless: certify the gradient, too.
 
     Args:
       fun: any function of trees of arrays.
@@ -77,8 +78,9 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     def run_certify(*args: Any) -> Certificate:
         if isinstance(known, Policy):
             args = cast_floating(args, known.compute_dtype)
-        limits, arrays = _match_ranges(ranges, args), jax.tree.map(_describe_shape, args)
-        traced = trace(Results().take_arrays(policied), arrays, {})
+        limits = _match_ranges(ranges, args)
+        describe_shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        traced = trace(Results().take_arrays(policied), jax.tree.map(describe_shape, args), {})
         given = [(leaf, *limit) for leaf, limit in zip(traced.leaves, limits, strict=True)]
         analysis = Analysis()
         inputs = [analysis.bound(_flush(*one), one[0].shape) for one in given]
@@ -139,10 +141,6 @@ def _find_limits(pair: Any, dtype: Any) -> Limits:
             f"No number of {dtype} is in the range {pair}. Pass a range that has one. For example: (0, 1)."
         )
     return low, high
-
-
-def _describe_shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
 def _flush(leaf: Any, low: float, high: float) -> Interval:

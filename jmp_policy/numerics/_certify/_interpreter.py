@@ -1,14 +1,17 @@
 """Evaluates a jaxpr through control flow, and finds faults on arrays that may break it."""
 
+import functools
 from collections.abc import Container, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import CALLED, SubJaxpr, list_live, scan_parts, sub_jaxprs
+from ._bounds import MOVING, is_followed
 from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, Place, has_pole, locate, make_fault
 from ._intervals import Interval, is_real
 
@@ -34,10 +37,15 @@ class Interpreter:
         for eqn in list_live(program):
             results = self._run_equation(eqn, list(map(find, eqn.invars)), around)
             values.update(zip(eqn.outvars, results, strict=True))
-        return list(map(find, program.outvars))
+        outputs = list(map(find, program.outvars))
+        if not around:
+            self.settle(outputs)
+        return outputs
 
     def _run_equation(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
         name, results = eqn.primitive.name, None
+        if name in ("scan", "while", "cond") or not eqn.outvars:
+            self.settle(operands[:1] if name == "cond" else operands)
         if not eqn.outvars:  # such as a debug callback
             return []
         if name == "scan":
@@ -55,7 +63,10 @@ class Interpreter:
         return self.apply(eqn, operands, around) if results is None else results
 
     def _enter(self, eqn: JaxprEqn, body: SubJaxpr, inputs: Sequence[Any], around: Around) -> list[Any]:
-        return self.run(body.program, body.consts, inputs, (*around, (eqn, body.program)))
+        results = self.run(body.program, body.consts, inputs, (*around, (eqn, body.program)))
+        if eqn.primitive.name not in self.CALLS:
+            self.settle(results)
+        return results
 
     def _scan(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> list[Any] | None:
         """Returns the results of a scan, or None if it is too long."""
@@ -103,6 +114,9 @@ class Interpreter:
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         return results if eqn.primitive.multiple_results else [results]
 
+    def settle(self, values: Sequence[Any]) -> None:
+        """Counts the faults of values from here on: no `select_n` discards them."""
+
     def choose(self, which: Any, count: int) -> list[int]:
         """Returns the numbers below `count` that an index may be."""
         return [min(max(int(which), 0), count - 1)]
@@ -129,20 +143,60 @@ class Interpreter:
 
 
 class Trial(Interpreter):
-    """Evaluates a jaxpr on arrays, and notes the first fault."""
+    """Evaluates a jaxpr on arrays, and notes the first fault in an element that no `select_n` discards."""
 
     CALLS = Interpreter.CALLS - {"shard_map"}
 
     def __init__(self, nonzero: Container[Place]) -> None:
         self.fault: Fault | None = None
         self._nonzero = nonzero  # places of differences that are never zero in exact arithmetic
+        self._found: list[Fault] = []
+        # id(array) -> (array, marks). The marks are the number of the fault that an element has, or was computed
+        # from, or 0. Holding the array keeps its id valid.
+        self._marks: dict[int, tuple[Any, Any]] = {}
+
+    def settle(self, values: Sequence[Any]) -> None:
+        numbers = [int(jnp.max(marks, initial=0)) for marks in map(self._marks_of, values) if marks is not None]
+        if self.fault is None and any(numbers):
+            self.fault = self._found[max(numbers) - 1]
+
+    def _marks_of(self, value: Any) -> Any:
+        return self._marks.get(id(value), (None, None))[1]
 
     def apply(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> Sequence[Any]:
         results = super().apply(eqn, operands, around)
-        if self.fault is None and (kind := self._find_fault(eqn, operands, results, around)):
-            ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
-            self.fault = make_fault(kind, eqn, around, ranges)
+        if not is_followed(eqn):
+            self.settle(operands)
+        if self.fault is None:
+            self._mark(eqn, operands, results, around)
         return results
+
+    def _spread(self, eqn: JaxprEqn, operands: list[Any]) -> Any:
+        """Returns the marks that the only result of an equation has from its operands, or None."""
+        name, marks = eqn.primitive.name, list(map(self._marks_of, operands))
+        if not is_followed(eqn) or all(one is None for one in marks):
+            return None
+        marks = [jnp.zeros(x.shape, jnp.int32) if one is None else one for x, one in zip(operands, marks, strict=True)]
+        if name in MOVING:
+            return super().apply(eqn, marks, ())[0]
+        if name == "select_n":
+            return jnp.maximum(marks[0], lax.select_n(operands[0], *marks[1:]))
+        return functools.reduce(jnp.maximum, marks)
+
+    def _mark(self, eqn: JaxprEqn, operands: list[Any], results: Sequence[Any], around: Around) -> None:
+        """Marks the elements of results that have a fault, or were computed from one."""
+        spread = self._spread(eqn, operands)
+        read = [_replace_marked(x, self._marks_of(x)) for x in operands]
+        made = [_replace_marked(x, spread) for x in results]
+        if kind := self._find_fault(eqn, read, made, around):
+            ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
+            self._found.append(make_fault(kind, eqn, around, ranges))
+        for old, new in zip(results, made, strict=True):
+            marks = jnp.zeros(old.shape, jnp.int32) if spread is None else spread
+            if kind:
+                marks = jnp.where(_is_faulty(kind, read[0], new), len(self._found), marks)
+            if kind or spread is not None:
+                self._marks[id(old)] = old, marks
 
     def _loop(self, eqn: JaxprEqn, operands: list[Any], around: Around) -> list[Any] | None:
         test = sub_jaxprs(eqn)[0].program.outvars[0]
@@ -163,6 +217,19 @@ class Trial(Interpreter):
             return DIVISION
         is_lost = locate(eqn, around) in self._nonzero and bool(((results[0] == 0) & (operands[0] != 0)).any())
         return CANCELLATION if is_lost else ""
+
+
+def _replace_marked(x: Any, marks: Any) -> Any:
+    return x if marks is None else jnp.where(marks > 0, jnp.ones_like(x), x)
+
+
+def _is_faulty(kind: str, x: Any, result: Any) -> Any:
+    """Finds the elements of a result that have a fault."""
+    if kind == CANCELLATION:
+        return (result == 0) & (x != 0)
+    if not _is_float(result):
+        return jnp.ones(result.shape, bool)
+    return jnp.isnan(result) if _have_any(jnp.isnan, [result]) else jnp.isinf(result)
 
 
 def _is_float(value: Any) -> bool:

@@ -70,6 +70,15 @@ def is_in_bounds(eqn: JaxprEqn, indices: Interval) -> bool:
     return indices.low >= 0 and indices.high <= most
 
 
+def _dtype_of(eqn: JaxprEqn) -> Any:
+    return getattr(eqn.outvars[0].aval, "dtype", None)
+
+
+def _any(eqn: JaxprEqn, *operands: Interval) -> Interval:
+    """Bounds a result by its dtype."""
+    return bound_dtype(_dtype_of(eqn))
+
+
 def _apply(fun: Callable[..., float], *values: float) -> float:
     with np.errstate(all="ignore"):
         return float(fun(*map(np.float64, values)))
@@ -110,7 +119,7 @@ def _corners(fun: Callable[..., float]) -> Rule:
 
 
 def _integer_pow(eqn: JaxprEqn, x: Interval) -> Interval:
-    y, dtype = eqn.params["y"], getattr(eqn.outvars[0].aval, "dtype", None)
+    y, dtype = eqn.params["y"], _dtype_of(eqn)
     power = _even if y % 2 == 0 else _increasing
     positive = Interval(*power(lambda v: np.power(v, float(abs(y))))(eqn, x)[:2])
     if y >= 0:
@@ -118,20 +127,6 @@ def _integer_pow(eqn: JaxprEqn, x: Interval) -> Interval:
     inverse = _decreasing(np.reciprocal)(eqn, positive)  # which is 0 if the power overflows
     overflows = max(map(abs, positive[:2])) > bound_dtype(dtype).high / 2
     return hull(inverse, Interval(0.0, 0.0)) if overflows else inverse
-
-
-def _one_minus_square(eqn: JaxprEqn, x: Interval) -> Interval:
-    low, high, _ = _even(np.square)(eqn, x)
-    return Interval(1 - high, 1 - low)
-
-
-def _pow(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
-    dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
-    return _corners(np.power)(eqn, x, y) if is_floating_dtype(dtype) else bound_dtype(dtype)
-
-
-def _round(eqn: JaxprEqn, x: Interval) -> Interval:
-    return Interval(_apply(np.ceil, x.low - 0.5), _apply(np.floor, x.high + 0.5))  # of ties, in either direction
 
 
 def _rem(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
@@ -142,11 +137,6 @@ def _rem(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
 def _sum(eqn: JaxprEqn, x: Interval) -> Interval:
     n = count_terms(eqn)
     return Interval(max(n * x.low, x.peak + (n - 1) * x.low), n * x.high) if n else Interval(0.0, 0.0)
-
-
-def _partial_sums(eqn: JaxprEqn, x: Interval) -> Interval:
-    n = count_terms(eqn)
-    return Interval(min(x.low, n * x.low), max(x.high, n * x.high))
 
 
 def _products(eqn: JaxprEqn, x: Interval) -> Interval:
@@ -165,20 +155,6 @@ def _matmul(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
     return Interval(n * low, n * (term.high + slack)) if n else Interval(0.0, 0.0)
 
 
-def _clamp(eqn: JaxprEqn, least: Interval, x: Interval, most: Interval) -> Interval:
-    return Interval(*(min(max(x[i], least[i]), most[i]) for i in range(2)))
-
-
-def _gather(eqn: JaxprEqn, x: Interval, indices: Interval) -> Interval:
-    aval: Any = eqn.outvars[0].aval
-    return Interval(x.low, x.high) if is_in_bounds(eqn, indices) else bound_dtype(aval.dtype)
-
-
-def _scatter_add(eqn: JaxprEqn, x: Interval, indices: Interval, updates: Interval) -> Interval:
-    n = count_terms(eqn)
-    return Interval(x.low + min(0.0, n * updates.low), x.high + max(0.0, n * updates.high))
-
-
 def _compare(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
     name = eqn.primitive.name
     if name in ("eq", "ne"):
@@ -194,9 +170,8 @@ def _compare(eqn: JaxprEqn, x: Interval, y: Interval) -> Interval:
 
 def _combine_booleans(fun: Callable[..., float]) -> Rule:
     def bound(eqn: JaxprEqn, *operands: Interval) -> Interval:
-        dtype: Any = getattr(eqn.outvars[0].aval, "dtype", None)
         ends = [fun(x.low for x in operands), fun(x.high for x in operands)]
-        return Interval(min(ends), max(ends)) if dtype == np.bool_ else bound_dtype(dtype)
+        return Interval(min(ends), max(ends)) if _dtype_of(eqn) == np.bool_ else _any(eqn)
 
     return bound
 
@@ -215,32 +190,36 @@ def _keep(eqn: JaxprEqn, x: Interval, *others: Interval) -> Interval:
 _KEEPING = having(Fact.KEEPS) - having(Fact.ANNOTATES)
 
 RULES: dict[str, Rule] = {
-    "add": _corners(np.add), "add_any": _corners(np.add), "sub": _corners(np.subtract), "mul": _corners(np.multiply),
-    "div": _corners(np.divide), "max": _corners(np.maximum), "min": _corners(np.minimum), "pow": _pow, "rem": _rem,
-    "neg": _decreasing(np.negative), "abs": _even(np.float64), "square": _even(np.square), "integer_pow": _integer_pow,
-    "one_minus_square": _one_minus_square,
-    "sign": _increasing(np.sign), "floor": _increasing(np.floor), "ceil": _increasing(np.ceil),
-    "round": _round, "exp": _increasing(np.exp), "exp2": _increasing(np.exp2),
-    "expm1": _increasing(np.expm1), "log": _increasing(np.log), "log1p": _increasing(np.log1p),
-    "log2": _increasing(np.log2), "sqrt": _increasing(np.sqrt), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)),
-    "cbrt": _increasing(np.cbrt),
-    "logistic": _increasing(lambda x: 1 / (1 + np.exp(-x))), "tanh": _increasing(np.tanh),
-    "erf": _increasing(math.erf), "erfc": _decreasing(math.erfc), "sinh": _increasing(np.sinh), "cosh": _even(np.cosh),
+    **{name: _increasing(getattr(np, name)) for name in (
+        "sign", "floor", "ceil", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt", "cbrt", "tanh", "sinh"
+    )},
     "asin": _increasing(np.arcsin), "acos": _decreasing(np.arccos), "atan": _increasing(np.arctan),
     "asinh": _increasing(np.arcsinh), "acosh": _increasing(np.arccosh), "atanh": _increasing(np.arctanh),
-    "sin": lambda eqn, x: Interval(-1.0, 1.0), "cos": lambda eqn, x: Interval(-1.0, 1.0),
+    "logistic": _increasing(lambda x: 1 / (1 + np.exp(-x))), "rsqrt": _decreasing(lambda x: 1 / np.sqrt(x)),
+    "erf": _increasing(math.erf), "erfc": _decreasing(math.erfc), "convert_element_type": _increasing(np.float64),
+    "neg": _decreasing(np.negative), "abs": _even(np.float64), "square": _even(np.square), "cosh": _even(np.cosh),
+    "one_minus_square": lambda eqn, x: _decreasing(lambda square: 1 - square)(eqn, _even(np.square)(eqn, x)),
+    # Halves are rounded in either direction.
+    "round": lambda eqn, x: Interval(_apply(np.ceil, x.low - 0.5), _apply(np.floor, x.high + 0.5)),
+    **dict.fromkeys(("sin", "cos"), lambda eqn, x: Interval(-1.0, 1.0)), "integer_pow": _integer_pow,
+    "add": _corners(np.add), "add_any": _corners(np.add), "sub": _corners(np.subtract), "mul": _corners(np.multiply),
+    "div": _corners(np.divide), "max": _corners(np.maximum), "min": _corners(np.minimum), "rem": _rem,
+    "pow": lambda eqn, x, y: (_corners(np.power) if is_floating_dtype(_dtype_of(eqn)) else _any)(eqn, x, y),
+    "clamp": lambda eqn, low, x, high: Interval(*(min(max(x[i], low[i]), high[i]) for i in range(2))),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compare),
     "is_finite": lambda eqn, x: Interval(float(INF not in map(abs, x[:2])), 1.0),
     "and": _combine_booleans(min), "or": _combine_booleans(max), "not": _combine_booleans(lambda x: 1 - next(x)),
-    "reduce_sum": _sum, "cumsum": _partial_sums, "reduce_prod": _products, "cumprod": _products,
-    "dot_general": _matmul, "conv_general_dilated": _matmul,
-    "reduce_max": lambda eqn, x: Interval(max(x.low, x.peak), x.high), "reduce_min": _keep, "cummax": _keep,
-    "cummin": _keep, "argmax": _count_positions, "argmin": _count_positions, "iota": _count_positions, "clamp": _clamp,
-    "convert_element_type": _increasing(np.float64), "gather": _gather, "dynamic_slice": _keep, "slice": _keep,
-    "split": _keep, "unstack": _keep, **dict.fromkeys(_KEEPING, _keep),
+    **dict.fromkeys(("dot_general", "conv_general_dilated"), _matmul), "reduce_sum": _sum,
+    "cumsum": lambda eqn, x: hull(x, _sum(eqn, Interval(*x[:2]))),
+    "reduce_prod": _products, "cumprod": _products, **dict.fromkeys(("argmax", "argmin", "iota"), _count_positions),
+    "reduce_max": lambda eqn, x: Interval(max(x.low, x.peak), x.high),
+    **dict.fromkeys(("reduce_min", "cummax", "cummin", "slice", "split", "unstack", "dynamic_slice", *_KEEPING), _keep),
+    "gather": lambda eqn, x, indices: (_keep if is_in_bounds(eqn, indices) else _any)(eqn, x),
     "dynamic_update_slice": lambda eqn, x, update, *indices: hull(x, update),
     **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), lambda eqn, x, indices, updates: hull(x, updates)),
-    "scatter-add": _scatter_add,
+    "scatter-add": lambda eqn, x, indices, updates: _corners(np.add)(
+        eqn, x, hull(Interval(0.0, 0.0), Interval(*(count_terms(eqn) * bound for bound in updates[:2])))
+    ),
     "select_n": lambda eqn, which, *cases: hull(*cases),
     **dict.fromkeys(("pad", "concatenate", "stack"), lambda eqn, *operands: hull(*operands)),
 }  # fmt: skip

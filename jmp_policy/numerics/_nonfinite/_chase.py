@@ -14,17 +14,11 @@ from ._origin import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, Nonfi
 
 
 class Place(NamedTuple):
-    """A value and the iteration in which it was not finite.
+    """A value and the iteration in which it was not finite, as int32."""
 
-    Attributes:
-      value: its row, an int32 scalar.
-      kind: `NAN` or `INFINITE`; `FINITE` for none.
-      turns: the iterations of the merged loops, int32 of shape `(MOST_LOOPS,)`.
-    """
-
-    value: jax.Array
-    kind: jax.Array
-    turns: jax.Array
+    value: jax.Array  # its row
+    kind: jax.Array  # `NAN` or `INFINITE`; `FINITE` for none
+    turns: jax.Array  # the iterations of the merged loops, of shape `(MOST_LOOPS,)`
 
 
 def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:

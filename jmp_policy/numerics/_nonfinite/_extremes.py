@@ -27,21 +27,15 @@ INFINITY = 0x7F800000
 
 
 class Extremes(NamedTuple):
-    """A record of several values.
+    """A record of several values, as int32.
 
-    Attributes:
-      low: the key of the smallest element, int32 of shape `(rows,)`. Keys are integers in the order of the elements,
-        from a negative nan to a positive nan. See `decode_key`.
-      high: the key of the largest element.
-      first: the first iterations of merged loops with a nan and with an infinity, int32 of shape
-        `(rows, 2, MOST_LOOPS)`; `NEVER` if there was none.
-      turns: the number of recorded iterations of the innermost `while`, int32 of shape `(rows,)`.
+    Keys are integers in the order of the elements, from a negative nan to a positive nan. See `decode_key`.
     """
 
-    low: jax.Array
-    high: jax.Array
-    first: jax.Array
-    turns: jax.Array
+    low: jax.Array  # (rows,): the key of the smallest element
+    high: jax.Array  # the key of the largest element
+    first: jax.Array  # (rows, 2, MOST_LOOPS): the first iterations with a nan and with an infinity, or `NEVER`
+    turns: jax.Array  # (rows,): the number of recorded iterations of the innermost `while`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import CALLED, RecordedOp, body_of, float_dtype, scan_parts
+from ..._jaxpr import CALLED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import Words, write_words
@@ -23,38 +23,22 @@ class Graph(NamedTuple):
     """Values (rows of the record) and the values that each was computed from.
 
     The sources of value `i` are `target[start[i]:start[i + 1]]`. One extra node at the end has edges to the results.
-    A merged loop has one row for all its iterations.
-
-    Attributes:
-      start: int32 of shape `(values + 2,)`.
-      target: int32 of shape `(edges,)`.
-      common: the number of merged loops around both ends of an edge, int32.
-      carried: True if the last of these loops carried the value from the previous iteration.
-      operands: rows of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape `(values, MOST_OPERANDS)`.
-      scales: an operand is `scales * value + shifts`; float32 of that shape.
-      shifts: see `scales`; for a constant, its value.
-      turns: iterations of the loops around a value, -1 after the last, `-2 - i` for the `i`-th merged loop; int32 of
-        shape `(values, MOST_TURNS)`.
-      last: the last iteration of a merged loop that runs in reverse, else -1; int32 of shape `(values, MOST_LOOPS)`.
-      is_half: True for float16.
-      is_reciprocal: True if a value may be zero because an operand is infinite, as in a division.
-      text: the index of each value's text, int32.
-      texts: uint8 of shape `(texts, TEXT_LENGTH)`.
+    A merged loop has one row for all its iterations. Integers are int32, other numbers float32.
     """
 
-    start: np.ndarray
-    target: np.ndarray
-    common: np.ndarray
-    carried: np.ndarray
-    operands: np.ndarray
-    scales: np.ndarray
-    shifts: np.ndarray
-    turns: np.ndarray
-    last: np.ndarray
-    is_half: np.ndarray
-    is_reciprocal: np.ndarray
-    text: np.ndarray
-    texts: np.ndarray
+    start: np.ndarray  # (values + 2,)
+    target: np.ndarray  # (edges,)
+    common: np.ndarray  # the number of merged loops around both ends of an edge
+    carried: np.ndarray  # True if the last of these loops carried the value from the previous iteration
+    operands: np.ndarray  # (values, MOST_OPERANDS): rows of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`
+    scales: np.ndarray  # an operand is `scales * value + shifts`
+    shifts: np.ndarray  # of a constant, its value
+    turns: np.ndarray  # (values, MOST_TURNS): loop iterations, -1 after the last, `-2 - i` for the i-th merged loop
+    last: np.ndarray  # (values, MOST_LOOPS): the last iteration of a merged loop that runs in reverse, else -1
+    is_half: np.ndarray  # True for float16
+    is_reciprocal: np.ndarray  # True if a value may be zero because an operand is infinite, as in a division
+    text: np.ndarray  # the index of each value's text
+    texts: np.ndarray  # uint8 of shape (texts, TEXT_LENGTH)
 
 
 class Edge(NamedTuple):
@@ -126,7 +110,10 @@ class _EdgeFinder:
             for row, line in enumerate(lines)
         }
         self._makers: dict[int, dict[Var, tuple[JaxprEqn, int]]] = {}
+        self._bodies: dict[int, list[SubJaxpr]] = {}
         self._found: dict[Any, list[Edge]] = {}
+        # True to follow integers to the floats that they were computed from, as the scales of a block-scaled format.
+        self._reads_bits = False
 
     def is_merged(self, eqn: JaxprEqn) -> bool:
         """True for a loop with one row for all iterations."""
@@ -135,9 +122,10 @@ class _EdgeFinder:
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
         """Lists the rows that the value of a line was computed from."""
-        is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
-        follow = self._follow_bits if is_of_bits else self._follow
-        return self._join(follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
+        found = self._join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        self._reads_bits = False
+        return found
 
     def find_results(self) -> list[Edge]:
         return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
@@ -170,48 +158,24 @@ class _EdgeFinder:
 
     def _follow(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Lists the rows of a value in a sub-jaxpr; empty if it is not measured, like integers."""
-        if isinstance(atom, Literal) or not is_measurable(atom):
+        if isinstance(atom, Literal) or not (self._reads_bits or is_measurable(atom)):
             return []
         key = _key(around), turns, id(atom)
         if key in self._rows:
             return [Edge(self._rows[key])]
+        key = *key, self._reads_bits
         if key not in self._found:
             self._found[key] = []  # stops at a carry that the loop does not change
             self._found[key] = self._find(atom, around, turns)
         return self._found[key]
-
-    def _follow_bits(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        """Lists the rows of floats that an integer was computed from, as for the scale of a block-scaled format.
-
-        Does not look into loops and branches.
-        """
-        if isinstance(atom, Literal) or is_measurable(atom):
-            return self._follow(atom, around, turns)
-        key = _key(around), turns, id(atom)
-        if key not in self._found:
-            self._found[key] = self._find_bits(atom, around, turns)
-        return self._found[key]
-
-    def _find_bits(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
-        body = around[-1][1] if around else self._program
-        made = self._list_makers(body).get(var)
-        if made is None:
-            if not around or around[-1][0].primitive.name not in CALLED or var not in body.invars:
-                return []
-            return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
-        eqn, i = made
-        if eqn.primitive.name in CALLED:
-            inside = body_of(eqn.params[CALLED[eqn.primitive.name]])
-            return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
-        if eqn.primitive.name in ("cond", "while", "scan"):
-            return []
-        return self._join(self._follow_bits(atom, around, turns) for atom in eqn.invars)
 
     def _find(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         body = around[-1][1] if around else self._program
         made = self._list_makers(body).get(var)
         if made is not None:
             eqn, i = made
+            if not is_measurable(var) and eqn.primitive.name not in _ENTERED:
+                return self._join(self._follow(atom, around, turns) for atom in eqn.invars)
             telling = find_telling_operand(eqn, i)
             if telling is not None:
                 _, scale, shift = telling
@@ -224,65 +188,47 @@ class _EdgeFinder:
 
     def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues inside the sub-jaxprs of the equation that made a value as its result `i`."""
-        name, params = eqn.primitive.name, eqn.params
-        if name == "cond":
-            branches = [body_of(branch) for branch in params["branches"]]
-            return self._join(self._follow(body.outvars[i], (*around, (eqn, body)), turns) for body in branches)
-        if name == "while":
-            turn = body_of(params["body_jaxpr"])
-            start = params["cond_nconsts"] + params["body_nconsts"]
-            inside = self._follow(turn.outvars[i], (*around, (eqn, turn)), turns)
-            return self._join([inside, self._follow(eqn.invars[start + i], around, turns)])
-        parameter = _PARAMETERS.get(name)
-        if parameter is None:
-            return []
-        body = body_of(params[parameter])
-        inside = (*around, (eqn, body))
-        if name != "scan":
-            return self._follow(body.outvars[i], inside, turns)
-        consts, carried = scan_parts(eqn)
-        order = _list_order(eqn)
-        if not order:
-            return self._follow(eqn.invars[consts + i], around, turns) if i < carried else []
-        if self.is_merged(eqn):
-            return self._follow(body.outvars[i], inside, turns)
-        ends = order[-1:] if i < carried else order
-        return self._join(self._follow(body.outvars[i], inside, (*turns, turn)) for turn in ends)
+        name = eqn.primitive.name
+        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in _ENTERED else []
+        after = [turns]
+        if name == "scan":
+            order, is_carried = _list_order(eqn), i < len(bodies[0].carry)
+            if not order:
+                return self._follow(_find_start(bodies[0], i), around, turns) if is_carried else []
+            if not self.is_merged(eqn):
+                after = [(*turns, turn) for turn in (order[-1:] if is_carried else order)]
+        found = [
+            self._follow(body.program.outvars[i], (*around, (eqn, body.program)), inner)
+            for body in bodies
+            for inner in after
+        ]
+        start = [self._follow(_find_start(bodies[0], i), around, turns)] if name == "while" else []
+        return self._join([*found, *start])
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues outside a sub-jaxpr, from its argument `i`."""
-        eqn, body = around[-1]
-        name, params, outside = eqn.primitive.name, eqn.params, around[:-1]
-        if name == "cond":
-            return self._follow(eqn.invars[1 + i], outside, turns)
-        if name == "while":
-            first, consts = params["cond_nconsts"], params["body_nconsts"]
-            start = self._follow(eqn.invars[first + i], outside, turns)
-            return start if i < consts else self._join([self._carry(i - consts, around, turns), start])
-        if name != "scan":
-            return self._follow(eqn.invars[i], outside, turns)
-        consts, carried = scan_parts(eqn)
-        is_carry, merged = consts <= i < consts + carried, self.is_merged(eqn)
-        if merged:
-            start = self._follow(eqn.invars[i], outside, turns)
-            return self._join([self._carry(i - consts, around, turns), start]) if is_carry else start
+        (eqn, program), outside = around[-1], around[:-1]
+        body = next(body for body in self._list_bodies(eqn) if body.program is program)
+        given, is_carry, n = body.inputs[i][0], i in body.carry, i - body.carry.start
+        if eqn.primitive.name != "scan" or self.is_merged(eqn):
+            start = self._follow(given, outside, turns)
+            return self._join([self._carry(n, around, turns), start]) if is_carry else start
         order, turn = _list_order(eqn), turns[-1]
         if is_carry and turn != order[0]:
             before = order[order.index(turn) - 1]
-            return self._follow(body.outvars[i - consts], around, (*turns[:-1], before))
-        if i >= consts + carried:
-            return self._follow_slice(eqn.invars[i], eqn.params["length"], outside, turns)
-        return self._follow(eqn.invars[i], outside, turns[:-1])
+            return self._follow(program.outvars[n], around, (*turns[:-1], before))
+        if i >= body.carry.stop:
+            return self._follow_slice(given, eqn.params["length"], outside, turns)
+        return self._follow(given, outside, turns[:-1])
 
     def _follow_slice(self, atom: Any, length: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Follows the slice of an array that iteration `turns[-1]` of a scan reads, through an earlier scan's stack."""
         body = around[-1][1] if around else self._program
         made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
         if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
-            eqn, i = made
-            if i >= scan_parts(eqn)[1] and eqn.params["length"] == length:
-                inner = body_of(eqn.params["jaxpr"])
-                return self._follow(inner.outvars[i], (*around, (eqn, inner)), turns)
+            (eqn, i), (inner,) = made, self._list_bodies(made[0])
+            if i >= len(inner.carry) and eqn.params["length"] == length:
+                return self._follow(inner.program.outvars[i], (*around, (eqn, inner.program)), turns)
         return self._follow(atom, around, turns[:-1])
 
     def _carry(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
@@ -297,11 +243,21 @@ class _EdgeFinder:
             self._makers[id(body)] = {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
         return self._makers[id(body)]
 
+    def _list_bodies(self, eqn: JaxprEqn) -> list[SubJaxpr]:
+        if id(eqn) not in self._bodies:
+            self._bodies[id(eqn)] = sub_jaxprs(eqn)
+        return self._bodies[id(eqn)]
+
     def _join(self, found: Iterable[list[Edge]]) -> list[Edge]:
         return list(dict.fromkeys(edge for edges in found for edge in edges))
 
 
-_PARAMETERS = {**CALLED, "scan": "jaxpr"}
+_ENTERED = {*CALLED, "scan", "while", "cond"}
+
+
+def _find_start(body: SubJaxpr, i: int) -> Any:
+    """Returns the value of carry `i` of a loop before the first iteration."""
+    return body.inputs[body.carry[i]][0]
 
 
 def _key(around: Around) -> tuple[tuple[int, int], ...]:

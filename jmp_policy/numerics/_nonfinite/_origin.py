@@ -37,6 +37,16 @@ class _Fields(NamedTuple):
     ranges: jax.Array
 
 
+class _Word:
+    """An attribute that is read from `NonfiniteOrigin.texts`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, origin: "NonfiniteOrigin", owner: type) -> str:
+        return getattr(_read_words(origin), self._name)
+
+
 class NonfiniteOrigin(_Fields):
     """Origin of the first non-finite value, as returned by `numerics.first_nonfinite`.
 
@@ -101,33 +111,13 @@ class NonfiniteOrigin(_Fields):
     def kind(self) -> Literal["", "nan", "inf"]:
         return _KINDS[int(_read(self).kinds[0])]
 
-    @property
-    def primitive(self) -> str:
-        return _read_words(self).primitive
-
-    @property
-    def source(self) -> str:
-        return _read_words(self).source
-
-    @property
-    def function(self) -> str:
-        return _read_words(self).function
-
-    @property
-    def code(self) -> str:
-        return _read_words(self).code
-
-    @property
-    def path(self) -> str:
-        return _read_words(self).path
-
-    @property
-    def direction(self) -> str:
-        return _read_words(self).direction
-
-    @property
-    def dtype(self) -> str:
-        return _read_words(self).dtype
+    primitive = _Word()
+    source = _Word()
+    function = _Word()
+    code = _Word()
+    path = _Word()
+    direction = _Word()
+    dtype = _Word()
 
     @property
     def turns(self) -> tuple[int, ...]:

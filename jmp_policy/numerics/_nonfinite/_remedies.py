@@ -150,8 +150,6 @@ _FOLLOWED = ("add", "broadcast_in_dim", "convert_element_type", "div", "link", "
 
 Range = tuple[float, float] | None
 
-LARGEST_HALF = 65504.0
-
 _EPSILON = "Keep the {} away from zero, with an epsilon or `jnp.maximum`."
 _TRAP = (
     "If a `jnp.where` guards this, guard what goes into the operation too, as in "

@@ -247,13 +247,10 @@ def _make_sums_table(rows: Sequence[Collective]) -> Table:
     for row in rows:
         key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
         groups.setdefault(key, []).append(row)
-    sizes = {
-        key: (sum(row.bytes for row in group), sum(row.moved_bytes for row in group)) for key, group in groups.items()
-    }
-    cells = [
-        (*key, str(_count(group)), *(format_bytes(size) or "0 B" for size in sizes[key]))
-        for key, group in groups.items()
-    ]
+    cells = []
+    for key, group in groups.items():
+        sizes = sum(row.bytes for row in group), sum(row.moved_bytes for row in group)
+        cells.append((*key, str(_count(group)), *(format_bytes(size) or "0 B" for size in sizes)))
     return Table(make_columns("collective, dtype, axes, pass", "count, bytes, sent"), cells)
 
 

@@ -17,8 +17,11 @@ from ._subject import write_code
 from ._trial_log import Trial
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+_CHOSEN: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "the map"}
 
 FLOOR = 0.1
 """A leaf is small if its root mean square is below this fraction of the root mean square of all leaves."""
@@ -165,10 +168,16 @@ class Tuning(Report):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        if self.curve:
-            return self._plot_curve()
         figure = make_figure(7, 4)
         axes = figure.subplots()
+        (self._draw_curve if self.curve else self._draw_trials)(axes)
+        axes.set_title(self.name if self.curve else f"{self.name} in {self.low}", loc="left")
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        return figure
+
+    def _draw_trials(self, axes: "Axes") -> None:
         finite = [trial for trial in self.trials if 0 < trial.error < math.inf]
         errors = [trial.error for trial in finite] + [self.tolerance]
         top = 10 * max(errors)
@@ -178,34 +187,20 @@ class Tuning(Report):
         if broken:
             axes.scatter(broken, [top] * len(broken), color=color, marker="x", label="a trial that is not finite")
         if self.error > 0 and math.isfinite(self.error):
-            chosen = {"s": 130, "facecolors": "none", "edgecolors": "black"}
-            axes.scatter([len(self.scopes)], [self.error], **chosen, label="the map")
+            axes.scatter([len(self.scopes)], [self.error], **_CHOSEN)
         axes.axhline(self.tolerance, **REFERENCE_LINE, label="tolerance")
         axes.set_yscale("log")
         axes.set(xlabel=f"scopes that are {self._kept_words}, of {len(self.candidates)}", ylabel="relative error")
-        axes.set_title(f"{self.name} in {self.low}", loc="left")
         axes.locator_params(axis="x", integer=True)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        return figure
 
-    def _plot_curve(self) -> "Figure":
-        figure = make_figure(7, 4)
-        axes = figure.subplots()
+    def _draw_curve(self, axes: "Axes") -> None:
         measured = [row for row in self.curve if row.error is not None]
         bits, color = [row.bits for row in self.curve], find_style(self.low).color
         axes.plot(bits, [100 * row.predicted for row in self.curve], **REFERENCE_LINE, label="predicted")
         errors = [100 * (row.error or 0) for row in measured]
         axes.plot([row.bits for row in measured], errors, color=color, marker="o", label="measured")
-        chosen = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3}
-        axes.scatter([self.effective_bits or 0.0], [100 * self.error], **chosen, label="the map")
+        axes.scatter([self.effective_bits or 0.0], [100 * self.error], **_CHOSEN)
         axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
-        axes.set_title(self.name, loc="left")
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        return figure
 
     def __repr__(self) -> str:
         if self.curve:

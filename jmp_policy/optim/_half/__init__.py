@@ -15,6 +15,7 @@ from ._stochastic_rounding import (
     KahanState as KahanState,
     StochasticRoundingState as StochasticRoundingState,
     check_key as check_key,
+    fold_in_devices as fold_in_devices,
     kahan as kahan,
     stochastic_rounding as stochastic_rounding,
 )

@@ -1,6 +1,5 @@
 """Shared parts of optimizers of half-precision parameters, which compute in float32 and store less."""
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -23,57 +22,50 @@ from .._steps import (
 )
 
 
-class Storage(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class Storage:
     """Storage of float32 values in half-precision parameters and a memory beside them."""
 
     name: str  # of the public transformation
     state_type: Any  # made from an inner state and a memory
+    init: Callable[[PyTree], Any]  # the memory of fresh parameters
+    decode: Callable[[PyTree, PyTree], PyTree]  # parameters and memory to float32
+    encode: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Any]]  # float32, old parameters and memory to new ones
     is_exact: bool = False  # true if `decode` returns every bit that `encode` stored
 
-    @abc.abstractmethod
-    def init(self, params: PyTree) -> Any:
-        """Returns the memory of fresh parameters."""
 
-    @abc.abstractmethod
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        """Returns the float32 parameters."""
+def pair_storage(
+    name: str,
+    state_type: Any,
+    memory_name: str,  # for errors
+    begin: Callable[[jax.Array], jax.Array],  # the memory of a fresh parameter
+    join: Callable[[jax.Array, jax.Array], jax.Array],  # parameter and memory to float32
+    split: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]],  # float32 and dtype to parameter and memory
+    dtypes: tuple[Any, ...] = (jnp.float16, jnp.bfloat16),
+    is_exact: bool = False,
+) -> Storage:
+    """Builds a storage whose memory has one array per half-precision parameter."""
 
-    @abc.abstractmethod
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        """Returns new parameters in the dtypes of `params`, and their memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PairedStorage(Storage):
-    """Storage whose memory has one array per half-precision parameter."""
-
-    name: str
-    state_type: Any
-    memory_name: str  # for errors
-    begin: Callable[[jax.Array], jax.Array]  # the memory of a fresh parameter
-    join: Callable[[jax.Array, jax.Array], jax.Array]  # parameter and memory to float32
-    split: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]  # float32 and dtype to parameter and memory
-    dtypes: tuple[Any, ...] = (jnp.float16, jnp.bfloat16)
-    is_exact: bool = False
-
-    def init(self, params: PyTree) -> Any:
+    def init(params: PyTree) -> Any:
         for path, param in jax.tree_util.tree_leaves_with_path(params):
-            if is_half(param) and param.dtype not in self.dtypes:
+            if is_half(param) and param.dtype not in dtypes:
                 raise ValueError(
                     f"mode='split' needs bfloat16 parameters, the high half of a float32, got {param.dtype} for "
                     f"{jax.tree_util.keystr(path) or 'the parameter'}. For float16: master_weights(inner)."
                 )
-        return map_half(self.begin, params, otherwise=no_memory)
+        return map_half(begin, params, otherwise=no_memory)
 
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        check_fits(params, memory, self.memory_name)
-        return map_half(self.join, params, memory, otherwise=lambda p, _: p)
+    def decode(params: PyTree, memory: PyTree) -> PyTree:
+        check_fits(params, memory, memory_name)
+        return map_half(join, params, memory, otherwise=lambda p, _: p)
 
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+    def encode(wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
-        pairs = map_half(lambda p, w: self.split(w, p.dtype), params, wide, otherwise=lambda p, w: (w, no_memory()))
+        pairs = map_half(lambda p, w: split(w, p.dtype), params, wide, otherwise=lambda p, w: (w, no_memory()))
         narrowed = jax.tree.map(lambda p, pair: pair[0], params, pairs)
         return narrowed, jax.tree.map(lambda p, pair: pair[1], params, pairs)
+
+    return Storage(name, state_type, init, decode, encode, is_exact)
 
 
 def half_parameters(inner: Transformation, storage: Storage) -> optax.GradientTransformationExtraArgs:
@@ -90,10 +82,10 @@ def half_parameters(inner: Transformation, storage: Storage) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, _HalfParametersUpdate(inner, storage))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _HalfParametersUpdate(ParameterUpdate):
-    def __init__(self, inner: Transformation, storage: Storage):
-        self._inner = inner
-        self._storage = storage
+    _inner: Transformation
+    _storage: Storage
 
     def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(grads, state, params)

@@ -9,7 +9,7 @@ import optax
 from ..._base import PyTree, cast_floating, did_you_mean, join_float32, quote, round_to_half, split_float32
 from ...loss_scale import strip_variables
 from .._steps import Transformation
-from ._half_parameters import PairedStorage, Storage, check_fits, half_parameters, map_half, widen, widen_half
+from ._half_parameters import check_fits, half_parameters, map_half, pair_storage, widen, widen_half
 from ._stochastic_rounding import COMPENSATED, KahanState, StochasticRoundingState
 
 
@@ -91,7 +91,7 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     return half_parameters(inner, _STORAGES[mode])
 
 
-COPIES: Storage = PairedStorage(
+COPIES = pair_storage(
     "master_weights",
     MasterWeightsState,
     "master weights",
@@ -99,7 +99,7 @@ COPIES: Storage = PairedStorage(
     join=lambda param, master: master,
     split=lambda wide, dtype: (round_to_half(wide, dtype), wide),
 )
-SPLIT: Storage = PairedStorage(
+SPLIT = pair_storage(
     "master_weights",
     SplitWeightsState,
     "remainders",

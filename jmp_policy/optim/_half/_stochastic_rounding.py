@@ -21,7 +21,7 @@ from ..._base import (
     spread_specs,
 )
 from .._steps import Transformation
-from ._half_parameters import PairedStorage, Storage, half_parameters, widen, widen_half
+from ._half_parameters import Storage, half_parameters, pair_storage, widen, widen_half
 
 
 class KahanState(NamedTuple):
@@ -80,7 +80,7 @@ def _compensate(wide: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return round_to_half(wide, dtype), jnp.where(jnp.isfinite(lost), lost, 0.0).astype(dtype)
 
 
-COMPENSATED: Storage = PairedStorage(
+COMPENSATED = pair_storage(
     "kahan", KahanState, "compensations", jnp.zeros_like, lambda p, c: widen(p) + widen(c), _compensate
 )
 
@@ -142,45 +142,44 @@ def stochastic_rounding(
     >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
     ([0.99609375, 1.0], True)
     """
-    return half_parameters(inner, _Random(check_key(key), specs))
+    return half_parameters(inner, _round_at_random(check_key(key), specs))
 
 
-class _Random(Storage):
-    name = "stochastic_rounding"
-    state_type = StochasticRoundingState
+def _round_at_random(key: jax.Array, specs: Any) -> Storage:
+    """Builds a storage whose memory is the data of the random key for the next step."""
+    data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
 
-    def __init__(self, key: jax.Array, specs: Any):
-        self._data = jax.random.key_data(key)
-        self._implementation = jax.random.key_impl(key)
-        self._specs = specs
-
-    def init(self, params: PyTree) -> Any:
-        del params
-        return jnp.array(self._data)  # a copy, since a state may be donated
-
-    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
-        del memory
-        return widen_half(params)
-
-    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
+    def encode(wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+        key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=implementation))
         leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(of_step, len(leaves))
-        specs = [None] * len(leaves) if self._specs is None else spread_specs(self._specs, params)
-        rows = zip(leaves, structure.flatten_up_to(wide), keys, specs, strict=True)
+        each = [None] * len(leaves) if specs is None else spread_specs(specs, params)
+        rows = zip(leaves, structure.flatten_up_to(wide), keys, each, strict=True)
         narrowed = [_round(p, w, k, spec) if is_half(p) else w for p, w, k, spec in rows]
         return structure.unflatten(narrowed), jax.random.key_data(key)
+
+    return Storage(
+        "stochastic_rounding",
+        StochasticRoundingState,
+        init=lambda params: jnp.array(data),  # a copy, since a state may be donated
+        decode=lambda params, memory: widen_half(params),
+        encode=encode,
+    )
 
 
 def _round(param: jax.Array, wide: jax.Array, key: jax.Array, spec: Any) -> jax.Array:
     if spec is None:
-        # Inside shard_map, a parameter has different shards along the axes that it varies over.
-        for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
-            key = jax.random.fold_in(key, lax.axis_index(axis))
-        noise = jax.random.bits(key, wide.shape, jnp.uint16)
+        noise = jax.random.bits(fold_in_devices(key, wide), wide.shape, jnp.uint16)
     else:
         noise = _draw_part(key, wide.shape, complete_spec(spec, wide.ndim, "specs"))
     return round_stochastically(wide, param.dtype, noise)
+
+
+def fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
+    """Makes the key different on devices along the axes of `jax.shard_map` that split an array."""
+    for axis in sorted(jax.typeof(x).manual_axis_type.varying):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
 
 
 def _draw_part(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Fact, find_calling_line, having, sub_jaxprs
+from ..._jaxpr import Fact, find_calling_line, having, shape_of, sub_jaxprs
 
 _ELEMENTWISE = having(Fact.ELEMENTWISE)
 
@@ -42,15 +42,10 @@ def find_constants(program: Jaxpr) -> list[float | None]:
     >>> find_constants(jax.make_jaxpr(lambda x: (x, jnp.zeros_like(x), jnp.full(3, 0.5)))(jnp.ones(2)).jaxpr)
     [None, 0.0, 0.5]
     """
-    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
-    return [_find_constant(makers.get(var)) if isinstance(var, Var) else None for var in program.outvars]
-
-
-def _find_constant(eqn: JaxprEqn | None) -> float | None:
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return None
-    number = eqn.invars[0]
-    return float(number.val) if isinstance(number, Literal) and np.ndim(number.val) == 0 else None
+    filled = [eqn for eqn in program.eqns if eqn.primitive.name == "broadcast_in_dim"]
+    numbers = [(eqn.outvars[0], eqn.invars[0]) for eqn in filled]
+    constants = {var: float(x.val) for var, x in numbers if isinstance(x, Literal) and np.ndim(x.val) == 0}
+    return [constants.get(var) if isinstance(var, Var) else None for var in program.outvars]
 
 
 def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
@@ -65,18 +60,14 @@ def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
 
 
 def _is_number(atom: Any) -> bool:
-    return math.prod(_shape(atom)) <= 1
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
+    return math.prod(shape_of(atom)) <= 1
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     arrays = [atom for atom in eqn.invars if not _is_number(atom)]
     if not arrays:  # only scalars
         return eqn.primitive.name == "broadcast_in_dim"
-    shapes = {_shape(atom) for atom in (*arrays, *eqn.outvars)}
+    shapes = {shape_of(atom) for atom in (*arrays, *eqn.outvars)}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 

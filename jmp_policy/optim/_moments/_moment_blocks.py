@@ -109,16 +109,21 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     bits = (words << 1) | (words >> 31)
     # Columns last: XLA:CPU reduces leading axes as vectors, and columns one number after the other.
     for axis, side in enumerate(sides[:-1]):
-        bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
+        bits = _join(bits, axis, side)
     # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
     # and then copy all arrays in each iteration of a loop.
-    by_shifts, by_reshape = (functools.partial(form, side=sides[-1]) for form in (_join_by_shifts, _join_by_reshape))
+    by_shifts = functools.partial(_join_by_shifts, side=sides[-1])
+    by_reshape = functools.partial(_join, axis=len(sides) - 1, side=sides[-1])
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
 
 
-def _join_by_reshape(bits: jax.Array, side: int) -> jax.Array:
-    return bits.reshape(*bits.shape[:-1], -1, side).max(-1)
+def _join(bits: jax.Array, axis: int, side: int) -> jax.Array:
+    while side > 1:  # in steps of 32: to reduce more at once, XLA:CPU writes all elements to memory first
+        part = min(side, 32)
+        bits = bits.reshape(*bits.shape[:axis], -1, part, *bits.shape[axis + 1 :]).max(axis + 1)
+        side //= part
+    return bits
 
 
 def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
@@ -205,16 +210,22 @@ class Chunks:
 
     def split(self, x: jax.Array) -> jax.Array:
         """Reshapes an array to two axes for each axis with several parts, without moving elements."""
-        # Without axes of length 1: XLA would choose another layout and copy the array.
-        pairs = zip(x.shape, self.parts, strict=True)
-        return x.reshape([n for length, part in pairs for n in ([length] if part == 1 else [part, length // part])])
+        return x.reshape(self._split_shape(x.shape))
 
     def take(self, split: jax.Array, i: jax.Array) -> jax.Array:
         """Returns chunk `i` of a split array, with the axes of the array."""
         starts, sizes, _ = self._place(split.shape, i)
-        lengths = iter(sizes)
-        shape = [next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts]
-        return lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False).reshape(shape)
+        return self._merge(lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False))
+
+    def number(self, shape: Shape, i: jax.Array) -> jax.Array:
+        """Returns the positions of the elements of chunk `i` in an array of this shape, counted by rows."""
+        split = self._split_shape(shape)
+        starts, sizes, _ = self._place(split, i)
+        positions = jnp.zeros(sizes, jnp.uint32)
+        for axis, start in enumerate(starts):
+            along = lax.broadcasted_iota(jnp.uint32, sizes, axis) + start.astype(jnp.uint32)
+            positions += along * np.uint32(math.prod(split[axis + 1 :]) % 2**32)
+        return self._merge(positions)
 
     def put(self, split: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
         """Replaces chunk `i` of a split array, except for blocks of the chunk before."""
@@ -224,6 +235,15 @@ class Chunks:
             is_old = lax.broadcasted_iota(i.dtype, sizes, axis) < overlap
             chunk = lax.select(is_old, lax.dynamic_slice(split, starts, sizes, allow_negative_indices=False), chunk)
         return lax.dynamic_update_slice(split, chunk, starts, allow_negative_indices=False)
+
+    def _split_shape(self, shape: Shape) -> Shape:
+        # Without axes of length 1: XLA would choose another layout and copy the array.
+        pairs = zip(shape, self.parts, strict=True)
+        return tuple(n for length, part in pairs for n in ([length] if part == 1 else [part, length // part]))
+
+    def _merge(self, chunk: jax.Array) -> jax.Array:
+        lengths = iter(chunk.shape)
+        return chunk.reshape([next(lengths) if part == 1 else next(lengths) * next(lengths) for part in self.parts])
 
     def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], dict[int, jax.Array]]:
         """Returns the start of chunk `i` in a split array, its sizes, and its overlap with the one before by axis."""

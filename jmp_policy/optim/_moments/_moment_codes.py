@@ -96,7 +96,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 # A code has 256 entries in [-1, 1], and is the index of its entry in ascending order. The caller divides each block by
 # its element with the largest magnitude, with its sign: every code has 1, and none has -1. `encode` rounds float32 to
-# the nearest entry (ties to the lower one; within 2**-22 of a tie, `DynamicCode` to either), or with uniformly random
+# the nearest entry (ties to the lower one; within 2**-19 of a tie, `DynamicCode` to either), or with uniformly random
 # uint8 or uint16 `noise` to one of both neighbors. The average over all noise of n bits is right within 2**-n of their
 # distance. Larger inputs are clipped.
 
@@ -129,62 +129,56 @@ class DynamicCode:
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         words = lax.bitcast_convert_type(x, jnp.int32)
-        is_negative = words < 0
-        magnitude = words & 0x7FFFFFFF
-        place = self._find_nearest(magnitude, is_negative)
+        magnitude = lax.bitcast_convert_type(jnp.minimum(words & 0x7FFFFFFF, _ONE), jnp.float32)
+        place = self._find_nearest(magnitude)
         if noise is not None:
-            place = self._choose_neighbor(lax.bitcast_convert_type(magnitude, jnp.float32), place, noise)
-        codes = _ZERO + jnp.where(is_negative, -place, place)
+            place = self._choose_neighbor(magnitude, place, noise)
+        codes = _ZERO + jnp.where(words < 0, -place, place)
         return jnp.maximum(codes, 0).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        place = codes.astype(jnp.int32) - _ZERO
-        value = self._find_value(jnp.abs(place))
-        return jnp.where(place < 0, -value, value)
+        return self._find_value(codes.astype(jnp.int32) - _ZERO)
 
     def _find_value(self, place: jax.Array) -> jax.Array:
+        return lax.platform_dependent(place, cpu=self._look_up, default=self._compute_value)
+
+    def _look_up(self, place: jax.Array) -> jax.Array:
+        return jnp.asarray(self.values).at[place + _ZERO].get(mode="promise_in_bounds")
+
+    def _compute_value(self, place: jax.Array) -> jax.Array:
+        """Computes an entry: a lookup in a table is slow on accelerators."""
+        magnitude = jnp.abs(place)
         tens = jnp.float32(0)
         for count, each in _DECADES:
-            tens = jnp.where(place >= count, each, tens)
-        words = lax.bitcast_convert_type(place.astype(jnp.float32), jnp.int32)
+            tens = jnp.where(magnitude >= count, each, tens)
+        words = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
         start = (words >> 16) & 127
         length = 128 >> jnp.maximum((words >> 23) - 127, 0)  # the place 0 has no exponent
         value = (_find_end(start) + _find_end(start + length)) * tens
-        return jnp.where(place == _TOP, np.float32(1), value)
+        value = jnp.where(magnitude == _TOP, np.float32(1), value)
+        return jnp.where(place < 0, -value, value)
 
-    def _find_nearest(self, magnitude: jax.Array, is_negative: jax.Array) -> jax.Array:
-        """Finds the index of the nearest entry from the bits of a magnitude. If `is_negative`, ties round up in
-        magnitude.
-        """
-        # Find the decade, 0 for zero and 7 for the last one, by a binary search. The border of a decade is half way
-        # between its first entry and the one before.
-        magnitude = jnp.minimum(magnitude, _ONE)
-        doubled = magnitude * 2 + is_negative.astype(jnp.int32)
+    def _find_nearest(self, x: jax.Array) -> jax.Array:
+        """Finds the place of the entry nearest to a number in [0, 1]."""
+        # Find the decade by a binary search among the middles between its first entry and the one before, and multiply
+        # by a power of ten, so that numbers of all decades lie between a tenth and 1, or slightly above.
         entries = self.values[_ZERO:].astype(np.float64)
-        borders = [_double((entries[n - 1] + entries[n]) / 2) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-        high = doubled > borders[3]
-        middle = doubled > jnp.where(high, borders[5], borders[1])
-        low = doubled > jnp.where(
-            high, jnp.where(middle, borders[6], borders[4]), jnp.where(middle, borders[2], borders[0])
-        )
-        choices: list[Any] = [np.float32(_UNIT), *(each for _, each in _DECADES)]
-        decade = jnp.int32(0)
-        for weight, bit in ((1, low), (2, middle), (4, high)):
-            choices = [jnp.where(bit, upper, lower) for lower, upper in zip(choices[::2], choices[1::2], strict=True)]
-            decade += jnp.where(bit, np.int32(weight), np.int32(0))
-        (tens,) = choices
+        borders = [(entries[n - 1] + entries[n]) / 2 for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+        lowest: list[Any] = [np.float32(borders[i - 1] * 10.0 ** (8 - i - (i & -i))) for i in range(1, 8)]
+        steps, is_top = [], x > np.float32(borders[7])
+        for size in (4, 2, 1):
+            is_above = x > lowest[size - 1]
+            lowest = [jnp.where(is_above, *pair) for pair in zip(lowest[size:], lowest[: size - 1], strict=True)]
+            x = jnp.where(is_above, x, x * np.float32(10.0**size))
+            steps.append((is_above, size))
 
-        # Find the nearest end between two of its intervals, and compare with it. A quotient is precise enough for the
-        # former on every platform. In the latter, one rounding of a product is the same on all.
-        x = lax.bitcast_convert_type(magnitude, jnp.float32)
-        shift = 8 - decade
-        count, length = 128 >> shift, 1 << shift
-        distance = (x / tens * np.float32(_UNIT / 0.9 * 128) - np.float32(0.1 / 0.9 * 128)).astype(jnp.int32)
-        nearest = jnp.maximum(jnp.minimum((distance + (length >> 1)) >> shift, count - 1), 1)
-        border = ((nearest << shift) * _LENGTH + _FIRST_END).astype(jnp.float32) * (tens * 2)
-        is_below = doubled <= lax.bitcast_convert_type(border, jnp.int32) * 2
-        place = jnp.minimum(count + nearest - is_below.astype(jnp.int32), 2 * count - 1)
-        return jnp.where(doubled > borders[7], _TOP, jnp.where(decade > 0, place, 0))
+        # Map a tenth to 1, and 1 to 2: the leading bits of the significand are then the place. No platform fuses a sum
+        # and the product after it into one operation with one rounding.
+        words = lax.bitcast_convert_type((x + np.float32(0.8)) * np.float32(1 / 0.9), jnp.int32)
+        place = (jnp.minimum(words, _ONE + 2**23 - 1) - (_ONE - 2**23)) >> 17
+        for is_above, size in steps:
+            place = jnp.where(is_above, place, place >> size)
+        return jnp.where(is_top, _TOP, place)
 
     def _choose_neighbor(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
         value = self._find_value(nearest)
@@ -243,16 +237,6 @@ _DECADES = [(1 << i, np.float32(10.0 ** (i - 6)) * _UNIT) for i in range(7)]
 def _find_end(k: Array) -> Array:
     """Returns the end that is `k` 128ths of the way from 0.1 to 1."""
     return (k * _LENGTH + (k >= 64).astype(np.int32) * _CORRECTION + _FIRST_END).astype(np.float32)
-
-
-def _double(border: float) -> np.int32:
-    """Returns twice the bits of a float64 border, so that `2 * bits + is_negative` of a float32 compares with it.
-
-    On a tie, negative numbers are above the border.
-    """
-    nearest = np.float32(border)
-    bits = 2 * int(nearest.view(np.int32))
-    return np.int32(bits if nearest == border else bits + 1 - 2 * int(nearest > border))
 
 
 def _make_chance(noise: jax.Array) -> jax.Array:

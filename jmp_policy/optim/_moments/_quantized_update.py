@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from ..._base import PyTree
-from .._half import widen_half
+from .._half import fold_in_devices, widen_half
 from .._steps import Transformation, keep_dtypes, with_extra_args
 from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import (
@@ -154,9 +154,7 @@ class _Call:
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
                 # The results overwrite their inputs.
-                positions = (
-                    None if key is None else chunks.take(chunks.split(number_positions(self._leaves[owner].shape)), n)
-                )
+                positions = None if key is None else chunks.number(self._leaves[owner].shape, n)
                 write = lambda i: self._write(i, new[i], key, positions) if i in self._codes else new[i]
                 chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
@@ -196,7 +194,7 @@ class _Call:
         """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
         noise = None
         if key is not None and positions is not None:
-            noise = _hash(positions, _fold_in_devices(jax.random.fold_in(key, i), moment))
+            noise = _hash(positions, fold_in_devices(jax.random.fold_in(key, i), moment))
         return quantize(widen_half(moment), self._codes[i], self._sides[i], noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
@@ -241,13 +239,6 @@ def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:
     """Makes 16 random bits of each position, the same in all partitions of an array."""
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     return scramble((positions ^ first) * np.uint32(0x9E3779B1) + second)
-
-
-def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Makes the key different on devices along the axes of `jax.shard_map` that split an array."""
-    for axis in sorted(jax.typeof(x).manual_axis_type.varying):
-        key = jax.random.fold_in(key, lax.axis_index(axis))
-    return key
 
 
 def _count_devices(x: Any) -> int:

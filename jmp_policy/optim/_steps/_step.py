@@ -46,10 +46,6 @@ def _is_first(opt_state: PyTree) -> Any:
     return functools.reduce(jnp.logical_and, [node.mini_step == 0 for node in nodes] or [True])
 
 
-def has_float0(grads: PyTree) -> bool:
-    return any(map(_is_float0, jax.tree.leaves(grads)))
-
-
 def zero_float0(grads: PyTree) -> PyTree:
     """Replaces `float0` gradients by integer zeros."""
     return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.int32) if _is_float0(g) else g, grads)
@@ -57,7 +53,7 @@ def zero_float0(grads: PyTree) -> PyTree:
 
 def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
     """Replaces the leaves of `tree` with a `float0` gradient by the leaves of `otherwise`."""
-    if not has_float0(grads):
+    if not any(map(_is_float0, jax.tree.leaves(grads))):
         return tree
     return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
 
@@ -260,7 +256,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     check_transformation(tx, "tx")
     _check_shapes(grads, params)
     with _explain_structure(grads, params):
-        real_grads = zero_float0(grads) if has_float0(grads) else grads
+        real_grads = zero_float0(grads)
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
             return restore_float0(grads, new_params, params), after

@@ -13,7 +13,6 @@ from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
 from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
-from .._calibrate import observe_product
 from .._operations import OPERATIONS, dot_general
 from .._products import (
     Call,
@@ -24,6 +23,7 @@ from .._products import (
     is_integer_product,
     label_dot,
     needs_state,
+    observe_product,
     reason_not_float8,
     why_sizes_wide,
     wide_product,

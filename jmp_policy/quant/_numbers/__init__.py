@@ -16,6 +16,7 @@ from ._numbers import (
     Quantized as Quantized,
     Scaled as Scaled,
     check_clip as check_clip,
+    choose_best as choose_best,
     choose_bounds as choose_bounds,
     choose_peak as choose_peak,
     compute_current_scale as compute_current_scale,
@@ -25,6 +26,7 @@ from ._numbers import (
     quantize_symmetric as quantize_symmetric,
     saturate as saturate,
     select as select,
+    to_numbers as to_numbers,
 )
 from ._platform_forms import (
     fence_on_cpu as fence_on_cpu,

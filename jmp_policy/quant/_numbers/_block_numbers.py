@@ -139,7 +139,7 @@ def pack(values: jax.Array, axis: int) -> jax.Array:
     """Packs 4-bit values two to a byte (uint8). An axis of odd length is padded.
 
     Of floats, the first of two neighbors is in the low half of a byte. Of integers, the first half of the axis is in
-    the low halves: XLA for TPUs fuses a concatenation into a matmul, but writes interleaved values to memory.
+    the low halves: XLA for TPUs fuses their shifts into a matmul, but writes interleaved values to memory.
     """
     axis %= values.ndim
     if values.shape[axis] % 2:
@@ -156,9 +156,12 @@ def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
     """Inverse of `pack`; integers as uint8. Padding of an axis of odd length remains."""
     axis %= packed.ndim
     if dtype == jnp.uint4:
-        return jnp.concatenate([packed & 15, packed >> 4], axis)
-    # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
-    pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
+        # XLA for TPUs would write both operands of a concatenation to memory.
+        shifts = np.array([0, 4], np.uint8).reshape(2, *[1] * (packed.ndim - axis))
+        pairs = (jnp.expand_dims(packed, axis) >> shifts) & 15
+    else:
+        # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
+        pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
 
 

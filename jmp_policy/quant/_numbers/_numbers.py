@@ -47,6 +47,12 @@ def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     return Quantized(values.astype(jnp.int8), scale)
 
 
+def to_numbers(made: Quantized) -> jax.Array:
+    """Returns the float32 numbers that integers stand for."""
+    values = made.values.astype(jnp.float32)
+    return (values if made.zero_point is None else values - made.zero_point.astype(jnp.float32)) * made.scale
+
+
 def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Returns minimum and maximum over axes and zero, as float32, infinite where an element is not finite."""
     x = x.astype(jnp.float32)
@@ -174,10 +180,12 @@ def _find_best_fraction(x: jax.Array, axes: tuple[int, ...], quantized: Callable
     wide = x.astype(jnp.float32)
 
     def error(fraction: jax.Array) -> jax.Array:
-        values, scale, zero_point = quantized(fraction)
-        numbers = values.astype(jnp.float32) - (0 if zero_point is None else zero_point.astype(jnp.float32))
-        return jnp.mean((numbers * scale - wide) ** 2, axis=axes, keepdims=True)
+        return jnp.mean((to_numbers(quantized(fraction)) - wide) ** 2, axis=axes, keepdims=True)
 
-    fractions = jnp.array(_FRACTIONS, jnp.float32)
-    errors = jax.lax.map(error, fractions)  # sequential: `vmap` would need a copy of the weight per fraction
-    return fractions[jnp.argmin(errors, axis=0)]
+    return choose_best(jnp.array(_FRACTIONS, jnp.float32), error)
+
+
+def choose_best(candidates: jax.Array, measure: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns the candidate with the least error, for each element of an error."""
+    errors = lax.map(measure, candidates)  # one by one: `vmap` would copy the weight for each candidate
+    return candidates[jnp.argmin(errors, axis=0)]

@@ -11,7 +11,6 @@ from ._bilinear import (
     Call as Call,
     Convolution as Convolution,
     Dot as Dot,
-    Einsum as Einsum,
     Sharding as Sharding,
     describe_convolution as describe_convolution,
     describe_dot_general as describe_dot_general,
@@ -33,5 +32,7 @@ from ._product import (
     is_block_product as is_block_product,
     is_integer_product as is_integer_product,
     multiply_quantized as multiply_quantized,
+    observe_product as observe_product,
+    observe_products as observe_products,
 )
 from ._wide_product import wide_product as wide_product

@@ -26,7 +26,7 @@ class Bilinear:
     left: Labels
     right: Labels
     out: Labels
-    compute: "Dot | Convolution | Einsum"
+    compute: "Dot | Convolution"
 
     def summed_axes(self, operand: Labels) -> tuple[int, ...]:
         """Returns the axes of an operand that are summed over."""
@@ -44,15 +44,20 @@ class Bilinear:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """`lax.dot_general` without its operands."""
+    """`lax.dot_general`, or `jnp.einsum` if given an equation, without the operands."""
 
-    dimension_numbers: lax.DotDimensionNumbers
+    dimension_numbers: lax.DotDimensionNumbers | str
     precision: lax.PrecisionLike = None
     preferred_element_type: DTypeLike | None = None
     out_sharding: Sharding | None = None
 
     def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
-        return lax.dot_general(left, right, self.dimension_numbers, **_options(self, preferred))
+        options: dict[str, Any] = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        dtype = preferred or self.preferred_element_type
+        options |= {"precision": self.precision, "preferred_element_type": dtype}
+        if isinstance(self.dimension_numbers, str):
+            return jnp.einsum(self.dimension_numbers, left, right, **options)
+        return lax.dot_general(left, right, self.dimension_numbers, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +70,6 @@ class Convolution:
     def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
         preferred = preferred or self.preferred_element_type
         return lax.conv_general_dilated(left, right, **dict(self.options), preferred_element_type=preferred)
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """`jnp.einsum` of two operands, without them."""
-
-    equation: str
-    precision: lax.PrecisionLike = None
-    preferred_element_type: DTypeLike | None = None
-    out_sharding: Sharding | None = None
-
-    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
-        return jnp.einsum(self.equation, left, right, **_options(self, preferred))
 
 
 def without_preferred_dtype(operation: Bilinear) -> Bilinear:
@@ -95,15 +87,11 @@ def is_matmul(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]
     return not alone and all(lengths[label] == others[label] for label in lengths.keys() & others.keys())
 
 
-def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, Any]:
-    sharding = {} if compute.out_sharding is None else {"out_sharding": compute.out_sharding}
-    dtype = preferred or compute.preferred_element_type
-    return {"precision": compute.precision, "preferred_element_type": dtype, **sharding}
-
-
 def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
     """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right."""
-    (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
+    numbers = compute.dimension_numbers
+    assert not isinstance(numbers, str)
+    (left_sum, right_sum), (left_batch, right_batch) = numbers
     left = [f"l{i}" for i in range(left_ndim)]
     right = [f"r{i}" for i in range(right_ndim)]
     for kind, of_left, of_right in (("sum", left_sum, right_sum), ("b", left_batch, right_batch)):
@@ -123,20 +111,20 @@ def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
     return Bilinear(tuple(left), tuple(right), tuple(out), compute)
 
 
-def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
+def label_einsum(left_ndim: int, right_ndim: int, given: str, **options: Any) -> Bilinear:
     """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels."""
-    equation = compute.equation.replace(" ", "")
+    equation = given.replace(" ", "")
     operands, arrow, out = equation.partition("->")
     twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")
     if not arrow or operands.count(",") != 1 or twice:
         raise ValueError(
-            f"The equation {compute.equation!r} must have two operands and an output, without repeated labels. "
+            f"The equation {given!r} must have two operands and an output, without repeated labels. "
             "For example: 'abc,cd->abd'."
         )
     left, right = operands.split(",")
     dots = max(_count_dots(left, left_ndim), _count_dots(right, right_ndim))
     named = (_labels(left, _count_dots(left, left_ndim), dots), _labels(right, _count_dots(right, right_ndim), dots))
-    return Bilinear(*named, _labels(out, dots, dots), compute)
+    return Bilinear(*named, _labels(out, dots, dots), Dot(given, **options))
 
 
 def _count_dots(term: str, ndim: int) -> int:
@@ -166,7 +154,7 @@ def describe_dot_general(
 
 
 def describe_einsum(equation: str, lhs: jax.Array, rhs: Any, **options: Any) -> Call:
-    return Call(label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, **options)), lhs, rhs)
+    return Call(label_einsum(lhs.ndim, rhs.ndim, equation, **options), lhs, rhs)
 
 
 def describe_convolution(

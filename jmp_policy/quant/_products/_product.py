@@ -1,7 +1,11 @@
 """Matmuls and convolutions with quantized weights."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +14,29 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...policy import BlockFormat, Int8
-from .._calibrate import observe_input, observe_product
-from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric
-from .._weights import QuantizedArray, StoredWeight, fake_quantize
+from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric, to_numbers
+from .._weights import FakeQuantized, QuantizedArray, StoredWeight, fake_quantize
 from ._bilinear import Bilinear, is_matmul, without_preferred_dtype
 from ._block_product import block_product, has_stored_order
+
+# Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
+_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
+
+
+@contextlib.contextmanager
+def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
+    """Calls `observe(operation, left, weight)` before each matmul by a quantized weight: it returns the weight."""
+    token = _OBSERVER.set(observe)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
+    """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
+    observe = _OBSERVER.get()
+    return weight if observe is None else observe(operation, left, weight)
 
 
 def multiply_quantized(
@@ -56,8 +78,10 @@ def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight)
     return lies_along and is_matmul(operation, left.shape, weight.shape) and has_stored_order(operation)
 
 
-def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
+def is_integer_product(operation: Bilinear, weight: Any) -> bool:
     """True if the operation multiplies integers: inputs are quantized, and each sum has one scale."""
+    if not isinstance(weight, QuantizedArray | FakeQuantized):
+        return False
     if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
     shared = {axis % weight.ndim for axis in weight.layout.axes}
@@ -69,7 +93,6 @@ def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
     """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
-    observe_input(left, summed)
     if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
         return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
     amax = measure_row_amax(left, summed)
@@ -106,8 +129,8 @@ def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Arra
         numbers = weight.dequantize(left.dtype)
         parts.append(operation.compute(left_tangent, numbers if right is None else _replace_value(right, numbers)))
     if right is not None and not isinstance(right_tangent, SymbolicZero):
-        numbers = (rows.values.astype(jnp.float32) * rows.scale).astype(left.dtype)
-        parts.append(operation.compute(_replace_value(left, numbers), right_tangent.astype(left.dtype)))
+        numbers = _replace_value(left, to_numbers(rows).astype(left.dtype))
+        parts.append(operation.compute(numbers, right_tangent.astype(left.dtype)))
     return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
 
 

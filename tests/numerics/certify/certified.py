@@ -58,6 +58,11 @@ def l2_normalize(x):
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12)
 
 
+def normalize_rows(x):
+    norms = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    return jnp.where(norms > 0, x / norms, 0.0)
+
+
 def attention_weights(logits, mask):
     return jax.nn.softmax(jnp.where(mask > 0, logits, -1e9))
 
@@ -108,6 +113,20 @@ CASES = {
     "while_loop": Case(lambda x: lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: 0.5 * c, x), WIDE, (X,)),
     "cond": Case(lambda x: lax.cond(jnp.sum(x) > 0, lambda y: y * y, jnp.cos, x), WIDE, (X,)),
     "remat": Case(jax.grad(lambda x: jnp.sum(jax.checkpoint(jnp.tanh)(x))), WIDE, (X,)),
+    "logarithm in jnp.where": Case(lambda x: jnp.where(x > 0, jnp.log(3 * x), 0.0), WIDE, (X,)),
+    "chain in jnp.where": Case(lambda x: jnp.where(x * x <= 25, 0.0, 1 / (x * x - 20)), WIDE, (X,)),
+    "quotient where not zero": Case(lambda x: jnp.where(x == 0, 1.0, jnp.sin(x) / x), WIDE, (X,)),
+    "two comparisons in jnp.where": Case(
+        lambda x: jnp.where((x > 0) & (x < 5), jnp.exp(9 * x), 0.0) + jnp.where((x < 1) | ~(x < 9), 0.0, jnp.log(x)),
+        WIDE,
+        (X,),
+    ),
+    "jnp.where in jnp.where": Case(
+        lambda x: jnp.where(x > -5, jnp.where(x < 5, 1 / ((x + 6) * (6 - x)), 0.0), 0.0), WIDE, (X,)
+    ),
+    "comparison of two arrays": Case(lambda x, y: jnp.where(x > y, lax.rsqrt(x + 1), 0.0), [*WIDE, (0, 1)], (X, X)),
+    "rows that are not zero": Case(normalize_rows, WIDE, (X,)),
+    "clip by global norm": update(optax.clip_by_global_norm(1.0)),
     "two jnp.where": Case(lambda x: jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1.0)), 0.0), WIDE, (X,)),
 }
 

@@ -26,6 +26,13 @@ UNARY = (
 )  # fmt: skip
 BINARY = ("a + b", "a - b", "a * b", "a / b", "jnp.maximum(a, b)", "jnp.minimum(a, b)", "jnp.power(a, b)",
     "jnp.logaddexp(a, b)", "jnp.hypot(a, b)", "jnp.where(a < b, a, b)", "a * jnp.exp(-jnp.abs(b))")  # fmt: skip
+TESTS = ("@ > 0", "@ >= 0.5", "@ < 1", "@ != 0", "0 == @", "~(@ <= 0)", "(@ > -1) & (@ < 1)", "(@ < 0) | (@ > 2)",
+    "jnp.abs(@) < 0.9", "@ > jnp.flip(@)", "jnp.max(@) > 1", "@ * @ < 4", "(@ != 0) & (@ != 1)")  # fmt: skip
+CHAIN = ("jnp.log(@)", "jnp.sqrt(@)", "lax.rsqrt(@)", "1 / @", "@ ** -2", "jnp.exp(@)", "2 * @", "@ + 1", "@ - 1",
+    "1 - @", "-@", "@ * @", "jnp.arctanh(@)", "jnp.log1p(@)", "jnp.arccos(@)", "jnp.abs(@)", "@ / (@ - 1)", "0 * @",
+    "jnp.max(@)", "jnp.where(@ > 0.25, lax.rsqrt(@), @)")  # fmt: skip
+"""A chain of these, in a case of `jnp.where`, may be invalid for the elements that are not selected."""
+
 RANGES = (
     (-1.0, 1.0), (-10.0, 10.0), (0.0, 1.0), (0.125, 5.0), (-100.0, 100.0), (2.0**-20, 1.0), (-3.0, -0.5), (0.0, 0.0),
     (-256.0, 256.0), (-57344.0, 57344.0), (2.0**-100, 2.0**-10), (-1024.0, 2.0),
@@ -45,7 +52,13 @@ def make_function(seed: int) -> tuple[Case, str]:
     values, lines = ["x", "y"], ["def fun(x, y):"]
     pick = lambda: rng.choice(values[-3:] if rng.random() < 0.7 else values)
     for i in range(rng.randint(1, 7)):
-        if rng.random() < 0.65:
+        if rng.random() < 0.25:
+            value = chain = pick()
+            for _ in range(rng.randint(1, 3)):
+                chain = rng.choice(CHAIN).replace("@", f"({chain})")
+            cases = rng.choice([f"{chain}, {value}", f"{chain}, 0", f"1, {chain}"])
+            lines.append(f"    v{i} = jnp.atleast_1d(jnp.where({rng.choice(TESTS).replace('@', value)}, {cases}))")
+        elif rng.random() < 0.65:
             lines.append(f"    v{i} = jnp.atleast_1d({rng.choice(UNARY).replace('@', pick())})")
         else:
             lines += [f"    a, b = match({pick()}, {pick()})", f"    v{i} = {rng.choice(BINARY)}"]
