@@ -7,7 +7,9 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
-from ._scopes import Flat, Node, Scope, list_values, split_loop
+from ..._jaxpr import MOVING, is_float
+from ._scopes import Flat, Node, Scope, is_cast, list_values, split_loop
+from ._unroll import unroll_loops
 
 RESIDUAL = "residual"
 """The label of an output of a scan that only its backward pass reads."""
@@ -53,6 +55,10 @@ class Side:
         """Lists the values that leave a scope, except residuals that only other passes of it read."""
         others = {(scope.path, name) for name in ("forward", "recomputed", "backward") if name != scope.direction}
         return [value for value in self.made.get(scope, []) if not self.readers[value] <= others]
+
+    def computes(self, scope: Scope) -> bool:
+        """True if a scope does more than move the elements of arrays."""
+        return any(not _moves(node) for node in self.nodes[scope])
 
     def is_residual(self, origin: int, scope: Scope) -> bool:
         """True for a value that another pass of the same scope made."""
@@ -122,6 +128,8 @@ def align(
       inputs: the input of `f` for inputs of `g`.
       labels: a name for each output of both.
     """
+    unroll_loops(f, g)
+    unroll_loops(g, f)
     counts = f.count_calls(), g.count_calls()
     for flat in (f, g):
         flat.join_calls(scope for scope in {*counts[0], *counts[1]} if counts[0].get(scope) != counts[1].get(scope))
@@ -134,12 +142,13 @@ def align(
 
 
 def _match_loops(f: Flat, g: Flat) -> None:
-    """Makes each scan that both programs have a scope of its own."""
+    """Makes each scan and `shard_map` that both programs have a scope of its own."""
     found: list[dict[Any, list[Node]]] = [{}, {}]
     for flat, loops in zip((f, g), found, strict=True):
         for node in flat.nodes:
             if node.body is not None:
-                key = node.scope, node.eqn.params["length"], node.eqn.params["reverse"]
+                params = node.eqn.params
+                key = node.scope, *(params.get(name) for name in ("length", "reverse", "mesh", "newly_manual_axes"))
                 loops.setdefault(key, []).append(node)
     matched = [key for key in found[0] if len(found[0][key]) == len(found[1].get(key, ()))]
     numbered = [(found[0][key][i], found[1][key][i]) for key in matched for i in range(len(found[0][key]))]
@@ -165,7 +174,8 @@ class _Aligner:
             # A program without a remat has computed these values in its forward pass.
             own = scope if scope in f.nodes else scope._replace(direction="forward")
             if own not in f.nodes or own.direction != scope.direction != "recomputed":
-                to.unaligned.append(describe(scope, "is only in the second function"))
+                if g.computes(scope):
+                    to.unaligned.append(describe(scope, "is only in the second function"))
                 to.scopes.append(scope)
                 continue
             self._match_reads(own, scope)
@@ -180,7 +190,7 @@ class _Aligner:
                 if not (isinstance(mine, Literal) or isinstance(theirs, Literal)):
                     self._match_read(f.flat.find_origin(mine), g.flat.find_origin(theirs), None)
         missing = [scope for scope in f.nodes if scope not in g.nodes and scope.direction != "recomputed"]
-        to.unaligned += [describe(scope, "is only in the first function") for scope in missing]
+        to.unaligned += [describe(scope, "is only in the first function") for scope in missing if f.computes(scope)]
 
     def _match_reads(self, own: Scope, scope: Scope) -> None:
         """Pairs the one value of a type that a scope reads in both programs, if it is not aligned yet.
@@ -244,11 +254,22 @@ class _Aligner:
                         self._pair(value, other)
                         left[0].remove(value)
                         left[1].remove(other)
-        count = max(sum(side.readers[v] != {RESIDUAL} for v in some) for side, some in zip(sides, left, strict=True))
-        if (
-            count and scope.direction != "recomputed"
-        ):  # residuals of a scan differ often, and matter to its own backward pass alone
+        count = max(self._count_made(i, values) for i, values in enumerate(left))
+        if count and scope.direction != "recomputed":
             self._to.unaligned.append(describe(scope, f"has {count} {'outputs' if count > 1 else 'output'} unaligned"))
+
+    def _count_made(self, i: int, values: Sequence[int]) -> int:
+        """Counts values except slices of aligned ones, and residuals of a scan, which its backward pass alone reads."""
+        side = self._sides[i]
+        return sum(side.readers[value] != {RESIDUAL} and not self._is_moved(i, value) for value in values)
+
+    def _is_moved(self, i: int, value: int) -> bool:
+        """True for elements of aligned values and inputs."""
+        flat = self._sides[i].flat
+        if value in self._tokens[i] or value not in flat.makers:
+            return True
+        maker = flat.makers[value]
+        return _moves(maker) and all(self._is_moved(i, operand) for operand in list_values(maker.operands))
 
     def _pair(self, value: int, other: int) -> None:
         self._to.pairs[other] = value
@@ -263,16 +284,17 @@ class _Aligner:
         inputs = self._pair_operands(mine, theirs)
         first, (start, end) = split_loop(mine)[0], split_loop(theirs)
         carried = {partner - first: i - start for i, partner in inputs.items() if start <= i < end}
+        nodes = mine, theirs
         stacked = _list_stacked(mine), _list_stacked(theirs)
+        names = [
+            {i: side.name_stacked(node, place, i) for i in found}
+            for side, node, place, found in zip(self._sides, nodes, (own, scope), stacked, strict=True)
+        ]
+        if mine.eqn.primitive.name == "shard_map":
+            carried = _pair_outputs(nodes, names)
         labels = (
-            [
-                self._sides[0].name_stacked(mine, own, i) if i in stacked[0] else carried.get(i, "carried")
-                for i in range(len(mine.results))
-            ],
-            [
-                self._sides[1].name_stacked(theirs, scope, i) if i in stacked[1] else i
-                for i in range(len(theirs.results))
-            ],
+            [carried.get(i, names[0].get(i, "carried")) for i in range(len(mine.results))],
+            [i if i in carried.values() else names[1].get(i, i) for i in range(len(theirs.results))],
         )
         inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
         self._to.bodies[scope] = mine, theirs, inner
@@ -304,6 +326,10 @@ class _Aligner:
         return pairs
 
 
+def _moves(node: Node) -> bool:
+    return node.eqn.primitive.name in MOVING or is_cast(node) or not any(map(is_float, node.eqn.outvars))
+
+
 def describe(scope: Scope, words: str) -> str:
     place = scope.path or "(outside)"
     return f"{place} {words} ({scope.direction})"
@@ -313,6 +339,16 @@ def _list_stacked(node: Node) -> range:
     """Returns the positions of the results of a scan that are not carried."""
     start, end = split_loop(node)
     return range(end - start, len(node.results))
+
+
+def _pair_outputs(nodes: tuple[Node, Node], names: Sequence[Mapping[int, str]]) -> dict[int, int]:
+    """Pairs the outputs of two `shard_map`s by position, without residuals, if their types are the same."""
+    kinds = [
+        {i: _read_type(node.eqn.outvars[i].aval) for i, name in found.items() if name != RESIDUAL}
+        for node, found in zip(nodes, names, strict=True)
+    ]
+    is_same = [*kinds[0].values()] == [*kinds[1].values()]
+    return dict(zip(*kinds, strict=True)) if is_same else {}
 
 
 def _find_output(flat: Flat, i: int) -> int | None:

@@ -39,9 +39,10 @@ def diverge(
 
     Compose both functions with the gradient, `diverge(jax.grad(loss), jax.grad(low_loss))`, to compare the backward
     pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in
-    `f`. Iterations of a `scan` that both functions have are aligned one by one. A `while`, a `cond`, a `shard_map` and
-    a `scan` without a counterpart count as one operation. Scopes that are jitted again with `in_shardings` run without
-    them.
+    `f`. Iterations of a `scan` are aligned one by one with those of the other function, or with the layers of a Python
+    loop: scopes such as `layers_0`, `layers_1` in place of `layers`. Scopes inside a `shard_map` of both functions are
+    compared on each device. A `while` and a `cond`, and a `scan` or `shard_map` without a counterpart, count as one
+    operation. Scopes that are jitted again with `in_shardings` run without them.
 
     A recording in the place of `g` is the reference: values that left the scopes in another framework, version or
     process. Each error is that of `f` against the recording. A scope *introduces* the error that `f` makes there on

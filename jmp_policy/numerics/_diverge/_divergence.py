@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -38,7 +39,8 @@ class ScopeErrors:
       cosine: cosine between these values in `f` and in `g`.
       worst: the element of these values that differs most; None if all are equal.
       dtype: the narrowest dtype that the scope computes in, and after an arrow the dtype of `g`, if it differs.
-      iterations: the introduced error of each iteration of a `scan` around the scope.
+      iterations: the introduced error of each iteration of a `scan` around the scope, or on each device of a
+        `shard_map`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()
@@ -205,7 +207,7 @@ class Divergence(Report):
             axes.plot(places, [row.outgoing or math.nan for row in rows], color="#0072B2", marker="o", label="outgoing")
             axes.axhline(NOISE, **REFERENCE_LINE, label="rounding of float32")
             axes.set_yscale("log")
-            axes.set_xticks(places, [row.path or "(outside)" for row in rows], rotation=90, fontsize=8)
+            axes.set_xticks(places, [*map(_name, rows)], rotation=90, fontsize=8)
             axes.set_ylabel("relative error")
             axes.set_title(name, loc="left")
             axes.legend(frameon=False)
@@ -225,7 +227,7 @@ class Divergence(Report):
             shown = find_largest(shown, _rank, MOST_ROWS)
         cells = [
             (
-                row.path or "(outside)",
+                _name(row),
                 row.direction,
                 row.dtype,
                 *map(_format, (row.introduced, row.incoming, row.outgoing, row.amplification)),
@@ -240,11 +242,12 @@ class Divergence(Report):
         f, g = self.layout.names
         rows = sorted(self.rows(), key=_rank, reverse=True)
         if rows and rows[0].introduced > NOISE:
-            first = rows[0]
-            notes = [
-                f"{first.path or '(outside)'} introduces the largest error: {_format(first.introduced)} "
-                f"({first.direction}), if {g} replaces {f} there alone."
-            ]
+            first = _find_cause(rows)
+            largest = "the largest error: " if first is rows[0] else ""
+            alone = f"if {g} replaces {f} there alone"
+            notes = [f"{_name(first)} introduces {largest}{_format(first.introduced)} ({first.direction}), {alone}."]
+            if not largest:
+                notes[0] += f" {_name(rows[0])} introduces {_format(rows[0].introduced)}: it only computes wider there."
         else:
             notes = [f"No scope introduces more than rounding errors of float32 ({_format(NOISE)})."]
         for output in find_largest(self.outputs(), lambda output: output.error, 1):
@@ -328,6 +331,21 @@ def _sort(keys: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         for key in keys
     }
     return sorted(keys, key=lambda key: (last[key], -len(key[0])))
+
+
+def _find_cause(rows: Sequence[ScopeErrors]) -> ScopeErrors:
+    """Finds the scope with the largest error. One that computes wider in `g` may follow its inputs."""
+    near = [row for row in rows if row.introduced > 0.1 * rows[0].introduced and not _is_wider(row)]
+    return near[0] if near else rows[0]
+
+
+def _is_wider(row: ScopeErrors) -> bool:
+    sizes = [jnp.dtype(name).itemsize for name in row.dtype.split(" → ") if name]
+    return sizes[-1:] > sizes[:1]
+
+
+def _name(row: ScopeErrors) -> str:
+    return row.path or "(outside)"
 
 
 def _format(number: float) -> str:

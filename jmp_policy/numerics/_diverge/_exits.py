@@ -48,7 +48,7 @@ class Level:
         for i, node in enumerate(flat.nodes):
             assert node.scope is not None
             path, direction = node.scope[:2]
-            if node.body is not None:
+            if node.body is not None and node.eqn.primitive.name == "scan":  # a `shard_map` is one operation here
                 start, end = split_loop(node)
                 readers = [self._readers.get(value, ()) for value in node.results]
                 is_read = [any(r is None or r.direction == direction for r in found) for found in readers]

@@ -1,6 +1,6 @@
 """Runs two aligned programs side by side, or the scopes of the second one on the values of the first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
 from ._measure import Measured, compare, stack
 from ._plan import Plan, find_partner
@@ -110,8 +111,7 @@ class _Level:
 
         init = f_operands[f_start:f_end], {i: g_operands[i] for i in carried}
         xs = f_operands[f_end:], {i: g_operands[i] for i in used if i >= end}
-        params = theirs.eqn.params
-        (f, g), made = lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
+        (f, g), made = _repeat(step, init, xs, mine, theirs)
         self._f.update(zip(mine.results, [*f, *made[0]], strict=True))
         results = {i - start: x for i, x in g.items()} | {end - start + i: y for i, y in enumerate(made[1])}
         self._g.update({theirs.results[i]: x for i, x in results.items()})
@@ -133,6 +133,24 @@ class _Level:
                 found = self._f[find_partner(self._alignment, value)] if kind == "skipped" else self._g[value]
                 rows.append(compare(self._f[reference], found))
         return stack(rows), [self._records[id(plan)] for plan in self._plan.loops]
+
+
+def _repeat(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: Node) -> Any:
+    """Runs a step in each iteration of two scans, or on each device of two `shard_map`s."""
+    ours, params = mine.eqn.params, theirs.eqn.params
+    if theirs.eqn.primitive.name == "scan":
+        return lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
+    axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
+
+    def run(*xs: Any) -> Any:
+        f, g, record = step(init, xs)[1]
+        return f, g, jax.tree.map(lambda leaf: leaf[None], record)
+
+    in_specs = [*ours["in_specs"]], {i: params["in_specs"][i] for i in xs[1]}
+    out_specs = [*ours["out_specs"]], [*params["out_specs"]], PartitionSpec(axes)
+    # Values of `f` may vary along other axes than those of `g` in their place.
+    options = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": False}
+    return init, jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, **options)(*xs)
 
 
 def read(values: dict[int, Any], value: int | Literal) -> Any:
@@ -171,5 +189,7 @@ def _identify(operand: Any) -> Any:
 
 def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     with eqn.ctx.manager:
+        if eqn.primitive.name == "psum_invariant":  # which only check_vma=True knows
+            return [lax.psum(operands[0], eqn.params["axes"])]
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]

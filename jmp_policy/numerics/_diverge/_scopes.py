@@ -39,7 +39,7 @@ class Node:
     operands: list[int | Literal]
     results: list[int]
     scope: Scope | None  # None for a cast that belongs to the scopes that read its result
-    body: "Flat | None" = None  # of a scan
+    body: "Flat | None" = None  # of a scan or shard_map
 
 
 Reader = tuple[str, int] | Scope
@@ -61,9 +61,13 @@ class Flat:
         self.types: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.nodes: list[Node] = []
-        self._paths = paths
+        self.paths = paths
         self.inputs = [self._add(var) for var in body_of(program).invars]
-        self.outputs = self._inline(program, self.inputs, path, direction)
+        self.outputs = self.inline(program, self.inputs, path, direction)
+        self.index()
+
+    def index(self) -> None:
+        """Drops equations that no output depends on, and numbers the calls of the others."""
         self._drop_unused()
         self.makers = {result: node for node in self.nodes for result in node.results}
         self._number_calls()
@@ -72,9 +76,10 @@ class Flat:
         self.types.append(var.aval)
         return len(self.types) - 1
 
-    def _inline(
+    def inline(
         self, program: Program, operands: Sequence[int | Literal], path: str, direction: Pass
     ) -> list[int | Literal]:
+        """Appends the equations of a program on these operands, and returns its outputs."""
         jaxpr = body_of(program)
         values: dict[Var, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
         for var, constant in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
@@ -89,18 +94,18 @@ class Flat:
             inner = self._find_path(path, eqn, direction), find_direction(name_stack(eqn), direction)
             if name in _INLINED:
                 values.update(
-                    zip(eqn.outvars, self._inline(eqn.params[_INLINED[name]], read(eqn.invars), *inner), strict=True)
+                    zip(eqn.outvars, self.inline(eqn.params[_INLINED[name]], read(eqn.invars), *inner), strict=True)
                 )
             elif eqn.outvars:  # an equation without outputs is a debug callback
                 results = [self._add(var) for var in eqn.outvars]
                 values.update(zip(eqn.outvars, results, strict=True))
-                body = Flat(eqn.params["jaxpr"], self._paths, *inner) if name == "scan" else None
+                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if name in ("scan", "shard_map") else None
                 self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
         return read(jaxpr.outvars)
 
     def _find_path(self, outer: str, eqn: JaxprEqn, direction: Pass) -> str:
         """Returns the path of an equation. JAX's name stack repeats scopes in the backward pass of some functions."""
-        path = self._paths.find(outer, eqn)
+        path = self.paths.find(outer, eqn)
         names = path.split("/")[len(outer.split("/")) if outer else 0 :]
         half = len(names) // 2
         if direction == "forward" or not half or names[:half] != names[half:]:
@@ -178,7 +183,9 @@ class Flat:
 
 
 def split_loop(node: Node) -> tuple[int, int]:
-    """Returns the number of constants, and of constants and carried values, of a scan."""
+    """Returns the number of constants, and of constants and carried values, of a scan. A `shard_map` has none."""
+    if node.eqn.primitive.name == "shard_map":
+        return 0, 0
     consts, carried = scan_parts(node.eqn)
     return consts, consts + carried
 

@@ -70,12 +70,28 @@ BAD = {
 }
 
 
+def reverse(fun):
+    """The same function, which adds up features in reverse order."""
+    return lambda x, *args: jnp.flip(fun(jnp.flip(x, -1), *args), -1)
+
+
+def multiply_reversed(x, w):
+    return jnp.flip(x, -1) @ jnp.flip(w, 0)
+
+
+REORDERED = {"norm": lambda x, scale: reverse(norm)(x, jnp.flip(scale)), "attend": reverse(attend)} | dict.fromkeys(
+    ("mix", "up"), multiply_reversed
+)
+
+
 def block(params, x, fault, backward, planted=True, down=multiply):
     def run(scope, good, *args):
         fun = good
         if FAULTS.get(fault) == scope:
             bad = BAD[fault] if planted else good
             fun = replace_backward(good, bad) if backward else bad
+        elif fault == "reordered" and planted:
+            fun = REORDERED.get(scope, good)
         with jax.named_scope(scope):
             return fun(*args)
 
@@ -100,7 +116,8 @@ def make_loss(fault, backward, wrap, planted):
             with jax.named_scope("blocks"):
                 x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward, planted), None), x, params)
         for i in range(0 if wrap == "scan" else len(params["scale"])):
-            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward, planted=planted)
+            own = fault if i == 1 or fault == "reordered" else None
+            fun = functools.partial(block, fault=own, backward=backward, planted=planted)
             with jax.named_scope(f"block{i}"):
                 x = (jax.checkpoint(fun) if wrap == "remat" else fun)(
                     jax.tree.map(lambda leaf, i=i: leaf[i], params), x

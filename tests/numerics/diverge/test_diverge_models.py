@@ -120,22 +120,3 @@ def test_a_linen_model_aligns_with_its_nnx_twin():
     divergence = diverge(lambda x: model(x), lambda x: Twin().apply({"params": params}, x))(X)
     assert [row.path for row in divergence.rows() if row.introduced > 1e-4] == ["norm"]
     assert divergence.unaligned == ()
-
-
-def test_a_scan_does_not_align_with_layers_of_other_names_and_says_so():
-    def run(x, scanned):
-        if scanned:
-            with jax.named_scope("layers"):
-                return jax.lax.scan(lambda x, _: (wave(None, x), None), x, length=2)[0]
-        for i in range(2):
-            with jax.named_scope(f"layer{i}"):
-                x = wave(None, x)
-        return x
-
-    divergence = diverge(lambda x: run(x, True), lambda x: run(x, False))(X)
-    assert set(divergence.unaligned) == {
-        "layer0 is only in the second function (forward)",
-        "layer1 is only in the second function (forward)",
-        "layers is only in the first function (forward)",
-    }
-    assert divergence.outputs()[0].error < 1e-6
