@@ -157,8 +157,8 @@ def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
     axis %= packed.ndim
     if dtype == jnp.uint4:
         # XLA for TPUs would write both operands of a concatenation to memory.
-        shifts = np.array([0, 4], np.uint8).reshape(2, *[1] * (packed.ndim - axis))
-        pairs = (jnp.expand_dims(packed, axis) >> shifts) & 15
+        halves = lax.broadcasted_iota(jnp.uint8, (2, *[1] * (packed.ndim - axis)), 0)
+        pairs = (jnp.expand_dims(packed, axis) >> (halves * 4)) & 15
     else:
         # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
         pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), dtype), -1, axis + 1)
