@@ -24,10 +24,6 @@ from ..policy import (
     Int8 as Int8,
 )
 from ._attention import dot_product_attention as dot_product_attention
-from ._awq import awq as awq
-from ._calibrate import calibrate as calibrate
-from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
-from ._gptq import gptq as gptq
 from ._operations import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
@@ -39,7 +35,18 @@ from ._quantize import quantize as quantize
 from ._ragged_dot import ragged_dot as ragged_dot
 from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 
-if not _typing.TYPE_CHECKING:  # a type checker would take any name
+if _typing.TYPE_CHECKING:
+    from ._awq import awq as awq
+    from ._calibrate import calibrate as calibrate
+    from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
+    from ._gptq import gptq as gptq
+else:  # layers of Flax need none of these
+    _SOURCES = {
+        "_awq": "awq",
+        "_calibrate": "calibrate",
+        "_compare": "Comparison LayerComparison compare",
+        "_gptq": "gptq",
+    }
     __getattr__, __dir__ = _load_lazily(
-        __name__, {}, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
+        __name__, _SOURCES, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
     )
