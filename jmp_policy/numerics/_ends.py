@@ -11,13 +11,13 @@ from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe,
 from ..modules import find_adapter, is_flax_object
 
 
-def check_function(fun: Any, caller: str) -> None:
-    """Raises a `TypeError` for anything but a function."""
+def check_function(fun: Any, caller: str, rest: str = "") -> None:
+    """Raises a `TypeError` for anything but a function. `rest` has the other arguments of an example."""
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
     audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
-    example = audited.replace("audit", caller)
+    example = audited.replace("audit", caller).replace(")(", f"{rest})(", 1)
     raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
 
 

@@ -70,7 +70,7 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     >>> certificate.holds, certificate.fault, certificate.primitive
     (False, 'cancellation', 'sub')
     """
-    check_function(fun, "certify")
+    check_function(fun, "certify", ", [(-1, 1), (0, 10)]")
     known = None if policy is None else get_policy(policy)
     policied = fun if known is None else with_policy(fun, known)
 

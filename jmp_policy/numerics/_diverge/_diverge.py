@@ -82,10 +82,10 @@ def diverge(
     body backward True True
     """
     if isinstance(g, Mapping | str | os.PathLike):
-        check_function(f, "diverge")
+        check_function(f, "diverge", ", other")
         return _compare_recording(f, g, names or {})
     for fun in (f, g):
-        check_function(fun, "diverge")
+        check_function(fun, "diverge", ", other")
     if names is not None:
         raise ValueError(f"names={names!r} renames recorded values, and {g!r} is a function. Name its scopes as in f.")
 
