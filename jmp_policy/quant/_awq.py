@@ -65,7 +65,7 @@ def awq(
       What `quantize` returns: variables, or an nnx model.
 
     Raises:
-      TypeError: `model` is not a Flax module.
+      TypeError: `model` is not a Flax module, or `batches` is an array.
       ValueError: the model has no policy that stores integers; `batches` is empty; inputs are not finite; no input of a
         weight could be read; the file belongs to another call; or an argument is not valid, as for `quantize`.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._base import Args, Kwargs, PyTree, warn_user
+from .._base import Args, Kwargs, PyTree, is_array, warn_user
 from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_numbers
 from ._products import Bilinear, is_integer_product, observe_products
@@ -150,6 +150,15 @@ def require_adapter(model: Any, message: str) -> Adapter:
     return adapter
 
 
+def check_batches(name: str, batches: Any) -> None:
+    """Rejects an array, which would be read row by row."""
+    if is_array(batches):
+        raise TypeError(
+            f"{name} takes a list of batches, got an array of shape {batches.shape}. Pass a list of batches: [x]. "
+            f"For example: {name}(model, [x], variables=variables)."
+        )
+
+
 def calibrate(
     model: Any,
     batches: Iterable[Any],
@@ -180,7 +189,7 @@ def calibrate(
       left out, and so are layers without a weight of their own, such as a head tied to a table.
 
     Raises:
-      TypeError: `model` is not a Flax module.
+      TypeError: `model` is not a Flax module, or `batches` is an array.
       ValueError: no layer quantizes its inputs to integers; inputs are not finite; `batches` is empty; or `clip` is not
         valid.
 
@@ -199,6 +208,7 @@ def calibrate(
     check_clip(clip)
     example = "calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)"
     adapter = require_adapter(model, f"calibrate takes a Flax module, got {model!r}. For example: {example}.")
+    check_batches("calibrate", batches)
     bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
     for batch in batches:
         count += 1

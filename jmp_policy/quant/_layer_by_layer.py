@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, warn_user
 from ..modules import Method
 from ..policy import Int4, Int8, Policy, PolicyMap
-from ._calibrate import require_adapter
+from ._calibrate import check_batches, require_adapter
 from ._matrix import (
     Calibration,
     InputStatistics,
@@ -49,7 +49,7 @@ def quantize_layer_by_layer(
     progress: bool | None,
 ) -> Any:
     """Quantizes a model as `gptq` and `awq` say; `options` are arguments of `quantize`."""
-    batches, name = list(batches), calibration.name
+    name = calibration.name
     example = f"{name}(with_policy(Net(), 'int4_from_mixed_bfloat16'), batches, variables=variables)"
     adapter = require_adapter(model, f"{name} takes a Flax module, got {describe(model)}. For example: {example}.")
     policy = adapter.policy_of(model)
@@ -58,6 +58,8 @@ def quantize_layer_by_layer(
             f"{name} quantizes by the policy of a model, and {describe(model)} has none. "
             f"For example: {name}(with_policy(model, 'int4_from_mixed_bfloat16'), batches)."
         )
+    check_batches(name, batches)
+    batches = list(batches)
     if not batches:
         raise ValueError(f"{name} was given no batches. For example: {name}(model, [x], variables=variables).")
     target = adapter.bind(model, variables)

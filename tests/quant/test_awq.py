@@ -249,6 +249,8 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest():
 
 @pytest.mark.parametrize(("make", "error", "text"), [
     (lambda: quant.awq(linear(), []), ValueError, r"^awq was given no batches\. For example: awq\(model, \[x\]"),
+    (lambda: quant.awq(linear(), ROWS), TypeError, rf"^awq takes a list of batches, got an array of shape "
+     rf"\({ROWS.shape[0]}, 16\)\. Pass a list of batches: \[x\]\. For example: awq\(model, \[x\]"),
     (lambda: quant.awq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^awq quantizes by the policy of a model, and .* has none\. For example: awq\(with_policy\(model, 'int4_from"),
     (lambda: quant.awq(linear("mxfp4/16(min_size=0)_from_float32"), [ROWS]), ValueError,

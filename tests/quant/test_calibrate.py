@@ -218,6 +218,12 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
         quant.calibrate(variables, [x])
 
 
+def test_an_array_in_place_of_batches_is_refused():
+    model = jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), POLICY)
+    with pytest.raises(TypeError, match=r"^calibrate takes a list of batches, got an array of shape \(4, 8\)\. Pass "):
+        quant.calibrate(model, jnp.ones((4, 8)))
+
+
 @pytest.mark.slow
 def test_layers_in_blocks_have_no_clip_and_leave_the_one_they_are_given():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))

@@ -217,6 +217,8 @@ def test_a_weight_is_seen_through_wide_sums():
 
 @pytest.mark.parametrize(("make", "error", "text"), [
     (lambda: quant.gptq(linear(), []), ValueError, r"^gptq was given no batches\. For example: gptq\(model, \[x\]"),
+    (lambda: quant.gptq(linear(), ROWS), TypeError, rf"^gptq takes a list of batches, got an array of shape "
+     rf"\({ROWS.shape[0]}, 16\)\. Pass a list of batches: \[x\]\. For example: gptq\(model, \[x\]"),
     (lambda: quant.gptq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^gptq quantizes by the policy of a model, and .* has none\. For example: gptq\(with_policy\(model, 'int4_from"),
     (lambda: quant.gptq(linear("float32"), [ROWS]), ValueError,
