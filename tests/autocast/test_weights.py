@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -353,10 +354,22 @@ def test_an_argument_that_reaches_no_matmul_is_refused(fun, weights, message):
         jax.eval_shape(autocast(fun, POLICY, weights=weights), W, X)
 
 
-def test_blocks_that_do_not_divide_a_weight_are_refused_with_its_path():
-    fun = autocast(lambda params, x: x @ params["kernel"], "int4_from_mixed_bfloat16", weights=0)
-    with pytest.raises(ValueError, match="Blocks of 128 do not divide the 200 inputs of the weight '0/kernel'"):
-        jax.eval_shape(fun, {"kernel": jnp.ones((200, 64))}, jnp.ones((16, 200)))
+def test_blocks_that_do_not_divide_a_weight_are_refused_with_its_path_and_the_example_leaves_it_out():
+    fun, policy = lambda params, x: x @ params["up"] @ params["down"], "int4_from_mixed_bfloat16"
+    args = {"up": jnp.ones((200, 256)), "down": jnp.ones((256, 64))}, jnp.ones((16, 200))
+    with pytest.raises(ValueError, match="Blocks of 128 do not divide the 200 inputs of the weight '0/up'") as error:
+        jax.eval_shape(autocast(fun, policy, weights=0), *args)
+    found = re.search(r"or leave the weight out by weights=(.*)\. A size must divide the inputs of ", str(error.value))
+    assert found
+    assert found[1] == "lambda path: path.startswith('0/') and path != '0/up'"
+    made = list_quantization(autocast(fun, policy, weights=eval(found[1])), *args)
+    assert made == {"0/down": "int4/128"}
+
+
+def test_blocks_that_do_not_divide_a_whole_argument_are_refused():
+    fun = autocast(lambda w, x: x @ w, "int4_from_mixed_bfloat16", weights=0)
+    with pytest.raises(ValueError, match=r"the weight '0'\. .*, or leave the weight out of weights\. A size must"):
+        jax.eval_shape(fun, jnp.ones((200, 64)), jnp.ones((16, 200)))
 
 
 def test_a_gradient_inside_is_warned_of():

@@ -73,7 +73,13 @@ class WeightProduct:
 def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str) -> str | None:
     reason = reason_unquantized(shape, layout, format)
     if reason is None and isinstance(format, Int4):
-        block_length(layout, format, where)  # raises here, where the path of the weight is known
+        path = where.strip(" '")
+        argument, _, inner = path.partition("/")
+        example = (
+            f"by weights=lambda path: path.startswith('{argument}/') and path != '{path}'" if inner else "of weights"
+        )
+        # Raises here, where the path of the weight is known.
+        block_length(layout, format, where, f"{example}. A size must divide the inputs of every weight.")
     return reason
 
 

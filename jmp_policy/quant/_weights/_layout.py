@@ -95,7 +95,12 @@ def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: Sto
     return None if fits else f"blocks of {quantization.block_size} do not divide its {layout.length} inputs"
 
 
-def block_length(layout: Layout, quantization: Int4 | BlockFormat, where: str = "") -> int:
+def block_length(
+    layout: Layout,
+    quantization: Int4 | BlockFormat,
+    where: str = "",
+    leave_out: str = "by a rule of a PolicyMap: {'path': 'float32'}.",
+) -> int:
     """Returns the number of weights that share a scale; raises if it does not divide the inputs."""
     block, length = quantization.block_size, layout.length
     if isinstance(quantization, Int4) and (block == PER_CHANNEL or length <= block):
@@ -107,7 +112,7 @@ def block_length(layout: Layout, quantization: Int4 | BlockFormat, where: str = 
         kind = str(quantization).partition("(")[0].partition("/")[0]
         fix = "Leave" if fitting is None else f"The largest size that does is {fitting}: '{kind}/{fitting}', or leave"
         raise ValueError(
-            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. {fix} the weight out by a "
-            "rule of a PolicyMap: {'path': 'float32'}."
+            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. {fix} the weight out "
+            f"{leave_out}"
         )
     return block
