@@ -72,17 +72,18 @@ def tune_bits(
             f"{effective_bits:g}. Pass more, or a smaller format. For example: effective_bits="
             f"{math.ceil(10 * least) / 10:g}."
         )
-    search = _Search(subject, [[*policies][index] for index in order], layers, model, log, budget, is_shown)
+    low = [*policies][order[0]]
+    search = _Search(subject, low, layers, model, log, budget, is_shown)
     chosen = search.run(effective_bits * size)
     names = search.name_formats(chosen)
     wanted = {path: policies[name] for path, name in names.items()}
-    low = search.formats[0]
     loss = _measure_map(subject, policy, metric, layers, chosen, wanted, policies[low])
+    error = (loss - search.reference) / abs(search.reference)
     return Tuning(
         policy_map=assign_policies(wanted, policies[low]),
         scopes=tuple(path for path in search.candidates if names[path] != low),
         candidates=search.candidates,
-        error=(loss - search.reference) / abs(search.reference),
+        error=error,
         tolerance=math.inf,
         trials=tuple(search.trials.values()),
         is_minimal=search.is_finished,
@@ -93,8 +94,8 @@ def tune_bits(
         kept="wider",
         by="with_policy",
         effective_bits=chosen.bits / size,
-        formats=names,
-        curve=search.make_curve(chosen, size),
+        formats=search.name_stored(chosen),
+        curve=search.make_curve(chosen, error, size),
     )
 
 
@@ -169,14 +170,14 @@ class _Search:
     def __init__(
         self,
         subject: Subject,
-        formats: list[str],
+        low: str,
         layers: Sequence[Layer],
         model: Model,
         log: TrialLog,
         budget: int | None,
         is_shown: bool,
     ):
-        self.formats, self._layers, self._model, self._log = formats, layers, model, log
+        self._low, self._layers, self._model, self._log = low, layers, model, log
         self._name, self._budget, self._is_shown = subject.name, budget, is_shown
         self.reference = model.measure({})
         if not 0 < abs(self.reference) < math.inf:
@@ -214,8 +215,11 @@ class _Search:
             error, best = min(errors)
         return best
 
-    def make_curve(self, chosen: Choice, size: int) -> tuple[BitRow, ...]:
-        """Measures choices of the front at equal distances. Returns them and the chosen one, fewest bits first."""
+    def make_curve(self, chosen: Choice, error: float, size: int) -> tuple[BitRow, ...]:
+        """Measures choices of the front at equal distances. Returns them and the chosen one, fewest bits first.
+
+        `error` is that of the chosen map, which the trial of its weights alone does not have.
+        """
         first, last = self._front[0].bits, self._front[-1].bits
         limits = [first + (last - first) * step / (_ROWS - 1) for step in range(_ROWS)]
         choices = [[choice for choice in self._front if choice.bits <= limit][-1] for limit in limits]
@@ -225,8 +229,9 @@ class _Search:
                 self._measure(choice)
         errors = {formats: trial.error for formats, trial in self.trials.items()}
         unit = self._fit_unit(errors)
+        errors[chosen.formats] = error
         return tuple(
-            BitRow(choice.bits / size, unit * choice.predicted, errors.get(choice.formats), self.name_formats(choice))
+            BitRow(choice.bits / size, unit * choice.predicted, errors.get(choice.formats), self.name_stored(choice))
             for choice in choices
         )
 
@@ -243,7 +248,12 @@ class _Search:
     def name_formats(self, choice: Choice) -> dict[str, str]:
         """Returns the format of each module."""
         pairs = zip(self._layers, choice.formats, strict=True)
-        return {path: self.formats[index] for layer, index in pairs for path in layer.paths}
+        return {path: layer.formats[index] for layer, index in pairs for path in layer.paths}
+
+    def name_stored(self, choice: Choice) -> dict[str, str]:
+        """Returns the format in which the weight of each module is stored."""
+        pairs = zip(self._layers, choice.formats, strict=True)
+        return {path: layer.name_stored(index) for layer, index in pairs for path in layer.paths}
 
     def _has_budget(self) -> bool:
         return self._budget is None or len(self.trials) < self._budget
@@ -251,7 +261,7 @@ class _Search:
     def _measure(self, choice: Choice) -> float:
         """Returns the relative increase of the loss, from the log or by running the model."""
         names = self.name_formats(choice).items()
-        kept = tuple(f"{path}={name}" for path, name in names if name != self.formats[0])
+        kept = tuple(f"{path}={name}" for path, name in names if name != self._low)
         trial = self._log.find(kept)
         if trial is None:
             pairs = zip(self._layers, choice.formats, strict=True)

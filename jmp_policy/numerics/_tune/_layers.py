@@ -25,13 +25,29 @@ class Layer(NamedTuple):
     paths: tuple[str, ...]  # the modules that share it
     leaf: int  # its position among the leaves of the model
     weight: Any
+    formats: tuple[str, ...]  # the names of its formats
     stored: tuple[Any, ...]  # by format: a QuantizedArray, or the weight in a dtype
     bits: tuple[int, ...]  # by format, of all arrays
 
     def select(self, order: Sequence[int]) -> "Layer":
-        """Returns this layer with its formats in another order."""
-        stored, bits = ([part[index] for index in order] for part in (self.stored, self.bits))
-        return self._replace(stored=tuple(stored), bits=tuple(bits))
+        """Returns this layer with its formats in another order, without those that store what an earlier one does."""
+        kept: list[int] = []
+        for index in order:
+            if not any(self._is_same(index, other) for other in kept):
+                kept.append(index)
+        formats, stored, bits = ([part[index] for index in kept] for part in (self.formats, self.stored, self.bits))
+        return self._replace(formats=tuple(formats), stored=tuple(stored), bits=tuple(bits))
+
+    def name_stored(self, index: int) -> str:
+        """Returns a format, or that in which it stores this weight: `int4` stores tables in int8."""
+        name, stored = self.formats[index], self.stored[index]
+        if not isinstance(stored, QuantizedArray):
+            return str(stored.dtype)
+        kind = str(stored.format).partition("(")[0]
+        return name if name.partition("(")[0] == kind else kind
+
+    def _is_same(self, index: int, other: int) -> bool:
+        return self.bits[index] == self.bits[other] and bool(jnp.array_equal(self.read(index), self.read(other)))
 
     def read(self, index: int) -> jax.Array:
         """Returns the values of the weight in a format, in its own dtype."""
@@ -72,7 +88,7 @@ class Model:
             stored = tuple(found[shared[0]] for found in by_format)
             if any(isinstance(each, QuantizedArray) for each in stored):
                 bits = tuple(8 * each.nbytes for each in stored)
-                layers.append(Layer(tuple(shared), leaf, self._leaves[leaf], stored, bits))
+                layers.append(Layer(tuple(shared), leaf, self._leaves[leaf], (*policies,), stored, bits))
         return layers
 
     def measure(self, weights: dict[int, jax.Array]) -> float:
@@ -98,18 +114,18 @@ class Model:
         ]
 
         @jax.jit
-        def square(weights: Any, leaves: Any, inputs: Any, changes: Any) -> jax.Array:
-            def multiply(example: Any) -> jax.Array:
+        def square(weights: Any, leaves: Any, inputs: Any, changes: Any) -> list[jax.Array]:
+            def multiply(example: Any) -> list[jax.Array]:
                 example = jax.tree.map(lambda leaf: leaf[None], example)
                 grads = jax.grad(self._compute)(weights, leaves, example)
                 pairs = zip(layers, changes, strict=True)
-                return jnp.array(
-                    [[jnp.vdot(grads[at.leaf].astype(jnp.float32), one) for one in of] for at, of in pairs]
-                )
+                return [
+                    jnp.array([jnp.vdot(grads[at.leaf].astype(jnp.float32), one) for one in of]) for at, of in pairs
+                ]
 
-            return jnp.mean(jnp.square(lax.map(multiply, inputs)), axis=0) / 2
+            return [jnp.mean(jnp.square(products), axis=0) / 2 for products in lax.map(multiply, inputs)]
 
-        return square(weights, self._leaves, self._inputs, changes).tolist()
+        return [row.tolist() for row in square(weights, self._leaves, self._inputs, changes)]
 
     def _compute(self, weights: dict[int, jax.Array], leaves: Sequence[Any], inputs: Any) -> jax.Array:
         leaves = [weights.get(index, leaf) for index, leaf in enumerate(leaves)]

@@ -77,8 +77,9 @@ class BitRow:
       bits: bits per weight, scales included.
       predicted: the predicted increase of the loss, relative to the loss before quantization. Its unit is fitted to
         the measured increases of all trials.
-      error: the measured increase; `None` if the budget of trials ran out first.
-      formats: the format of each layer, by path.
+      error: the measured increase with rounded weights, for the chosen map `Tuning.error`; `None` if the budget of
+        trials ran out first.
+      formats: the format in which each layer is stored, by path.
 
     >>> import jmp_policy as jmp
     >>> jmp.BitRow(4.3, 0.02, 0.018, {"head": "int4/128"}).bits
@@ -113,7 +114,7 @@ class Tuning(Report):
       effective_bits: bits per weight under the map, if `tune` was given a limit of them. Then `scopes` are the layers
         that do not have the smallest format `low`, errors are increases of the loss relative to the loss before
         quantization, and the tolerance is infinite.
-      formats: the format of each layer, by path, under `effective_bits`.
+      formats: the format in which each layer is stored, by path, under `effective_bits`: `"int8"` for a table in int4.
       curve: a `BitRow` for each of some maps that no other one beats by prediction, and for the chosen one.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -244,11 +245,10 @@ class Tuning(Report):
         return [*lines, f"As code, from to_code(), for {self.by}:"]
 
     def _describe_bits(self) -> str:
-        low_error = None if math.isnan(self.low_error) else self.low_error
-        return (
-            f"{self.name} takes {self.effective_bits:.4g} bits per weight. Its loss changes by "
-            f"{_format_change(self.error)}, and with all in {self.low} by {_format_change(low_error)}."
-        )
+        is_other = self.scopes and not math.isnan(self.low_error)
+        low = f", and with all in {self.low} by {_format_change(self.low_error)}" if is_other else ""
+        changes = f"Its loss changes by {_format_change(self.error)}{low}."
+        return f"{self.name} takes {self.effective_bits:.4g} bits per weight. {changes}"
 
     def _describe_scopes(self) -> str:
         verdict = "within" if self.is_met else "above"

@@ -15,7 +15,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.numerics._tune import _bits
-from jmp_policy.numerics._tune._layers import Model
+from jmp_policy.numerics._tune._layers import Layer, Model
 from jmp_policy.numerics._tune._subject import Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
@@ -256,6 +256,36 @@ def test_a_tied_weight_is_one_layer():
     assert found.effective_bits == 8 * quant.quantize_array(jnp.ones((8, 8)), INT8).nbytes / 64
 
 
+class Tokens(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Embed(8, 16, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.table(x))
+
+
+def test_a_layer_has_each_stored_weight_once_and_names_its_own_format():
+    weight = draw(6, (8, 8))
+    stored = (*(quant.quantize_array(weight, format) for format in (INT8, INT8, INT4)), weight)
+    layer = Layer(("table",), 0, weight, (INT4, INT8, "int4/8", "mxfp8"), stored, (9, 9, 5, 32)).select([0, 1, 2, 3])
+    assert layer.formats == (INT4, "int4/8", "mxfp8")
+    assert layer.bits == (9, 5, 32)
+    assert [layer.name_stored(index) for index in range(3)] == ["int8", "int4/8", "float32"]
+
+
+@pytest.mark.slow
+def test_a_table_is_in_int8_under_int4_and_no_trial_repeats_another():
+    model, args = Tokens(), (jnp.arange(8), draw(5, (8, 8)))
+    found = tune(model, args, nnx_loss, formats=[INT4, INT8], effective_bits=20.0)
+    assert found.formats["table"] == "int8"
+    assert found.formats["head"] in (INT4, INT8)
+    assert {trial.kept for trial in found.trials} == {(), (f"head={INT8}",)}
+    assert len(found.trials) == 2
+    assert not np.isnan(found.low_error)
+    assert {row.formats["table"] for row in found.curve} == {"int8"}
+
+
 @pytest.mark.slow
 def test_inputs_in_8_bits_are_part_of_the_error():
     formats = ["int8(min_size=0)"]
@@ -264,6 +294,9 @@ def test_inputs_in_8_bits_are_part_of_the_error():
     wanted = float(loss_fn(served, *ARGS)) / float(loss_fn(Net(), *ARGS)) - 1
     assert found.error == pytest.approx(wanted, rel=1e-3)
     assert abs(found.error - found.trials[0].error) > 1e-5
+    assert [row.error for row in found.curve] == [found.error]
+    assert str(found).count(f"{100 * found.error:+.2g} %") == 2
+    assert "and with all in" not in str(found)
 
 
 @pytest.mark.slow
@@ -286,7 +319,7 @@ def test_the_budget_ends_the_search(capsys):
     found = tune(Net(), ARGS, budget=1, progress=True)
     assert len(found.trials) == 1
     assert not found.is_minimal
-    assert {row.error for row in found.curve} == {None, found.trials[0].error}
+    assert {row.error for row in found.curve} == {None, found.error}
     assert re.fullmatch(r"tuning Net: trial 1, loss [+-]\S+ %\n", capsys.readouterr().err)
 
 
