@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..._base import escape_controls
 from ...policy import Policy, parse_quantization, stored_format_of
 from ...quant import QuantizedArray
-from ._layers import EXAMPLE, Layer, Model
+from ._layers import Layer, Model, write_example
 from ._ranking import Ranking
 from ._subject import Subject, assign_policies
 from ._trial_log import Trial, TrialLog
@@ -23,15 +23,15 @@ _NEIGHBORS = 8  # measured at a time
 _ROWS = 12  # of the curve
 
 
-def parse_formats(formats: Any, effective_bits: Any, policy: Policy) -> dict[str, Policy]:
+def parse_formats(formats: Any, effective_bits: Any, policy: Policy, example: str) -> dict[str, Policy]:
     """Returns the policy of each format, by name; checks the arguments of `tune`."""
     is_number = isinstance(effective_bits, int | float) and not isinstance(effective_bits, bool)
     if not is_number or not 0 < effective_bits < math.inf:
-        raise ValueError(f"effective_bits must be a number above 0, got {effective_bits!r}. {EXAMPLE}")
+        raise ValueError(f"effective_bits must be a number above 0, got {effective_bits!r}. {example}")
     if isinstance(formats, str) or not formats:
-        raise ValueError(f"effective_bits needs a list of formats to choose from, got {formats!r}. {EXAMPLE}")
+        raise ValueError(f"effective_bits needs a list of formats to choose from, got {formats!r}. {example}")
     if policy.quantization is not None:
-        raise ValueError(f"The policy {policy.name!r} has a quantization, and formats replace it. {EXAMPLE}")
+        raise ValueError(f"The policy {policy.name!r} has a quantization, and formats replace it. {example}")
     policies = {}
     for name in formats:
         if name in _DTYPES:
@@ -39,10 +39,10 @@ def parse_formats(formats: Any, effective_bits: Any, policy: Policy) -> dict[str
             continue
         quantization = parse_quantization(name, where=" in formats")
         if stored_format_of(quantization) is None:
-            raise ValueError(f"The format {str(quantization)!r} in formats stores no weights. {EXAMPLE}")
+            raise ValueError(f"The format {str(quantization)!r} in formats stores no weights. {example}")
         policies[str(quantization)] = policy.replace(quantization=quantization)
     if all(each.quantization is None for each in policies.values()):
-        raise ValueError(f"No format quantizes, got {formats!r}. {EXAMPLE}")
+        raise ValueError(f"No format quantizes, got {formats!r}. {example}")
     return policies
 
 
@@ -58,7 +58,8 @@ def tune_bits(
 ) -> Tuning:
     """Finds the map as `tune` says under `effective_bits`. Formats come from `parse_formats`."""
     if not subject.is_module:
-        raise ValueError(f"effective_bits is for the weights of a module, and {subject.name} is a function. {EXAMPLE}")
+        example = write_example(subject.target)
+        raise ValueError(f"effective_bits is for the weights of a module, and {subject.name} is a function. {example}")
     model = Model(subject, policy, metric)
     layers = model.list_layers(policies)
     size = sum(layer.weight.size for layer in layers)
@@ -181,7 +182,8 @@ class _Search:
         self._name, self._budget, self._is_shown = subject.name, budget, is_shown
         self.reference = model.measure({})
         if not 0 < abs(self.reference) < math.inf:
-            raise ValueError(f"The loss of {self._name} is {self.reference:g} before quantization. {EXAMPLE}")
+            example = write_example(subject.target)
+            raise ValueError(f"The loss of {self._name} is {self.reference:g} before quantization. {example}")
         self._bits = [layer.bits for layer in layers]
         self._predicted = model.predict(layers)
         if not all(math.isfinite(increase) for row in self._predicted for increase in row):

@@ -8,15 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._base import describe
-from ...modules import find_adapter
+from ...modules import find_adapter, find_lifting_adapter
 from ...policy import Policy, PolicyMap
 from ...quant import QuantizedArray, quantize
 from ._subject import Subject, is_loss, take_apart
 
-EXAMPLE = (
-    "For example: tune(model, (variables, x), 'mixed_bfloat16', metric=loss_fn, "
-    "formats=['int4/128', 'int8', 'bfloat16'], effective_bits=4.8)."
-)
+
+def write_example(target: Any) -> str:
+    """Returns a call for errors, with the arguments of a linen or an nnx model."""
+    args = "(variables, x, labels)" if find_lifting_adapter(target) is None else "(x, labels)"
+    return (
+        f"For example: tune(model, {args}, 'mixed_bfloat16', metric=loss_fn, "
+        "formats=['int4/128', 'int8', 'bfloat16'], effective_bits=4.8)."
+    )
 
 
 class Layer(NamedTuple):
@@ -105,7 +109,7 @@ class Model:
         if len(sizes) != 1 or () in sizes:
             raise ValueError(
                 f"effective_bits takes the gradient of each example, and the inputs of {self._subject.name} have no "
-                f"leading axis of the same length, got {sorted(sizes)}. {EXAMPLE}"
+                f"leading axis of the same length, got {sorted(sizes)}. {write_example(self._subject.target)}"
             )
         weights = {layer.leaf: layer.weight for layer in layers}
         changes = [
@@ -133,7 +137,8 @@ class Model:
         loss = self._metric(*model, *self._rebuild_inputs(inputs))
         if not is_loss(loss):
             given = describe(loss) if not isinstance(loss, jax.Array) else f"{loss.dtype}{list(loss.shape)}"
-            raise ValueError(f"effective_bits needs a scalar loss of {self._subject.name}, got {given}. {EXAMPLE}")
+            example = write_example(self._subject.target)
+            raise ValueError(f"effective_bits needs a scalar loss of {self._subject.name}, got {given}. {example}")
         return loss.astype(jnp.float32)
 
     def _call(self, model: Any, *args: Any) -> Any:

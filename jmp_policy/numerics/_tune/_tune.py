@@ -16,6 +16,7 @@ from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
 from ._bits import parse_formats, tune_bits
+from ._layers import write_example
 from ._ranking import Ranking, find_format, rank_scopes
 from ._search import SearchResult, find_smallest
 from ._subject import Observed, Subject, is_loss, make_map
@@ -118,7 +119,7 @@ def tune(
     """
     in_bits = formats is not None or effective_bits is not None
     given = _check_policy(policy, in_bits)
-    policies = parse_formats(formats, effective_bits, given) if in_bits else {}
+    policies = parse_formats(formats, effective_bits, given, write_example(fun_or_module)) if in_bits else {}
     tolerance = _check_numbers(tolerance, budget, in_bits)
     subject = _make_subject(fun_or_module, args, given, False if in_bits else gradients, has_aux, seed)
     if not subject.is_module and subject.differentiates:
@@ -264,9 +265,10 @@ def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None
     if not isinstance(args, tuple | list):
         raise TypeError(f"tune takes a tuple of arguments, got {describe(args)}. {_EXAMPLE}")
     if policy.quantization is not None and not is_module:
+        example = "(variables, x)" if find_lifting_adapter(args) is None else "(x,)"
         raise ValueError(
             f"The policy {policy.name!r} quantizes the weights of modules, but {describe(target)} is a function. "
-            "Tune the module itself. For example: tune(model, (variables, x), 'int8_from_float32', tolerance=0.01)."
+            f"Tune the module itself. For example: tune(model, {example}, 'int8_from_float32', tolerance=0.01)."
         )
     subject = Subject(target, tuple(args), False, has_aux, seed)
     compared = _has_gradients(subject, policy) if gradients is None else gradients

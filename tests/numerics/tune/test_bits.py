@@ -357,8 +357,16 @@ def test_bad_options(options, message):
 
 
 def test_a_model_that_returns_no_loss():
-    message = "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune(model, (variables, x), "
+    message = "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune(model, (variables, x, la"
     check(ValueError, message, Net(), ARGS[:2], None)
+
+
+def test_an_example_for_an_nnx_model_has_no_variables():
+    example = " For example: tune(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "
+    check(ValueError, f"got None.{example}", TwoLinears(), ARGS[1:], nnx_loss, effective_bits=None)
+    check(ValueError, f"got float32[8, 8].{example}", TwoLinears(), ARGS[1:2], None)
+    with pytest.raises(ValueError, match=r"Tune the module itself\. For example: tune\(model, \(x,\), 'int8_from"):
+        jmp.tune(nnx_loss, (TwoLinears(), *ARGS[1:]), "int8_from_float32", tolerance=0.1)
 
 
 def test_inputs_without_an_axis_of_examples():
