@@ -213,9 +213,9 @@ class _Aligner:
         mine = [value for value in mine if value not in shown.values()]
         theirs = [other for other in theirs if other not in shown]
         for value in mine:
-            kind = _by_type(f, value, {})
-            found = [other for other in theirs if _by_type(g, other, {}) == kind]
-            if len(found) == 1 == sum(_by_type(f, other, {}) == kind for other in mine):
+            kind = _by_pass(f, value)
+            found = [other for other in theirs if _by_pass(g, other) == kind]
+            if len(found) == 1 == sum(_by_pass(f, other) == kind for other in mine):
                 self._match_read(value, found[0], scope)
 
     def _match_read(self, value: int, other: int, scope: Scope | None) -> None:
@@ -373,6 +373,12 @@ def _by_readers(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
 
 def _by_type(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
     return _read_type(side.flat.types[value])
+
+
+def _by_pass(side: Side, value: int) -> Hashable:
+    """Tells gradients from weights and activations of the same type, which a backward pass reads, too."""
+    maker = side.flat.find_scope(value)
+    return maker is not None and maker.direction == "backward", _by_type(side, value, {})
 
 
 def _read_type(aval: Any) -> Hashable:

@@ -173,3 +173,20 @@ def test_nnx_scan_aligns_with_a_list_of_modules():
     rows = diverge(f, g)(stack, Chain(stack), X).rows()
     assert {row.path for row in rows} > {f"layers/{i}/dense" for i in range(3)}
     assert {row.path for row in rows if row.introduced > 1e-5} == {"layers/2"}
+
+
+def test_gradient_that_a_loop_adds_up_is_not_compared_with_the_weights():
+    def step(x, w):
+        with jax.named_scope("layers"):
+            return jnp.tanh(x @ w), None
+
+    def indexed(weights, x):
+        for i in range(3):
+            with jax.named_scope(f"layers_{i}"):
+                x = jnp.tanh(x @ weights[i])
+        return jnp.sum(x)
+
+    f, g = jax.grad(lambda weights, x: jnp.sum(lax.scan(step, x, weights)[0])), jax.grad(indexed)
+    rows = diverge(f, g)(WEIGHTS, X).rows()
+    assert {row.direction for row in rows} == {"forward", "backward"}
+    assert max(row.introduced for row in rows) < 1e-5
