@@ -229,6 +229,11 @@ def test_recording_that_does_not_fit_is_an_error(recording, names, message):
         diverge(model, recording, names)(W, X)
 
 
+def test_function_without_floating_values_has_no_scope_of_a_recording():
+    with pytest.raises(ValueError, match="'a' of the recording is not a scope.*for example: 'result'"):
+        diverge(jnp.argmax, {"a": X})(X)
+
+
 def test_names_without_a_recording_are_an_error():
     with pytest.raises(ValueError, match=r"names=\{'a': 'net'\} renames recorded values, and <function model"):
         diverge(model, model, names={"a": "net"})
