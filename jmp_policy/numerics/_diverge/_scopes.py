@@ -39,7 +39,7 @@ class Node:
     operands: list[int | Literal]
     results: list[int]
     scope: Scope | None  # None for a cast that belongs to the scopes that read its result
-    body: "Flat | None" = None  # of a scan or shard_map
+    body: "Flat | None" = None  # of a shard_map, or of a scan with iterations
 
 
 class Flat:
@@ -95,7 +95,8 @@ class Flat:
             elif eqn.outvars:  # an equation without outputs is a debug callback
                 results = [self._add(var) for var in eqn.outvars]
                 values.update(zip(eqn.outvars, results, strict=True))
-                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if name in ("scan", "shard_map") else None
+                has_rows = name in ("scan", "shard_map") and eqn.params.get("length") != 0
+                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if has_rows else None
                 self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
         return read(jaxpr.outvars)
 
