@@ -123,7 +123,7 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
     >>> params = {"kernel": jnp.ones((128, 64)), "embed": jnp.ones((256, 64)), "bias": jnp.ones(64)}
     >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init(params)
     >>> [(row.path, row.bits, row.left) for row in jmp.optim.state_report(state, params).rows]
-    [('bias', 32, '64 numbers, or by a rule'), ('embed', 32, 'embeddings'), ('kernel', 8, '')]
+    [('bias', 32, '64 numbers: fewer than min_size, or by a rule'), ('embed', 32, 'embeddings'), ('kernel', 8, '')]
     """
     is_quantized = lambda node: isinstance(node, QuantizedMomentsState)
     has_blocks = any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
@@ -168,7 +168,7 @@ def _explain(path: str, moment: Any) -> str:
         return "no blocks of 256 divide its axes"
     if is_embedding(path):
         return "embeddings"
-    return f"{moment.size:,} numbers, or by a rule"
+    return f"{moment.size:,} numbers: fewer than min_size, or by a rule"
 
 
 def _count_bytes(leaf: Any) -> int:

@@ -72,12 +72,9 @@ Spec = Any
 K = TypeVar("K", bound=Key)  # a mapping is invariant in its keys
 
 
-_compile = functools.cache(re.compile)
-
-
 @functools.lru_cache(maxsize=1 << 14)  # each module asks for all around it
 def _covers(pattern: str, path: str) -> bool | None:
-    if _compile(pattern).fullmatch(path):
+    if re.fullmatch(pattern, path):
         return True
     return False if path and _covers(pattern, path.rpartition("/")[0]) is not None else None
 

@@ -37,6 +37,28 @@ def test_it_finds_what_the_form_in_the_step_finds(x):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_nan_of_the_forward_pass_is_found_though_the_gradient_does_not_read_it(has_aux):
+    def sigmoid_loss(params, x):
+        with jax.named_scope("sigmoid"):
+            exponential = jnp.exp(x * params["w"])
+            loss = jnp.mean(exponential / (1 + exponential))
+        return (loss, {}) if has_aux else loss
+
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, debug_nonfinite=True)
+    params, x = {"w": jnp.ones(2)}, jnp.float32([200.0, 1.0])
+    old_state = tx.init(params)
+    step = jax.jit(jmp.optim.minimize(sigmoid_loss, tx, has_aux=has_aux))
+    skips = [
+        jmp.optim.find_origin(sigmoid_loss, tx, has_aux=has_aux)(params, old_state, x),
+        jmp.optim.last_skip(step(params, old_state, x)[1]),
+    ]
+    for skip in skips:
+        found = skip.origin
+        assert (found.primitive, found.direction, found.cause.primitive) == ("div", "forward", "exp")
+
+
+@pytest.mark.slow
 def test_an_argument_that_is_nan_has_the_name_that_the_loss_function_gives_it():
     find = jmp.optim.find_origin(loss_fn, jmp.optim.skip_nonfinite(optax.sgd(0.1)))
     skip = find({"w": jnp.ones(2)}, jmp.NoOpLossScale(), GOOD.at[0].set(jnp.nan))

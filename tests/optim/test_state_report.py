@@ -64,7 +64,8 @@ def test_what_is_left_says_why():
     assert optim.state_report(optax.trace(0.9).init(PARAMS), PARAMS)["embed"].left == ""
     params = {"n": jnp.ones((64, 64), jnp.int32), "norm": jnp.ones(256), "w": jnp.ones((64, 64))}
     report = optim.state_report(optim.quantize_state(optax.trace(0.9)).init(params), params)
-    assert (report["n"].left, report["norm"].left) == ("no floating numbers", "256 numbers, or by a rule")
+    assert report["n"].left == "no floating numbers"
+    assert report["norm"].left == "256 numbers: fewer than min_size, or by a rule"
     with pytest.raises(KeyError, match=r"No moment at 'v'\. Those stored are 'n', 'norm', 'w'\."):
         report["v"]
     assert repr(report) == "<StateReport: 3 moments; print it for the table>"

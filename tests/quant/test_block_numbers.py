@@ -373,6 +373,14 @@ def test_two_numbers_go_into_a_byte_and_come_back(data, dtype):
     np.testing.assert_array_equal(np.asarray(back).view(np.uint8), even)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integers_are_unpacked_where_jax_refuses_to_promote_ranks(axis):
+    values = jnp.arange(12, dtype=jnp.uint8).reshape(2, 6)
+    with jax.numpy_rank_promotion("raise"):
+        back = unpack(pack(values.astype(jnp.uint4), axis), axis, jnp.uint4)
+    np.testing.assert_array_equal(back, values)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FORMATS, "nv"])
 def test_scaled_dot_multiplies_these_numbers(name):

@@ -298,7 +298,7 @@ def is_followed(eqn: JaxprEqn) -> bool:
 
 
 def _find_tests(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout | None]) -> Tests:
-    """Finds what is known of other arrays where a boolean is false, and where it is true."""
+    """Finds the tests of other arrays that hold where a boolean is false, and where it is true."""
     name, first = eqn.primitive.name, layouts[0] if layouts else None
     if name in _MIRRORED and first is not None and (second := layouts[1]) is not None:
         x = operands[0]._replace(moved=move_view(operands[0].view, first))

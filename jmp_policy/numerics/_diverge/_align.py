@@ -24,6 +24,7 @@ class Side:
         self.exits: dict[int, list[int]] = {}  # by origin: the values that other scopes read, before or after a cast
         self.reads: dict[Scope, list[int]] = {}  # values that a scope reads from elsewhere
         self.nodes: dict[Scope, list[Node]] = {}
+        self.residuals: dict[int, Scope] = {}  # inputs of an iteration, by the scope in the loop of another pass
         for node in flat.nodes:
             if node.scope is not None:
                 self.nodes.setdefault(node.scope, []).append(node)
@@ -62,7 +63,7 @@ class Side:
 
     def is_residual(self, origin: int, scope: Scope) -> bool:
         """True for a value that another pass of the same scope made."""
-        maker = self.flat.find_scope(origin)
+        maker = self.flat.find_scope(origin) or self.residuals.get(origin)
         return maker is not None and maker.path == scope.path and maker.direction != scope.direction
 
     def name_stacked(self, node: Node, scope: Scope, i: int) -> str:
@@ -213,9 +214,9 @@ class _Aligner:
         mine = [value for value in mine if value not in shown.values()]
         theirs = [other for other in theirs if other not in shown]
         for value in mine:
-            kind = _by_type(f, value, {})
-            found = [other for other in theirs if _by_type(g, other, {}) == kind]
-            if len(found) == 1 == sum(_by_type(f, other, {}) == kind for other in mine):
+            kind = _by_pass(f, value)
+            found = [other for other in theirs if _by_pass(g, other) == kind]
+            if len(found) == 1 == sum(_by_pass(f, other) == kind for other in mine):
                 self._match_read(value, found[0], scope)
 
     def _match_read(self, value: int, other: int, scope: Scope | None) -> None:
@@ -297,6 +298,7 @@ class _Aligner:
             [i if i in carried.values() else names[1].get(i, i) for i in range(len(theirs.results))],
         )
         inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
+        inner.g.residuals = self._find_residuals(theirs, g)
         self._to.bodies[scope] = mine, theirs, inner
         self._to.unaligned += inner.unaligned
         for partner, i in carried.items():
@@ -306,6 +308,16 @@ class _Aligner:
             output = _find_output(g, i)
             if output is not None and inner.pairs.get(output) in made:
                 self._pair(mine.results[made[inner.pairs[output]]], theirs.results[i])
+
+    def _find_residuals(self, loop: Node, body: Flat) -> dict[int, Scope]:
+        """Finds the scopes that made inputs of an iteration in the iterations of a loop before."""
+        makers: dict[int, Scope | None] = {}
+        for _, node, _ in self._to.bodies.values():
+            assert node.body is not None
+            outputs = {i: _find_output(node.body, i) for i in _list_stacked(node)}
+            makers |= {node.results[i]: node.body.find_scope(x) for i, x in outputs.items() if x is not None}
+        pairs = [(x, makers.get(y)) for x, y in zip(body.inputs, loop.operands, strict=True) if isinstance(y, int)]
+        return {value: scope for value, scope in pairs if scope is not None}
 
     def _pair_operands(self, mine: Node, theirs: Node) -> dict[int, int]:
         """Pairs the operands of two scans: carried ones by type and position, others if their values are aligned."""
@@ -373,6 +385,12 @@ def _by_readers(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
 
 def _by_type(side: Side, value: int, hashes: Mapping[int, int]) -> Hashable:
     return _read_type(side.flat.types[value])
+
+
+def _by_pass(side: Side, value: int) -> Hashable:
+    """Tells gradients from weights and activations of the same type, which a backward pass reads, too."""
+    maker = side.flat.find_scope(value)
+    return maker is not None and maker.direction == "backward", _by_type(side, value, {})
 
 
 def _read_type(aval: Any) -> Hashable:

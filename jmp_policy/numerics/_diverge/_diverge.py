@@ -52,8 +52,8 @@ def diverge(
       f: the reference: any function of trees of arrays, with modules of linen or nnx, or without.
       g: a function of the same arguments, which may return other dtypes, and values that `f` does not have. Or a
         recording: a mapping, or the path of an `.npz` file, from scopes and outputs of `f` to arrays of the same
-        shapes, named as by `record`. Dots may stand for slashes. Values that `f` does not have are listed as
-        `unaligned`.
+        shapes, named as by `record`. Dots may stand for slashes. Of several values of a scope with one shape, a
+        recording may have the last ones alone. Values that `f` does not have are listed as `unaligned`.
       names: the name of `record` for names of the recording, such as `{"encoder.layer.0": "encoder/layer_0"}`.
 
     Returns:

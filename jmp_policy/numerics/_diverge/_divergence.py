@@ -250,6 +250,8 @@ class Divergence(Report):
                 notes[0] += f" {_name(rows[0])} introduces {_format(rows[0].introduced)}: it only computes wider there."
         else:
             notes = [f"No scope introduces more than rounding errors of float32 ({_format(NOISE)})."]
+        if rows and not any(row.path for row in rows):
+            notes.append('No module or scope was found. Name the parts: with jax.named_scope("encoder"): ...')
         for output in find_largest(self.outputs(), lambda output: output.error, 1):
             notes.append(f"Of the outputs, {output.path} differs most: by {_format(output.error)}.")
         if self.log_probability_gap is not None:

@@ -171,9 +171,10 @@ def match(
                 problems.append(_explain(group[0][1], key, given, targets))
     if not count:
         reasons = "; ".join(problems[:3]) or "it is empty"
+        example = _name_exit(next(iter(targets), ("result", "forward")), 0)
         raise ValueError(
             f"No value of the recording belongs to a scope of the function: {reasons}. Name the values as the scopes, "
-            f"for example: {_name_exit(next(iter(targets)), 0)!r}, or pass names={{name: scope}}."
+            f"for example: {example!r}, or pass names={{name: scope}}."
         )
     top.drop_unrecorded()
     return results, problems

@@ -83,7 +83,7 @@ class Comparisons:
 
 
 def _enter(level: Level, node: Node, unrecorded: list[Paths], around: tuple[int, ...]) -> Comparisons:
-    """Chooses the comparisons of a scan. What one iteration carries, the next one reads."""
+    """Chooses the comparisons of a scan. Each iteration reads the values that the one before carries."""
     start, end = split_loop(node)
     while True:
         inner = Comparisons(level, unrecorded, around)
@@ -151,7 +151,7 @@ class Run:
         self._level, self._comparisons, self._recorded = level, comparisons, recorded
         flat = level.flat
         self._runs = [{**flat.constants, **dict(zip(flat.inputs, given, strict=True))} for given in inputs]
-        self._made: dict[tuple[int, int], Any] = {}  # what recorded values replaced
+        self._made: dict[tuple[int, int], Any] = {}  # the computed values that recorded ones replaced
         self._values = Values()
         self._found: list[Any] = []  # of loops
         for i, node in enumerate(flat.nodes):

@@ -39,6 +39,7 @@ class _Level:
         self._g = {**g.constants, **g_inputs}
         self._records: dict[int, Record] = {}
         self._values = Values()
+        self._differing: set[int] = set()  # stacked outputs of loops of `g` that differ from those of `f`
         self._loops = dict(zip(self._alignment.bodies, plan.loops, strict=True))
 
     def run(self) -> None:
@@ -78,6 +79,7 @@ class _Level:
             return self._g[value]
         exit, casts = g.find_exit(value)
         is_residual = scope is not None and self._alignment.g.is_residual(origin, scope)
+        is_residual = is_residual and (origin in g.makers or origin in self._g)
         if origin in self._alignment.pairs and not is_residual:
             replaced = self._alignment.replaced.get((scope, origin)) if scope is not None else None
             found = self._f[find_partner(self._alignment, exit) if replaced is None else replaced]
@@ -95,8 +97,9 @@ class _Level:
         plan = self._loops[scope]
         f_operands = [read(self._f, value) for value in mine.operands]
         values = inner.g.flat.inputs
-        used = [i for i, value in enumerate(values) if not self._is_mixed or value not in inner.pairs]
-        g_operands = {i: self._read_g(theirs.operands[i], None) for i in used}
+        own = {i: x for i, x in enumerate(theirs.operands) if values[i] in inner.g.residuals and x in self._differing}
+        used = [i for i, x in enumerate(values) if not self._is_mixed or x not in inner.pairs or i in own]
+        g_operands = {i: read(self._g, own[i]) if i in own else self._read_g(theirs.operands[i], None) for i in used}
         (f_start, f_end), (start, end) = split_loop(mine), split_loop(theirs)
         carried = [i for i in used if start <= i < end]
 
@@ -107,6 +110,10 @@ class _Level:
             level.run()
             f, g = level.read_outputs()
             f_count, count = f_end - f_start, end - start
+            if self._is_mixed:
+                for i in range(count, len(g)):
+                    g[i], differs = level.read_own(inner.g.flat.outputs[i], g[i])
+                    self._differing.update([theirs.results[i]] if differs else [])
             return (f[:f_count], {i: g[i - start] for i in carried}), (f[f_count:], g[count:], level.record())
 
         init = f_operands[f_start:f_end], {i: g_operands[i] for i in carried}
@@ -122,6 +129,21 @@ class _Level:
         g = [self._read_g(value, None) for value in self._alignment.g.flat.outputs]
         make = lambda x: jnp.asarray(x, np.result_type(x)) if not hasattr(x, "aval") else x
         return [*map(make, f)], [*map(make, g)]
+
+    def read_own(self, value: int | Literal, found: Any) -> tuple[Any, bool]:
+        """Returns the value that a scope of `g` made for an output, and True if it differs from the one of `f`."""
+        alignment, flat = self._alignment, self._alignment.g.flat
+        if isinstance(value, Literal):
+            return found, False
+        exit, casts = flat.find_exit(value)
+        if exit not in flat.makers or flat.find_origin(exit) not in alignment.pairs:
+            return found, False
+        own = self._g[exit]
+        if own is self._f[find_partner(alignment, exit)]:
+            return found, False
+        for cast in casts:
+            [own] = self._values.run(cast.eqn, [own])
+        return own, True
 
     def record(self) -> Record:
         """Measures the comparisons of this run. Those of the other one are zeros."""

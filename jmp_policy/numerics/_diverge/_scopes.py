@@ -1,7 +1,7 @@
 """Flattens a jaxpr into equations by scope, and finds the values that pass from one scope to another."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -39,11 +39,7 @@ class Node:
     operands: list[int | Literal]
     results: list[int]
     scope: Scope | None  # None for a cast that belongs to the scopes that read its result
-    body: "Flat | None" = None  # of a scan or shard_map
-
-
-Reader = tuple[str, int] | Scope
-"""A scope that reads a value, or an output: `("carry", i)` of a loop, `("result", i)`, `("stacked", 0)`."""
+    body: "Flat | None" = None  # of a shard_map, or of a scan with iterations
 
 
 class Flat:
@@ -99,7 +95,8 @@ class Flat:
             elif eqn.outvars:  # an equation without outputs is a debug callback
                 results = [self._add(var) for var in eqn.outvars]
                 values.update(zip(eqn.outvars, results, strict=True))
-                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if name in ("scan", "shard_map") else None
+                has_rows = name in ("scan", "shard_map") and eqn.params.get("length") != 0
+                body = Flat(eqn.params["jaxpr"], self.paths, *inner) if has_rows else None
                 self.nodes.append(Node(eqn, read(eqn.invars), results, Scope(*inner), body))
         return read(jaxpr.outvars)
 
@@ -174,12 +171,6 @@ class Flat:
         while value in self.makers and is_cast(self.makers[value]):
             [value] = list_values(self.makers[value].operands)
         return value
-
-    def list_reads(self) -> Iterator[tuple[int, Reader]]:
-        """Yields the values that a scope or output reads, also from itself."""
-        for node in self.nodes:
-            if node.scope is not None:
-                yield from ((value, node.scope) for value in list_values(node.operands))
 
 
 def split_loop(node: Node) -> tuple[int, int]:

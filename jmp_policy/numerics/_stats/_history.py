@@ -55,8 +55,8 @@ def plot_underflow(steps: Steps, format: str, direction: str | None) -> "Figure"
         if shown:
             panels[_count_left_out(title, part, len(shown))] = shown
         else:
-            idle.append(f"; {title}: nothing")
-    title = "".join([f"{name}: what becomes zero", *idle])
+            idle.append(title)
+    title = f"{name}: what becomes zero" + (f" (nothing in: {', '.join(idle)})" if idle else "")
     return plot_heat_map(title, "share of all numbers", "step", [str(step) for step, _ in steps], panels)
 
 

@@ -51,7 +51,7 @@ def choose_sides(shape: Shape, block_size: int) -> Shape | None:
 def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> Blocks:
     """Quantizes a float32 moment. `noise` is for stochastic rounding, as in `DynamicCode.encode`.
 
-    The scale of a block with a nan is nan, and with an infinity infinite, so that dequantized blocks are all nan.
+    The scale of a block with a nan is nan, and with an infinity infinite, so that no dequantized element is finite.
     """
     scale = _find_scales(x, sides)
     relative = x / _spread(jnp.where(scale == 0, 1, scale), sides)

@@ -137,7 +137,7 @@ def _plain_step(
     # `optax.inject_hyperparams` outside of `loss_scaled` makes it anew in each step, so only the state tells.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
-    (out, grads), extra = _find_origin(differentiated, opt_state, params)
+    (out, grads), extra = _find_origin(differentiated, has_aux, opt_state, params)
     return *step(tx, grads, opt_state, params, **extra), out
 
 
@@ -157,14 +157,15 @@ def _scaled_step(
 
 
 def _find_origin(
-    differentiated: Callable[[PyTree], tuple[Any, PyTree]], opt_state: PyTree, params: PyTree
+    differentiated: Callable[[PyTree], tuple[Any, PyTree]], has_aux: bool, opt_state: PyTree, params: PyTree
 ) -> tuple[tuple[Any, PyTree], dict[str, Any]]:
-    """Calls a function that returns a loss and gradients, and finds the origin of non-finite gradients if asked for."""
+    """Calls a function that returns a loss and gradients, and finds the origin of non-finite ones if asked for."""
     if not records_origin(opt_state):
         return differentiated(params), {}
     from ...numerics import first_nonfinite  # loads most of the library
 
-    made, origin = first_nonfinite(differentiated, of=lambda out: out[1])(params)
+    select = lambda out: (out[0][0] if has_aux else out[0], out[1])
+    made, origin = first_nonfinite(differentiated, of=select)(params)
     return made, {"origin": origin}
 
 

@@ -127,7 +127,8 @@ def find_origin(
     Returns:
       A function `find(params, old_state, *args, **kwargs)` for the host. `old_state` is the optimizer state before the
       step, or its loss scale alone: `jax.device_get(jmp_policy.get_loss_scale(opt_state))` outlives a step that donates
-      its state. Arguments that are not arrays are static. It returns a `SkippedStep`; `None` if gradients are finite.
+      its state. Arguments that are not arrays are static. It returns a `SkippedStep`; `None` if loss and gradients are
+      finite.
 
     Raises:
       TypeError: `tx` is not an optax transformation; or `find` is called inside `jax.jit`.
@@ -149,7 +150,9 @@ def find_origin(
     def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
         args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
         differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
-        return search_nonfinite(differentiated, lambda out: out[1], checks=False)(params, *args, **kwargs)[1]
+        # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
+        select = lambda out: (out[0][0] if has_aux else out[0], out[1])
+        return search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)[1]
 
     @functools.cache
     def compile_for(sharding: NamedSharding | None) -> Callable[..., NonfiniteOrigin]:
@@ -226,7 +229,8 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     if not isinstance(found, NonfiniteOriginState):
         raise ValueError(
             f"{type(state).__name__} does not record why steps were skipped: make its optimizer with debug_nonfinite, "
-            "for example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True)."
+            "for example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True). "
+            "Or repeat the step on the host: jmp_policy.optim.find_origin(loss_fn, tx)(params, old_state, batch)."
         )
     step = int(found.nonfinite_step)
     if step == 0:
@@ -284,6 +288,6 @@ def is_search(origin: NonfiniteOrigin, scale: LossScale) -> bool:
 
 
 _ADVICE = (
-    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., debug_nonfinite=True), finds the "
-    "operation; a policy that computes in bfloat16 has the range of float32."
+    "jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds the operation, as does "
+    "loss_scaled(..., debug_nonfinite=True); a policy that computes in bfloat16 has the range of float32."
 )

@@ -157,7 +157,7 @@ def unpack(packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
     axis %= packed.ndim
     if dtype == jnp.uint4:
         # XLA for TPUs would write both operands of a concatenation to memory.
-        halves = lax.broadcasted_iota(jnp.uint8, (2, *[1] * (packed.ndim - axis)), 0)
+        halves = lax.broadcasted_iota(jnp.uint8, [2 if i == axis else 1 for i in range(packed.ndim + 1)], axis)
         pairs = (jnp.expand_dims(packed, axis) >> (halves * 4)) & 15
     else:
         # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.

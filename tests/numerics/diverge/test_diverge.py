@@ -139,6 +139,10 @@ def test_int8_scopes_read_the_values_of_the_first_function_in_half_precision():
     assert 1e-4 < rows["second"].introduced < rows["second"].outgoing
 
 
+def test_functions_without_scopes_are_told_to_name_their_parts():
+    assert 'Name the parts: with jax.named_scope("encoder")' in str(diverge(first, low_first)(W, X))
+
+
 def scan_model(w, x, first=first):
     def iterate(x, shift):
         return make_model(first)(w, x + shift), jnp.sum(x)
@@ -365,5 +369,5 @@ def test_function_that_cannot_run_in_parts_is_an_error():
 
     with pytest.raises(ValueError, match=r"diverge runs a function in parts.*io_callback of .*test_diverge.py"):
         diverge(counted, counted)(X)
-    with pytest.raises(TypeError, match=r"diverge takes a function, got 3. For example: diverge\(train_step, other\)\(state"):
+    with pytest.raises(TypeError, match=r"diverge takes a function, got 3. .*: diverge\(train_step, other\)\(state"):
         diverge(MODEL, 3)

@@ -229,8 +229,28 @@ def test_recording_that_does_not_fit_is_an_error(recording, names, message):
         diverge(model, recording, names)(W, X)
 
 
+def test_function_without_floating_values_has_no_scope_of_a_recording():
+    with pytest.raises(ValueError, match=r"'a' of the recording is not a scope.*for example: 'result'"):
+        diverge(jnp.argmax, {"a": X})(X)
+
+
 def test_names_without_a_recording_are_an_error():
     with pytest.raises(ValueError, match=r"names=\{'a': 'net'\} renames recorded values, and <function model"):
         diverge(model, model, names={"a": "net"})
     with pytest.raises(TypeError, match=r"record takes a function, got 3. For example: record\(train_step\)"):
         record(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_scan_without_iterations_has_no_rows():
+    def scan(weights, x):
+        def step(x, w):
+            with jax.named_scope("layer"):
+                return jnp.tanh(x @ w), None
+
+        with jax.named_scope("first"):
+            x = x * 2
+        return lax.scan(step, x, weights)[0]
+
+    weights = jnp.ones((0, 8, 8))
+    for g in (lambda weights, x: scan(weights, x * 1.5), record(scan)(weights, X)):
+        assert "layer" not in [row.path for row in diverge(scan, g)(weights, X).rows()]

@@ -173,3 +173,47 @@ def test_nnx_scan_aligns_with_a_list_of_modules():
     rows = diverge(f, g)(stack, Chain(stack), X).rows()
     assert {row.path for row in rows} > {f"layers/{i}/dense" for i in range(3)}
     assert {row.path for row in rows if row.introduced > 1e-5} == {"layers/2"}
+
+
+def test_gradient_that_a_loop_adds_up_is_not_compared_with_the_weights():
+    def step(x, w):
+        with jax.named_scope("layers"):
+            return jnp.tanh(x @ w), None
+
+    def indexed(weights, x):
+        for i in range(3):
+            with jax.named_scope(f"layers_{i}"):
+                x = jnp.tanh(x @ weights[i])
+        return jnp.sum(x)
+
+    f, g = jax.grad(lambda weights, x: jnp.sum(lax.scan(step, x, weights)[0])), jax.grad(indexed)
+    rows = diverge(f, g)(WEIGHTS, X).rows()
+    assert {row.direction for row in rows} == {"forward", "backward"}
+    assert max(row.introduced for row in rows) < 1e-5
+
+
+def test_backward_pass_of_a_scan_reads_the_residuals_that_its_own_forward_pass_rounds():
+    def make_loss(dtype, is_scan):
+        def act(x, w):
+            return jnp.sin((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32))
+
+        def step(x, w):
+            with jax.named_scope("layers"):
+                return act(x, w), None
+
+        def loss(weights, x):
+            if is_scan:
+                return jnp.mean(lax.scan(step, x, weights)[0] ** 2)
+            for i, w in enumerate(weights):
+                with jax.named_scope(f"layers_{i}"):
+                    x = act(x, w)
+            return jnp.mean(x**2)
+
+        return jax.grad(loss)
+
+    found = []
+    for is_scan in (False, True):
+        rows = diverge(*(make_loss(dtype, is_scan) for dtype in (jnp.float32, jnp.bfloat16)))(4 * WEIGHTS, X).rows()
+        found.append({row.path: row for row in rows if row.direction == "backward" and row.path})
+    loops = [found[0][f"layers_{i}"].introduced for i in (1, 2)]
+    np.testing.assert_allclose(found[1]["layers"].iterations[1:], loops, rtol=0.2)

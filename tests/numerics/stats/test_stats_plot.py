@@ -156,7 +156,7 @@ def test_a_heat_map_has_the_shares_of_each_step():
 
 def test_a_pass_that_loses_nothing_is_named_above_the_map():
     figure = make_history(1).plot_underflow()
-    assert figure.get_suptitle() == "float16: what becomes zero; forward: nothing"
+    assert figure.get_suptitle() == "float16: what becomes zero (nothing in: forward)"
     assert len(figure.axes) == 2  # one panel, and the colors
 
 
