@@ -80,6 +80,7 @@ def tune_bits(
     wanted = {path: policies[name] for path, name in names.items()}
     loss = _measure_map(subject, policy, metric, layers, chosen, wanted, policies[low])
     error = (loss - search.reference) / abs(search.reference)
+    curve = search.make_curve(chosen, error, size)  # adds trials
     return Tuning(
         policy_map=assign_policies(wanted, policies[low]),
         scopes=tuple(path for path in search.candidates if names[path] != low),
@@ -96,7 +97,7 @@ def tune_bits(
         by="with_policy",
         effective_bits=chosen.bits / size,
         formats=search.name_stored(chosen),
-        curve=search.make_curve(chosen, error, size),
+        curve=curve,
     )
 
 
