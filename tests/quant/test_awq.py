@@ -187,7 +187,7 @@ def test_an_input_scale_is_saved_and_belongs_to_the_saved_values(tmp_path):
 @pytest.mark.slow
 def test_linen_models_are_rounded_matrix_by_matrix(capsys, tmp_path):
     rules = jmp.PolicyMap({"last": "int8(min_size=0)_from_float32"}, POLICY)
-    model, tokens = jmp.with_policy(Linen(), rules), jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32)
+    model, tokens = jmp.with_policy(Linen(), rules), list(jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32))
     variables = jax.jit(model.init)(jax.random.key(1), tokens[0])
     options: Any = {"stacked": ["blocks"], "file": tmp_path / "awq.jsonl", "progress": True}
     made = quant.awq(model, tokens, variables=variables, **options)

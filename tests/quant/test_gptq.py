@@ -132,7 +132,7 @@ def test_scales_that_lie_across_the_inputs_are_not_read():
 
 @pytest.fixture
 def tokens():
-    return jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32)
+    return list(jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32))
 
 
 @pytest.mark.slow
