@@ -117,6 +117,12 @@ class Alignment:
     skipped: dict[Scope, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     unaligned: list[str] = dataclasses.field(default_factory=list)
 
+    def is_own_residual(self, value: int) -> bool:
+        """True for an input of an iteration of `g` that was made in another pass of the scope that reads it."""
+        maker = self.g.residuals.get(value)
+        paths = {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)}
+        return maker is not None and (value in self.pairs or paths <= {maker.path})
+
 
 def align(
     f: Flat, g: Flat, inputs: Mapping[int, int], labels: tuple[Sequence[Hashable], Sequence[Hashable]]

@@ -97,7 +97,7 @@ class _Level:
         plan = self._loops[scope]
         f_operands = [read(self._f, value) for value in mine.operands]
         values = inner.g.flat.inputs
-        own = {i: x for i, x in enumerate(theirs.operands) if values[i] in inner.g.residuals and x in self._differing}
+        own = {i: x for i, x in enumerate(theirs.operands) if x in self._differing and inner.is_own_residual(values[i])}
         used = [i for i, x in enumerate(values) if not self._is_mixed or x not in inner.pairs or i in own]
         g_operands = {i: read(self._g, own[i]) if i in own else self._read_g(theirs.operands[i], None) for i in used}
         (f_start, f_end), (start, end) = split_loop(mine), split_loop(theirs)
