@@ -114,7 +114,7 @@ def gptq(
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Settings of `round_by_hessian`; `block_size` and `act_order` are those of `gptq`."""
+    """Settings of `round_by_hessian`; `block_size` and `act_order`: see `gptq`."""
 
     format: Int4 | Int8
     block: int  # elements of an output channel that share a scale, in stored order

@@ -143,7 +143,7 @@ def _is_aligned(layout: Layout, other: Layout) -> bool:
 
 
 def refine(value: Bounds, tests: Sequence[Test], places: Layout) -> Bounds:
-    """Narrows the bounds of an array to those of elements that pass tests. `places`: the axes of the tests in it."""
+    """Narrows the bounds of an array to its elements that pass tests. `places`: the axes of the tests in it."""
     view = move_view(value.view, places)
     for test in tests:
         if test.view == view:

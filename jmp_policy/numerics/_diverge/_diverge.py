@@ -45,7 +45,7 @@ def diverge(
     operation. Scopes that are jitted again with `in_shardings` run without them.
 
     A recording in the place of `g` is the reference: values that left the scopes in another framework, version or
-    process. Each error is that of `f` against the recording. A scope *introduces* the error that `f` makes there on
+    process. Each error compares `f` with the recording. A scope *introduces* the error that `f` makes there on
     recorded values; it is nan if the scope reads values of other scopes that the recording does not have.
 
     Args:

@@ -79,7 +79,7 @@ class Level:
             yield from level.list_exits((*axes, self.flat.nodes[i].eqn.params["length"]))
 
     def attach(self, value: int, key: Key, array: jax.Array) -> None:
-        """Adds a recorded array. The output of a module is often that of a module in it, which comes first."""
+        """Adds a recorded array. The output of a module is often made by a module in it, which comes first."""
         place = sum(len(other[0]) > len(key[0]) for other in self.keys.get(value, ()))
         self.keys.setdefault(value, []).insert(place, key)
         self.recorded.setdefault(value, []).insert(place, array)
@@ -98,7 +98,7 @@ class Level:
         self.loops = {i: level for i, level in self.loops.items() if level.keys or level.loops}
 
     def list_recorded(self) -> tuple[dict[int, list[jax.Array]], list[Any]]:
-        """Returns the recorded arrays as a tree, with those of loops."""
+        """Returns the recorded arrays as a tree; each loop has a tree of its own."""
         return self.recorded, [level.list_recorded() for level in self.loops.values()]
 
 

@@ -24,7 +24,7 @@ class Comparisons:
     Attributes:
       wanted: a kind, a value and the number of its recorded array. The kinds: `"passed"`, of recorded values with the
         run; `"introduced"`, with values that are computed from recorded ones; `"read"`, of these with the run.
-      rows: the rows, with those of loops.
+      rows: the rows, also of loops.
       loops: the comparisons of loops, by the position of their nodes.
       unrecorded: for each output, the scopes between recorded values and it.
       problems: the scopes that read values without a record, as sentences.

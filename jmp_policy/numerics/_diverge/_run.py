@@ -170,7 +170,7 @@ def _repeat(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: No
 
     in_specs = [*ours["in_specs"]], {i: params["in_specs"][i] for i in xs[1]}
     out_specs = [*ours["out_specs"]], [*params["out_specs"]], PartitionSpec(axes)
-    # Values of `f` may vary along other axes than those of `g` in their place.
+    # Values of `f` may vary along other mesh axes than the values of `g` that they replace.
     options = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": False}
     return init, jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, **options)(*xs)
 

@@ -38,7 +38,7 @@ def _list_paths(flat: Flat) -> tuple[set[str], set[str]]:
 
 
 def _find_iterations(node: Node, outer: str, paths: set[str], called: set[str]) -> tuple[str, Sequence[str]] | None:
-    """Finds the path of the body of a scan, and those of its iterations in another program."""
+    """Finds the path of the body of a scan, and the paths of its iterations in another program."""
     length = node.eqn.params.get("length")  # None for a `shard_map`
     if paths & called and length:
         return outer, [outer] * length

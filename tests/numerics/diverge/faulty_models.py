@@ -157,3 +157,21 @@ class Quantized(nn.Module):
         for i in range(2):
             x = Block(self.fault if i == 1 else None, self.backward, self.planted, name=f"block{i}")(x)
         return x
+
+
+class ResidualBlock(nn.Module):
+    """A residual block, for `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.LayerNorm(name="norm")(x)
+        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(h))), None
+
+
+class Scanned(nn.Module):
+    """Three blocks in a rematerialized scan."""
+
+    @nn.compact
+    def __call__(self, x):
+        kwargs = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        return nn.scan(nn.remat(ResidualBlock), **kwargs)(name="layers")(x)[0]

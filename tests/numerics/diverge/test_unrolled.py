@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_models import ResidualBlock, Scanned
 from flax import nnx
 from jax import lax
 
@@ -96,25 +97,11 @@ def test_a_scan_inside_a_scan_is_unrolled_too():
     assert divergence.unaligned == ()
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        h = nn.LayerNorm(name="norm")(x)
-        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(h))), None
-
-
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        kwargs = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
-        return nn.scan(nn.remat(Block), **kwargs)(name="layers")(x)[0]
-
-
 class Unrolled(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(3):
-            x, _ = Block(name=f"layers_{i}")(x)
+            x, _ = ResidualBlock(name=f"layers_{i}")(x)
         return x
 
 
