@@ -14,6 +14,9 @@ from ._unroll import unroll_loops
 RESIDUAL = "residual"
 """The label of an output of a scan that only its backward pass reads."""
 
+Source = tuple[Flat, int]
+"""The jaxpr of another loop, and the value in it that is an input of an iteration."""
+
 
 class Side:
     """One program, with the values that leave its scopes, and their readers."""
@@ -24,7 +27,7 @@ class Side:
         self.exits: dict[int, list[int]] = {}  # by origin: the values that other scopes read, before or after a cast
         self.reads: dict[Scope, list[int]] = {}  # values that a scope reads from elsewhere
         self.nodes: dict[Scope, list[Node]] = {}
-        self.residuals: dict[int, Scope] = {}  # inputs of an iteration, by the scope in the loop of another pass
+        self.sources: Mapping[Any, Source] = {}
         for node in flat.nodes:
             if node.scope is not None:
                 self.nodes.setdefault(node.scope, []).append(node)
@@ -63,8 +66,13 @@ class Side:
 
     def is_residual(self, origin: int, scope: Scope) -> bool:
         """True for a value that another pass of the same scope made."""
-        maker = self.flat.find_scope(origin) or self.residuals.get(origin)
+        maker = self.find_maker(origin)
         return maker is not None and maker.path == scope.path and maker.direction != scope.direction
+
+    def find_maker(self, origin: int) -> Scope | None:
+        """Returns the scope that makes a value, which may be in an iteration of another loop."""
+        flat, value = self.sources.get(origin, (self.flat, origin))
+        return flat.find_scope(value)
 
     def name_stacked(self, node: Node, scope: Scope, i: int) -> str:
         """Labels an output of all iterations: a residual if other passes alone read it."""
@@ -119,13 +127,22 @@ class Alignment:
 
     def is_own_residual(self, value: int) -> bool:
         """True for an input of an iteration of `g` that was made in another pass of the scope that reads it."""
-        maker = self.g.residuals.get(value)
-        paths = {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)}
-        return maker is not None and (value in self.pairs or paths <= {maker.path})
+        maker = self.g.find_maker(value)
+        if maker is None or value in self.pairs:
+            return maker is not None
+        for _, loop, inner in self.bodies.values():
+            inputs = zip(inner.g.flat.inputs, loop.operands, strict=True)
+            if not all(inner.is_own_residual(x) for x, operand in inputs if operand == value):
+                return False
+        return {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)} <= {maker.path}
 
 
 def align(
-    f: Flat, g: Flat, inputs: Mapping[int, int], labels: tuple[Sequence[Hashable], Sequence[Hashable]]
+    f: Flat,
+    g: Flat,
+    inputs: Mapping[int, int],
+    labels: tuple[Sequence[Hashable], Sequence[Hashable]],
+    sources: Mapping[Any, Source],
 ) -> Alignment:
     """Aligns scopes by path, pass and call, and the values that leave them by computation, readers and shape.
 
@@ -134,6 +151,7 @@ def align(
       g: the other program.
       inputs: the input of `f` for inputs of `g`.
       labels: a name for each output of both.
+      sources: by input of `g`.
     """
     unroll_loops(f, g)
     unroll_loops(g, f)
@@ -144,6 +162,7 @@ def align(
     for flat in (f, g):
         flat.release_casts()
     alignment = Alignment(Side(f, labels[0]), Side(g, labels[1]), dict(inputs))
+    alignment.g.sources = sources
     _Aligner(alignment).run()
     return alignment
 
@@ -303,8 +322,8 @@ class _Aligner:
             [carried.get(i, names[0].get(i, "carried")) for i in range(len(mine.results))],
             [i if i in carried.values() else names[1].get(i, i) for i in range(len(theirs.results))],
         )
-        inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
-        inner.g.residuals = self._find_residuals(theirs, g)
+        sources = self._find_sources(theirs, g)
+        inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels, sources)
         self._to.bodies[scope] = mine, theirs, inner
         self._to.unaligned += inner.unaligned
         for partner, i in carried.items():
@@ -315,15 +334,11 @@ class _Aligner:
             if output is not None and inner.pairs.get(output) in made:
                 self._pair(mine.results[made[inner.pairs[output]]], theirs.results[i])
 
-    def _find_residuals(self, loop: Node, body: Flat) -> dict[int, Scope]:
-        """Finds the scopes that made inputs of an iteration in the iterations of a loop before."""
-        makers: dict[int, Scope | None] = {}
-        for _, node, _ in self._to.bodies.values():
-            assert node.body is not None
-            outputs = {i: _find_output(node.body, i) for i in _list_stacked(node)}
-            makers |= {node.results[i]: node.body.find_scope(x) for i, x in outputs.items() if x is not None}
-        pairs = [(x, makers.get(y)) for x, y in zip(body.inputs, loop.operands, strict=True) if isinstance(y, int)]
-        return {value: scope for value, scope in pairs if scope is not None}
+    def _find_sources(self, loop: Node, body: Flat) -> dict[int, Source]:
+        sources, flat = self._to.g.sources, self._to.g.flat
+        found = [sources.get(operand, (flat, operand)) for operand in loop.operands]
+        made = [_list_made(flat).get(value) for flat, value in found]
+        return {value: source for value, source in zip(body.inputs, made, strict=True) if source is not None}
 
     def _pair_operands(self, mine: Node, theirs: Node) -> dict[int, int]:
         """Pairs the operands of two scans: carried ones by type and position, others if their values are aligned."""
@@ -357,6 +372,13 @@ def _list_stacked(node: Node) -> range:
     """Returns the positions of the results of a scan that are not carried."""
     start, end = split_loop(node)
     return range(end - start, len(node.results))
+
+
+def _list_made(flat: Flat) -> dict[Any, Source]:
+    """Lists the values of iterations that loops stack, by result."""
+    loops = [(node, node.body, i) for node in flat.nodes if node.body is not None for i in _list_stacked(node)]
+    outputs = [(node.results[i], body, _find_output(body, i)) for node, body, i in loops]
+    return {result: (body, output) for result, body, output in outputs if output is not None}
 
 
 def _pair_outputs(nodes: tuple[Node, Node], names: Sequence[Mapping[int, str]]) -> dict[int, int]:

@@ -7,6 +7,7 @@ from typing import Any, Literal as OneOf, NamedTuple
 from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
+from ..._jaxpr import sub_jaxprs, walk
 from ._align import RESIDUAL, Alignment, Side
 from ._scopes import Node, Scope, split_loop
 
@@ -158,9 +159,10 @@ def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
 
 
 def _find_narrowest(side: Side, scope: Scope) -> str:
-    values = [result for node in side.nodes.get(scope, ()) for result in node.results]
-    casts = [cast for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
-    return find_narrowest(side.flat.types[value] for value in (*values, *(cast.results[0] for cast in casts)))
+    eqns = [node.eqn for node in side.nodes.get(scope, ())]
+    eqns += [cast.eqn for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
+    inside = [step.results for eqn in eqns for body in sub_jaxprs(eqn) for step in walk(body.program)]
+    return find_narrowest(var.aval for results in (*inside, *(eqn.outvars for eqn in eqns)) for var in results)
 
 
 def find_narrowest(types: Iterable[Any]) -> str:
