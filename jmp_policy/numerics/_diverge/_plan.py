@@ -8,8 +8,8 @@ from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import sub_jaxprs, walk
-from ._align import RESIDUAL, Alignment, Side
-from ._scopes import Node, Scope, split_loop
+from ._align import Alignment
+from ._scopes import RESIDUAL, Node, Scope, Side, split_loop
 
 Kind = OneOf["passed", "introduced", "skipped"]
 
@@ -64,13 +64,14 @@ class Plan:
 def make_plan(alignment: Alignment, given: Collection[int]) -> Plan:
     """Chooses the values to compare. `given` inputs of `g` are arguments, which have no error."""
     plan = Plan(alignment)
-    for scope in alignment.scopes:
+    for scope in dict.fromkeys(alignment.scopes):
         if scope in alignment.bodies:
             _, node, inner = alignment.bodies[scope]
             plan.scopes.append(make_plan(inner, _list_given(alignment, node, inner, given)))
-        elif scope in alignment.skipped:
+            continue
+        if scope in alignment.skipped:
             plan.scopes.append(_plan_skipped(plan, scope))
-        else:
+        if scope in alignment.g.nodes:
             plan.scopes.append(_plan_scope(plan, scope, given))
     return plan
 
