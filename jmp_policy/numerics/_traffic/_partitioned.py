@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..._jaxpr import choose_line
-from ._collective import KINDS, REDUCING, Collective, find_group
-from ._hlo import Array, Computation, Instruction, Module, Reference
+from ._hlo import Array, Computation, Instruction, Module, Reference, find_group
+from ._report import KINDS, REDUCING, Collective
 from ._traced import PRIMITIVES, FindPlace, Flow, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
@@ -163,25 +163,19 @@ class _Reader:
     def describe(self, instruction: Instruction, runs: int) -> list[Collective]:
         """Makes one row for each array of a collective."""
         kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
-        group = find_group(instruction.attributes, self._meshes, self._devices)
-        named = self._find_named(instruction)
-        primitive = named.op_name.rpartition("/")[2]
-        place, line = self._find_place(read_stack(named.op_name)), self.find_line(instruction)
+        axes, devices = find_group(instruction.attributes, self._meshes, self._devices)
+        name = self._find_named(instruction).op_name
+        inserted = name.rpartition("/")[2] not in PRIMITIVES
+        (path, direction), line = self._find_place(read_stack(name)), self.find_line(instruction)
         result = Reference(instruction.name, 0 if instruction.is_tuple else None)
-        operand = instruction.operands[0]
-        direction, is_gradient = judge(place.direction, kind, reduction, operand, result, self._flow)
+        direction, is_gradient = judge(direction, kind, reduction, instruction.operands[0], result, self._flow)
+        how = direction, is_gradient, inserted, line, path, runs
+        sent = _list_sent(instruction, kind, devices)
+        sizes = [runs * math.prod(array.shape) * array.bits // 8 for array in sent]
         return [
-            Collective(
-                kind, reduction, array.dtype, group.axes, group.devices, array.shape, direction,
-                is_gradient=is_gradient,
-                inserted=primitive not in PRIMITIVES,
-                source=line,
-                path=place.path,
-                count=runs,
-                bytes=runs * math.prod(array.shape) * array.bits // 8,
-            )
-            for array in _list_sent(instruction, kind, group.devices)
-        ]  # fmt: skip
+            Collective(kind, reduction, array.dtype, axes, devices, array.shape, *how, bytes=size)
+            for array, size in zip(sent, sizes, strict=True)
+        ]
 
     def find_line(self, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
@@ -229,7 +223,7 @@ class _Reader:
                         _join(flow, operand, body.parameters[i], self._module.instructions[body.parameters[i]])
                 _join(flow, Reference(body.root), made.name, made)
         elif made.opcode != "parameter":
-            direction = self._find_place(read_stack(made.op_name)).direction if made.op_name else None
+            direction = self._find_place(read_stack(made.op_name))[1] if made.op_name else None
             results = [Reference(made.name, part) for part in _list_parts(made)]
             sizes = (self._measure_first(made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
             flow.add(made.opcode, direction, results, list(operands), sizes)
