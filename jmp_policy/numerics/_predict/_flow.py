@@ -8,10 +8,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..._base import list_paths_to
-from ..._jaxpr import MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
+from ..._jaxpr import HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row, Value, identify
-from ._trial import HALF, Written
+from ._trial import Written
 
 _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES, Fact.EXACT) | {"convert_element_type"}
 
