@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from ..._base import escape_controls
 from ...policy import Policy, parse_quantization, stored_format_of
 from ...quant import QuantizedArray
-from ._layers import Layer, Model, write_example
 from ._ranking import Ranking
-from ._subject import Subject, assign_policies
-from ._trial_log import Trial, TrialLog
+from ._search import Trial, TrialLog
+from ._subject import Layer, Model, Subject, assign_policies, write_example
 from ._tuning import BitRow, Tuning
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -250,13 +249,14 @@ class _Search:
 
     def name_formats(self, choice: Choice) -> dict[str, str]:
         """Returns the format of each module."""
-        pairs = zip(self._layers, choice.formats, strict=True)
-        return {path: layer.formats[index] for layer, index in pairs for path in layer.paths}
+        return {path: layer.formats[index] for layer, index in self._pair(choice) for path in layer.paths}
 
     def name_stored(self, choice: Choice) -> dict[str, str]:
         """Returns the format in which the weight of each module is stored."""
-        pairs = zip(self._layers, choice.formats, strict=True)
-        return {path: layer.name_stored(index) for layer, index in pairs for path in layer.paths}
+        return {path: layer.name_stored(index) for layer, index in self._pair(choice) for path in layer.paths}
+
+    def _pair(self, choice: Choice) -> Iterator[tuple[Layer, int]]:
+        return zip(self._layers, choice.formats, strict=True)
 
     def _has_budget(self) -> bool:
         return self._budget is None or len(self.trials) < self._budget
@@ -267,8 +267,7 @@ class _Search:
         kept = tuple(f"{path}={name}" for path, name in names if name != self._low)
         trial = self._log.find(kept)
         if trial is None:
-            pairs = zip(self._layers, choice.formats, strict=True)
-            loss = self._model.measure({layer.leaf: layer.read(index) for layer, index in pairs})
+            loss = self._model.measure({layer.leaf: layer.read(index) for layer, index in self._pair(choice)})
             error = (loss - self.reference) / abs(self.reference)
             trial = Trial(kept, error if math.isfinite(error) else math.inf)
             self._log.add(trial)
