@@ -10,15 +10,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
-    Order,
     RecordedOp,
-    Recorder,
     Register,
     evaluate,
     explain_tracing,
@@ -36,16 +34,14 @@ from ..._jaxpr import (
     walk,
 )
 from .._ends import Results, check_function, find_signature, name_arguments, name_results
-from ._choice import Choice, Place, Request, find_twin, make_choice, make_request, remember_program, take_step
-from ._measure import PartialStats, StatsSpec
-from ._record import Record, fold, join, merge
+from ._choice import Place, Request, make_recorder, make_request, remember_program, take_step
+from ._measure import StatsSpec
+from ._record import Record
 from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MANY_ROWS, _SECONDS_PER_ROW = 500, 0.02  # of a CPU: see `benchmarks/numerics.py`
-MOST_TURNS = 64
-"""With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
 
 def collect(
@@ -144,45 +140,6 @@ def collect(
     return run_collect
 
 
-@dataclasses.dataclass(frozen=True)
-class _StatsRecorder(Recorder):
-    """Measures the chosen values."""
-
-    spec: StatsSpec
-    choice: Choice
-    loops: str
-
-    def enter(self, outer: Place, eqn: JaxprEqn) -> Place:
-        return self.choice.find_place(outer, eqn)
-
-    def choose(self, eqn: JaxprEqn, context: Place) -> Sequence[int]:
-        return self.choice.list_measured(eqn, context)
-
-    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
-        return find_twin(eqn, result, self.spec.has_blocks)
-
-    def splits(self, turns: int) -> bool:
-        return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
-
-    def measure(self, value: Any) -> PartialStats | Record:
-        return self.spec.look(value)
-
-    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
-        return self.spec.gather(measured)
-
-    def join(self, records: Sequence[Record]) -> Record:
-        return join(records)
-
-    def merge(self, one: Record, other: Record) -> Record:
-        return merge(one, other)
-
-    def fold(self, record: Record, order: Order) -> Record:
-        return fold(record)
-
-    def empty(self, rows: int) -> Record:
-        return self.spec.empty(rows)
-
-
 class _Run:
     """One call of an observed function; `stats` is set by `trace_and_run`."""
 
@@ -198,8 +155,7 @@ class _Run:
         program, modules = traced.program, self._register.list_modules()
 
         # Choose the values.
-        choice = make_choice(request.where, request.of, program.jaxpr, modules)
-        recorder = _StatsRecorder(_widen(request.spec, program.jaxpr), choice, request.loops)
+        recorder = make_recorder(request, _widen(request.spec, program.jaxpr), program.jaxpr, modules)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
         results = name_results(ends.list_paths(), is_lifted=is_lifted)
         measured = [
