@@ -51,9 +51,14 @@ class TensorInfo:
     @property
     def name(self) -> str:
         """Path, operation, pass and iteration, joined by `/`, for loggers; several tensors may share it."""
-        turns = (self.turn,) if isinstance(self.turn, int) else self.turn or ()
+        turns = list_turns(self.turn)
         turn = "_".join(["turn", *map(str, turns)]) if turns else ""
         return "/".join(piece for piece in (self.path, self.primitive, self.direction, turn) if piece)
+
+
+def list_turns(turn: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the iterations of `Row.turn`, outermost loop first."""
+    return (turn,) if isinstance(turn, int) else turn or ()
 
 
 class Layout:
