@@ -22,13 +22,14 @@ from ..._jaxpr import (
     find_running_line,
     float_dtype,
     is_backward,
+    is_float,
     multiplies_only,
     trace,
     walk,
 )
 from .._ends import check_function
 from ._checks import Suspicion, check, suspect_half_gradient
-from ._facts import ValueFacts, derive_facts, describe_argument, describe_constant, find_fact
+from ._facts import ARGUMENT, OWN, ValueFacts, derive_facts, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
 
@@ -98,7 +99,7 @@ class _Inspector:
     def inspect(self, program: ClosedJaxpr, overflows: Iterable[tuple[str, str]]) -> AuditReport:
         """Returns the report of a jaxpr. `overflows`: lines and name stacks where a constant became infinite."""
         body = program.jaxpr
-        self._facts.update((var, describe_argument(var)) for var in body.invars)
+        self._facts.update((var, ValueFacts(given=ARGUMENT if is_float(var) else OWN)) for var in body.invars)
         self._facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
         self._has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
         for source, scope in overflows:

@@ -98,9 +98,8 @@ def _check_loss(step: Step) -> Iterator[Suspicion]:
     dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
     if dtype is None or step.name in MOVING or step.name == "convert_element_type":
         return
-    if not is_called_by_loss(find_origin(step)):
-        return
-    if "smooth_labels" not in list_functions(step):  # it prepares the targets of a loss
+    # `smooth_labels` prepares the targets of a loss.
+    if is_called_by_loss(find_origin(step)) and "smooth_labels" not in list_functions(step):
         yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
 
 

@@ -158,21 +158,16 @@ class _Run:
         recorder = make_recorder(request, _widen(request.spec, program.jaxpr), program.jaxpr, modules)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
         results = name_results(ends.list_paths(), is_lifted=is_lifted)
-        measured = [
-            _list_measured(of in request.of, given, atoms)
-            for of, given, atoms in (
-                ("arguments", names, program.jaxpr.invars),
-                ("results", results, program.jaxpr.outvars),
-            )
-        ]
-        new, lines, _ = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
+        invars, outvars = program.jaxpr.invars, program.jaxpr.outvars
+        arguments = _list_measured(names, invars) if "arguments" in request.of else []
+        outputs = _list_measured(results, outvars) if "results" in request.of else []
+        new, lines, _ = record_program(program, recorder, Place(), arguments=arguments, results=outputs)
 
         # Describe the rows.
         paths = ModulePaths(modules)
-        sites = [_describe_end(names[i], program.jaxpr.invars[i], "argument") for i in measured[0]]
+        sites = [_describe_end(names[i], invars[i], "argument") for i in arguments]
         sites += [_describe_line(line, paths) for line in lines]
-        sites += [_describe_end(str(results[i]), program.jaxpr.outvars[i], "result") for i in measured[1]]
-
+        sites += [_describe_end(str(results[i]), outvars[i], "result") for i in outputs]
         if len(sites) > _MANY_ROWS:
             warn_user(
                 f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
@@ -180,14 +175,14 @@ class _Run:
             )
 
         # The new program returns the record after its results.
-        count = len(program.jaxpr.outvars)
+        count = len(outvars)
         if self._step is None:
             made = evaluate(new, *traced.leaves)
         else:
             made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
         layout = Layout(sites, recorder.spec)
-        remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
+        remember_program(layout, program, modules, arguments, lines, len(outputs))
         self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
 
@@ -202,9 +197,9 @@ class _Run:
         )
 
 
-def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
+def _list_measured(names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
     pairs = enumerate(zip(names, atoms, strict=True))
-    return [i for i, (name, atom) in pairs if is_chosen and name is not None and is_float(atom)]
+    return [i for i, (name, atom) in pairs if name is not None and is_float(atom)]
 
 
 def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 
 from ..._base import did_you_mean, quote
-from ...report import KEPT, OTHER_STYLES, FormatRange, make_figure, make_note, plot_heat_map
+from ...report import KEPT, OTHER_STYLES, make_figure, make_note, plot_heat_map
 from ._counting import HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
@@ -220,7 +220,9 @@ class StatsHistory:
         for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
             axes.set_title(f"{name}: largest magnitude", loc="left", fontsize=10)
             _draw_curves(axes, [step for step, _ in steps], curves)
-            _draw_limits(axes, max(map(_find_peak, curves.values())), ranges)
+            peak = max(map(_find_peak, curves.values()))
+            for limit in (each for each in ranges if each.most <= max(20, peak + _FAR)):
+                axes.axhline(limit.most, **limit.style.line | {"linewidth": 1.3}, label=f"largest {limit.name}")
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
         all_axes[-1].set_xlabel("step")
         return figure
@@ -254,13 +256,6 @@ def _draw_curves(axes: "Axes", steps: Sequence[int], curves: dict[str, list[floa
     axes.grid(axis="y", alpha=0.25)
 
 
-def _draw_limits(axes: "Axes", peak: float, ranges: Iterable[FormatRange]) -> None:
-    for of_format in ranges:
-        if of_format.most <= max(20, peak + _FAR):
-            line = of_format.style.line | {"linewidth": 1.3}
-            axes.axhline(of_format.most, **line, label=f"largest {of_format.name}")
-
-
 def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], float]) -> Panels:
     """Applies `read` to the rows of each layer at each step, in the order of the program."""
     panels: Panels = {name: {} for name in DIRECTIONS}
@@ -268,14 +263,12 @@ def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], f
         groups: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             if row.times and direction in (None, row.direction):
-                groups.setdefault((row.direction, _name_layer(row)), []).append(row)
+                name = row.path or row.primitive or "(no module)"
+                name += "".join(f"[{turn}]" for turn in list_turns(row.turn))
+                groups.setdefault((row.direction, name), []).append(row)
         for (way, name), group in groups.items():
             panels[way].setdefault(name, [math.nan] * len(steps))[column] = read(group)
     return {way: part for way, part in panels.items() if part}
-
-
-def _name_layer(row: Row) -> str:
-    return (row.path or row.primitive or "(no module)") + "".join(f"[{turn}]" for turn in list_turns(row.turn))
 
 
 def _pool_underflow(rows: list[Row], format: str) -> float:
@@ -297,10 +290,8 @@ def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[TensorInfo, int], R
     """Yields the rows with their tensors, numbered where several rows are of one."""
     seen: dict[TensorInfo, int] = {}
     for row in rows:
-        info = TensorInfo(
-            row.path, row.primitive, row.source, row.function, row.direction, row.turn, row.dtype,
-            math.prod(row.shape), row.shape,
-        )  # fmt: skip
+        where = row.path, row.primitive, row.source, row.function, row.direction, row.turn
+        info = TensorInfo(*where, row.dtype, math.prod(row.shape), row.shape)
         yield (info, seen.setdefault(info, 0)), row
         seen[info] += 1
 

@@ -13,20 +13,13 @@ from jax import lax
 
 
 class Record(NamedTuple):
-    """Measurements of `R` tensors, a row each; leading axes, as of a batch, may come first.
+    """Measurements of `R` tensors, a row each; leading axes, as of a batch, may come first."""
 
-    Attributes:
-      counts: uint32 `(..., R, 2, C)`, the low and the high words of each count.
-      extremes: float `(..., R, 2)`: the largest finite magnitude (0 if there is none), and the smallest nonzero one
-        (infinite if there is none).
-      exponents: int32 `(..., R)`: the sums are in units of `4**exponent`.
-      sums: float `(..., R, S, 2)`, the high and the low part of each sum.
-    """
-
-    counts: jax.Array
+    counts: jax.Array  # uint32 `(..., R, 2, C)`, the low and the high words of each count
+    # Float `(..., R, 2)`: the largest finite magnitude, or 0, and the smallest nonzero one, or infinity.
     extremes: jax.Array
-    exponents: jax.Array
-    sums: jax.Array
+    exponents: jax.Array  # int32 `(..., R)`: the sums are in units of `4**exponent`
+    sums: jax.Array  # float `(..., R, S, 2)`, the high and the low part of each sum
 
 
 def join(records: Sequence[Record]) -> Record:

@@ -70,19 +70,12 @@ DEFAULT_BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """A floating format, rounded to nearest, ties to even, with subnormal numbers.
+    """A floating format, rounded to nearest, ties to even, with subnormal numbers."""
 
-    Attributes:
-      name: canonical.
-      mantissa_bits: the number of bits below the leading one.
-      min_exponent: the exponent of the smallest normal number.
-      max: the largest finite number.
-    """
-
-    name: str
-    mantissa_bits: int
-    min_exponent: int
-    max: float
+    name: str  # canonical
+    mantissa_bits: int  # the number of bits below the leading one
+    min_exponent: int  # the exponent of the smallest normal number
+    max: float  # the largest finite number
 
     @property
     def max_exponent(self) -> int:
@@ -152,8 +145,13 @@ def parse_format(name: object) -> Format:
     ('bfloat16', 'int4', 'int8/64', 'nvfp4')
     """
     found = _IN_BLOCKS.fullmatch(name.strip().lower()) if isinstance(name, str) else None
-    if found is not None and (found[2] is None or int(found[2]) > 0):
-        return _make_format(found[1], None if found[2] is None else int(found[2]))
+    if found is not None and int(found[2] or 1) > 0:
+        kind, (dtype, default) = found[1], _SCALED.get(found[1], ("", DEFAULT_BLOCK))
+        block = int(found[2] or default)
+        spelled = kind if block == default else f"{kind}/{block}"
+        if kind in _INTEGERS:
+            return IntegerFormat(spelled, _INTEGERS[kind], block)
+        return ScaledFormat(spelled, dtype, block, has_tensor_scale=kind == "nvfp4")
     try:
         dtype = parse_dtype(name)  # pyright: ignore[reportArgumentType]: anything may come
     except ValueError:
@@ -163,15 +161,6 @@ def parse_format(name: object) -> Format:
         remedy = did_you_mean(name, [*known, *_INTEGERS, *_SCALED, "int8/64", "int4/32"])
         raise ValueError(f"Unknown format {quote(name)}. {remedy} For example: 'float16', 'float8_e4m3fn', 'int8/64'.")
     return _describe(dtype)
-
-
-def _make_format(kind: str, block: int | None) -> IntegerFormat | ScaledFormat:
-    dtype, default = _SCALED.get(kind, ("", DEFAULT_BLOCK))
-    block = default if block is None else block
-    name = kind if block == default else f"{kind}/{block}"
-    if kind in _INTEGERS:
-        return IntegerFormat(name, _INTEGERS[kind], block)
-    return ScaledFormat(name, dtype, block, has_tensor_scale=kind == "nvfp4")
 
 
 @functools.cache

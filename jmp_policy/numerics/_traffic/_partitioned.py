@@ -107,18 +107,13 @@ def _complete_names(module: Module) -> None:
     for computation, scope in waiting:
         for name in module.computations[computation].names:
             made = module.instructions[name]
-            made = module.instructions[name] = made._replace(op_name=_join_names(scope, made.op_name))
+            if scope and made.op_name and made.op_name.partition("/")[0] != scope.partition("/")[0]:
+                made = module.instructions[name] = made._replace(op_name=f"{scope}/{made.op_name}")
             inner = made.op_name if made.opcode == "call" else scope
             for called in _list_called(made, (*_CALLS, "condition", "body")):
                 if called in module.computations and called not in reached:
                     reached.add(called)
                     waiting.append((called, inner))
-
-
-def _join_names(scope: str, name: str) -> str:
-    """Prepends a scope unless the name is empty or already has it."""
-    is_complete = not scope or not name or name.partition("/")[0] == scope.partition("/")[0]
-    return name if is_complete else f"{scope}/{name}"
 
 
 def _list_sites(
@@ -225,14 +220,12 @@ class _Reader:
         elif made.opcode != "parameter":
             direction = self._find_place(read_stack(made.op_name))[1] if made.op_name else None
             results = [Reference(made.name, part) for part in _list_parts(made)]
-            sizes = (self._measure_first(made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
+            sizes = 0, 1
+            if made.opcode == "reduce":
+                name, part = operands[0]
+                arrays = self._module.instructions[name].arrays
+                sizes = _measure(arrays if part is None else arrays[part : part + 1]), _measure(made.arrays)
             flow.add(made.opcode, direction, results, list(operands), sizes)
-
-    def _measure_first(self, instruction: Instruction) -> int:
-        """Returns the number of elements of the first operand."""
-        name, part = instruction.operands[0]
-        arrays = self._module.instructions[name].arrays
-        return _measure(arrays if part is None else arrays[part : part + 1])
 
 
 def _join(flow: Flow, value: Reference, name: str, typed: Instruction) -> None:

@@ -173,7 +173,8 @@ class Layer(NamedTuple):
         """Returns this layer with its formats in another order, without those that store what an earlier one does."""
         kept: list[int] = []
         for index in order:
-            if not any(self._is_same(index, other) for other in kept):
+            same_size = [self.read(other) for other in kept if self.bits[index] == self.bits[other]]
+            if not any(jnp.array_equal(self.read(index), values) for values in same_size):
                 kept.append(index)
         formats, stored, bits = ([part[index] for index in kept] for part in (self.formats, self.stored, self.bits))
         return self._replace(formats=tuple(formats), stored=tuple(stored), bits=tuple(bits))
@@ -185,9 +186,6 @@ class Layer(NamedTuple):
             return str(stored.dtype)
         kind = str(stored.format).partition("(")[0]
         return name if name.partition("(")[0] == kind else kind
-
-    def _is_same(self, index: int, other: int) -> bool:
-        return self.bits[index] == self.bits[other] and bool(jnp.array_equal(self.read(index), self.read(other)))
 
     def read(self, index: int) -> jax.Array:
         """Returns the values of the weight in a format, in its own dtype."""
@@ -201,7 +199,7 @@ class Model:
     def __init__(self, subject: Subject, policy: Policy | PolicyMap, metric: Callable[..., Any] | None):
         arguments = subject.make_candidate(policy)
         count = 1 if subject.holds_variables else 2
-        self._subject, self._metric = subject, metric or self._call
+        self._subject, self._metric = subject, metric or _call
         self._found = _find_weights(arguments[0], *arguments[1:count])
         arrays, self._rebuild = take_apart(arguments[:count])
         self._leaves, self._tree = jax.tree.flatten(arrays)
@@ -277,8 +275,9 @@ class Model:
             raise ValueError(f"effective_bits needs a scalar loss of {self._subject.name}, got {given}. {example}")
         return loss.astype(jnp.float32)
 
-    def _call(self, model: Any, *args: Any) -> Any:
-        return model(*args) if self._subject.holds_variables else model.apply(*args)
+
+def _call(model: Any, *args: Any) -> Any:
+    return model(*args) if find_lifting_adapter(model) is not None else model.apply(*args)
 
 
 def _find_weights(model: Any, variables: Any = None) -> dict[str, Any]:

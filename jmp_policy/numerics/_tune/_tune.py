@@ -124,10 +124,11 @@ def tune(
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
+    compared = "outputs and gradients" if subject.differentiates else "outputs"
     header = {
         "function": subject.name,
         "policy": " or ".join([str(given), *policies]),
-        "compared": _name_metric(metric) if metric else _COMPARED[subject.differentiates],
+        "compared": _name_metric(metric) if metric else compared,
         "loss scale": scale,
         "seed": seed,
         "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
@@ -251,9 +252,6 @@ def _use_current_scaling(policy: Policy) -> Policy:
     kept = {"margin": format.margin, "weight_grad": format.weight_grad, "min_size": format.min_size}
     recipe = format.recipe if isinstance(format.recipe, CurrentScaling) else "current"
     return policy.replace(quantization=Float8(recipe, **kept))
-
-
-_COMPARED = {True: "outputs and gradients", False: "outputs"}
 
 
 def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None, has_aux: bool, seed: int) -> Subject:
