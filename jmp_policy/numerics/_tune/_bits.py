@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from ..._base import escape_controls
 from ...policy import Policy, parse_quantization, stored_format_of
 from ...quant import QuantizedArray
-from ._ranking import Ranking
-from ._search import Trial, TrialLog
+from ._search import Ranking, Trial, TrialLog
 from ._subject import Layer, Model, Subject, assign_policies, write_example
 from ._tuning import BitRow, Tuning
 

@@ -16,8 +16,7 @@ from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
 from ._bits import parse_formats, tune_bits
-from ._ranking import Ranking, find_format, rank_scopes
-from ._search import SearchResult, Trial, TrialLog, find_smallest
+from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
 from ._subject import Observed, Subject, is_loss, make_map, write_example
 from ._tuning import Tuning, list_numbers, measure_error
 
