@@ -87,6 +87,7 @@ from ._trees import (
     first_floating_dtype as first_floating_dtype,
     flatten_function as flatten_function,
     floating_leaves as floating_leaves,
+    group_by_key as group_by_key,
     half_dtype as half_dtype,
     is_array as is_array,
     is_floating as is_floating,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..._base import list_paths_to
+from ..._base import group_by_key, list_paths_to
 from ..._jaxpr import REMEDY
 from ...policy import Policy
 from ...report import (
@@ -213,10 +213,7 @@ def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
 
 def _make_quantization_table(rows: Sequence[Row]) -> Table:
     """Returns a table of formats, and of reasons why a weight is not quantized."""
-    places: dict[str, list[str]] = {}
-    for row in rows:
-        if row.quantization:
-            places.setdefault(row.quantization, []).append(name_place(row.path))
+    places = group_by_key((row.quantization, name_place(row.path)) for row in rows if row.quantization)
     cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
     return Table([Column("quantization", wraps=True), Column("modules", wraps=True)], cells)
 
@@ -230,10 +227,7 @@ def _indent(row: Row, paths: set[str]) -> str:
 
 def _describe_leaks(explanation: Explanation) -> list[str]:
     """Returns a sentence for each rule whose modules leak."""
-    by_rule: dict[Rule, list[Row]] = {}
-    for row in explanation.rows:
-        if row.leaks_into:
-            by_rule.setdefault((row.rule, row.policy), []).append(row)
+    by_rule = group_by_key(((row.rule, row.policy), row) for row in explanation.rows if row.leaks_into)
     return [_describe_leak(explanation, rows) for rows in by_rule.values()]
 
 
@@ -251,9 +245,6 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
 
 def _describe_half_sums(explanation: Explanation) -> list[str]:
     """Returns a sentence for each sum."""
-    by_sum: dict[str, list[str]] = {}
-    for row in explanation.rows:
-        for half_sum in row.half_sums:
-            by_sum.setdefault(half_sum, []).append(row.path)
+    by_sum = group_by_key((half_sum, row.path) for row in explanation.rows for half_sum in row.half_sums)
     growing = "whose error grows with their count"
     return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]

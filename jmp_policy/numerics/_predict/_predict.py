@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ..._base import describe, did_you_mean, list_paths_to
+from ..._base import describe, did_you_mean, group_by_key, list_paths_to
 from ..._jaxpr import HALF, MATMULS
 from ...autocast._rewrite import check_policy, root_policy
 from ...loss_scale import LossScale, get_loss_scale
@@ -216,10 +216,8 @@ class _TrialRun:
         return value.direction == "backward" and self.rows[value.row].direction == "backward" and not value.is_scaled
 
     def choose_scale(self, values: Sequence[NarrowValue], given: int | None) -> ScaleChoice:
-        spans: dict[str, list[tuple[float, float]]] = {}
         scaled = [value for value in values if self.is_scaled(value)]
-        for value in scaled:
-            spans.setdefault(value.path, []).append(self.find_span(value.row, value.format))
+        spans = group_by_key((value.path, self.find_span(value.row, value.format)) for value in scaled)
         return choose_scale(spans, given, list({value.format for value in scaled}))
 
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..._base import group_by_key
 from ..._jaxpr import choose_line
 from ._hlo import Array, Computation, Instruction, Module, Reference, find_group
 from ._report import KINDS, REDUCING, Collective
@@ -147,10 +148,8 @@ class _Reader:
 
     def __init__(self, module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace):
         self._module, self._meshes, self._devices, self._find_place = module, meshes, devices, find_place
-        self._readers: dict[str, list[Instruction]] = {}
-        for instruction in module.instructions.values():
-            for operand in instruction.operands:
-                self._readers.setdefault(operand.name, []).append(instruction)
+        instructions = module.instructions.values()
+        self._readers = group_by_key((operand.name, reader) for reader in instructions for operand in reader.operands)
         self._flow = Flow()
         for instruction in module.instructions.values():
             self._follow(instruction)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._base import DTypeLike, did_you_mean, is_floating_dtype, parse_dtype
+from ..._base import DTypeLike, did_you_mean, group_by_key, is_floating_dtype, parse_dtype
 from ..._jaxpr import Pass
 from ...report import Report, Table, find_largest, format_bytes, list_lines, make_columns, make_plain, shorten_dtypes
 
@@ -304,12 +304,9 @@ def _name_pass(row: Collective) -> str:
 
 def _make_sums_table(rows: Sequence[Collective]) -> Table:
     """Makes a table with one row per kind, dtype, axes and pass."""
-    groups: dict[tuple[str, ...], list[Collective]] = {}
-    for row in rows:
-        key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
-        groups.setdefault(key, []).append(row)
     cells = []
-    for key, group in groups.items():
+    name = lambda row: (_name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row))
+    for key, group in group_by_key((name(row), row) for row in rows).items():
         sizes = sum(row.bytes for row in group), sum(row.moved_bytes for row in group)
         cells.append((*key, str(_count(group)), *(format_bytes(size) or "0 B" for size in sizes)))
     return Table(make_columns("collective, dtype, axes, pass", "count, bytes, sent"), cells)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._base import Args, PyTree, describe, is_array, is_floating, list_paths_to
+from ..._base import Args, PyTree, describe, group_by_key, is_array, is_floating, list_paths_to
 from ...autocast import autocast
 from ...gradients import value_and_grad
 from ...loss_scale import LossScale
@@ -209,9 +209,7 @@ class Model:
     def list_layers(self, policies: dict[str, Policy]) -> list[Layer]:
         """Stores each weight in each format, and lists those that some format quantizes."""
         positions = {id(leaf): index for index, leaf in enumerate(self._leaves)}
-        paths: dict[int, list[str]] = {}
-        for path, weight in self._found.items():
-            paths.setdefault(positions[id(weight)], []).append(path)
+        paths = group_by_key((positions[id(weight)], path) for path, weight in self._found.items())
         target = self._subject.target if self._subject.holds_variables else self._subject.args[0]
         by_format = []
         for policy in policies.values():
