@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr
 
-from ..._base import JsonLog, list_paths_to
+from ..._base import JsonLog, escape_controls, list_paths_to
 from ..._jaxpr import MATMULS, ModulePaths, float_dtype, walk
 from ...autocast._rewrite import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE
 from ...loss_scale import NoOpLossScale
@@ -200,9 +201,10 @@ class Trial:
 
 
 class TrialLog:
-    """Known trials and the ranking of an earlier run, stored in a file that `header` identifies."""
+    """Known trials and the ranking of an earlier run, stored in a file that `header` identifies, and the progress."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any]):
+    def __init__(self, path: Path | None, header: dict[str, Any], is_shown: bool):
+        self._is_shown = is_shown
         self._known: dict[frozenset[str], Trial] = {}
         self.ranking: Ranking | None = None
         self._file = JsonLog(path, header, "trials", "tune(..., trials_file={!r})", "tune")
@@ -219,6 +221,11 @@ class TrialLog:
         if self.ranking is None:
             self._file.start(ranking=ranking._asdict())
         self.ranking = ranking
+
+    def show(self, line: str) -> None:
+        """Prints a line on standard error, if the user wants to see the progress."""
+        if self._is_shown:
+            print(escape_controls(line), file=sys.stderr)
 
     def add(self, trial: Trial) -> None:
         self._known[frozenset(trial.kept)] = trial

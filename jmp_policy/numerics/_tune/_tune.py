@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._base import describe, escape_controls, is_floating, sum_arrays
+from ..._base import describe, is_floating, sum_arrays
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
-from ._bits import parse_formats, tune_bits
+from ._bits import BitTuner, parse_formats
 from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
 from ._subject import Observed, Subject, is_loss, make_map, write_example
 from ._tuning import Tuning, list_numbers, measure_error
@@ -133,15 +133,15 @@ def tune(
         "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
-    log = TrialLog(None if trials_file is None else Path(trials_file), header)
     is_shown = sys.stderr.isatty() if progress is None else progress
+    log = TrialLog(None if trials_file is None else Path(trials_file), header, is_shown)
     if effective_bits is not None:
-        return tune_bits(subject, given, policies, effective_bits, metric, budget, log, is_shown)
+        return BitTuner(subject, given, policies, metric, log).tune(effective_bits, budget)
     ranking = log.ranking or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
     log.start(ranking)
-    found = tuner.search(tolerance, budget, is_shown)
+    found = tuner.search(tolerance, budget)
     return tuner.conclude(found, tolerance, noise)
 
 
@@ -180,12 +180,11 @@ class _Tuner:
             )
         return noise
 
-    def search(self, tolerance: float, budget: int | None, is_shown: bool) -> SearchResult:
+    def search(self, tolerance: float, budget: int | None) -> SearchResult:
         def measure(kept: frozenset[int]) -> float:
             error = self._try(kept)
-            if is_shown:
-                line = f"tuning {self._subject.name}: trial {len(self._trials)}, {len(kept)} kept, error {error:.2g}"
-                print(escape_controls(line), file=sys.stderr)
+            trial = f"trial {len(self._trials)}, {len(kept)} kept, error {error:.2g}"
+            self._log.show(f"tuning {self._subject.name}: {trial}")
             return error
 
         return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
