@@ -1,5 +1,6 @@
-"""Post-training quantization of linen variables; adapters quantize nnx models."""
+"""Post-training quantization, weight by weight: of linen variables here, of nnx models through their adapter."""
 
+import math
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -9,14 +10,32 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._base import PyTree, list_paths_to
+from .._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object, refuse_order
-from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec, match_policy
-from ._numbers import Clip
-from ._quantizer import Quantizer
-from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_layout
+from ..policy import (
+    Policy,
+    PolicyMap,
+    PolicySpec,
+    default_policy,
+    get_policy,
+    is_policy_spec,
+    match_policy,
+    stored_format_of,
+)
+from ._numbers import Clip, check_clip
+from ._weights import (
+    WEIGHT_NAMES,
+    Layout,
+    QuantizedArray,
+    choose_format,
+    quantize_array,
+    reason_unquantized,
+    register_with_flax,
+    weight_layout,
+)
 
 T = TypeVar("T")
+_SHOWN = 5  # unquantized weights in an error
 
 
 class _Options(TypedDict, total=False):
@@ -76,6 +95,83 @@ def quantize(
     if is_policy_spec(target) and not is_policy_spec(policy):
         refuse_order("quantize", target, policy)
     return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}), stacked)
+
+
+class Quantizer:
+    """Quantizes each weight of a linen or nnx model; arguments as for `quantize`."""
+
+    def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
+        if not has_quantization(given):
+            raise ValueError(
+                f"Nothing to quantize: {_describe_policy(given)} stores no quantized weights. "
+                "For example: 'int8_from_mixed_bfloat16'."
+            )
+        self.given = given
+        self._clip = check_clip(clip)
+        self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
+        self._modules: set[str] = set()
+        self._left: dict[str, str] = {}
+        self._quantized = 0
+
+    def quantize_weight(
+        self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
+    ) -> QuantizedArray | None:
+        """Quantizes a weight; returns None, and records the reason (or `unfit`), if it stays unchanged."""
+        self._modules.add(module)
+        path, stored = f"{module}/{name}".removeprefix("/"), stored_format_of(policy.quantization)
+        if stored is None:
+            why = f"its policy {policy.name!r} stores no quantized weights"
+        elif isinstance(array, QuantizedArray):
+            why = unfit
+        elif not is_floating_dtype(array.dtype):
+            why = "it is not floating"
+        else:
+            why = reason_unquantized(array.shape, layout, stored) or unfit
+        if why is not None:
+            self._left[path] = why
+            return None
+        assert stored is not None
+        self._quantized += 1
+        options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
+        return quantize_array(array, choose_format(stored, layout), layout, **options, where=f" {path!r}")
+
+    def check(self, unused: Collection[str]) -> None:
+        """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
+        if not self._quantized:
+            reasons = [f"{path!r}: {why}" for path, why in [*self._left.items()][:_SHOWN]]
+            reasons += [f"and {len(self._left) - _SHOWN} more"] * (len(self._left) > _SHOWN)
+            why = "; ".join(reasons) or "there is no 'kernel' or 'embedding' of two or more axes"
+            also = "".join(f" The {message}." for message in unused)
+            raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
+        for path in self._input_clips:
+            if path not in self._modules:
+                known = did_you_mean(path, sorted(self._modules))
+                raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
+        for message in unused:
+            warn_user(message)
+
+
+def has_quantization(given: Policy | PolicyMap) -> bool:
+    """True if the policy, or any policy of a map, stores weights in a quantized format."""
+    if isinstance(given, Policy):
+        return stored_format_of(given.quantization) is not None
+    default = default_policy() if given.default is None else given.default
+    rules = any(stored_format_of(rule.policy.quantization) is not None for rule in given.rules)
+    return rules or has_quantization(default)
+
+
+def _parse_magnitude(path: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number > 0:
+        return number
+    raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+
+
+def _describe_policy(given: Policy | PolicyMap) -> str:
+    return f"the policy {given.name!r}" if isinstance(given, Policy) else f"the map {given!r}"
 
 
 def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str]) -> Any:

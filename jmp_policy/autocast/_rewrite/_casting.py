@@ -12,17 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import (
-    WRITERS,
-    AbstractValue,
-    Atom,
-    JaxprBuilder,
-    Modules,
-    Value,
-    float_dtype,
-    is_float,
-    shape_of,
-)
+from ..._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value, float_dtype, is_float, shape_of
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
 from ._accumulators import find_accumulators
@@ -45,14 +35,7 @@ from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_ru
 from ._rules import AutocastRules
 from ._tables import Precision
 from ._weight_products import AttentionProduct, Product, describe_attention_product, describe_weight_product
-from ._weights import (
-    A_WEIGHT,
-    NO_WEIGHT,
-    WEIGHT_PRODUCTS,
-    WHY_BACKWARD,
-    Names,
-    follow_weights,
-)
+from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
 from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 

@@ -12,15 +12,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ..._jaxpr import (
-    WITHOUT_JAXPRS,
-    SubJaxpr,
-    float_dtype,
-    is_backward,
-    list_variables,
-    remember_by_jaxpr,
-    sub_jaxprs,
-)
+from ..._jaxpr import WITHOUT_JAXPRS, SubJaxpr, float_dtype, is_backward, list_variables, remember_by_jaxpr, sub_jaxprs
 from ._tables import CLEAR, INFER, SATURATING, STEEP
 
 NONE: frozenset[int] = frozenset()

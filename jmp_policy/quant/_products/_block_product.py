@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from ..._base import vary
 from ..._jaxpr import ROUNDING_SCOPE
@@ -35,26 +35,13 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    out_sharding = _find_out_sharding(operation, left, weight)
-    if out_sharding is None:
-        return _multiply_blocks(operation, format, left, weight, key)
-    multiply: Any = jax.sharding.auto_axes(
-        functools.partial(_multiply_blocks, operation, format), out_sharding=out_sharding
-    )
+    multiply: Any = functools.partial(_multiply_blocks, operation, format)
+    if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
+        # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
+        numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
+        (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)
     return multiply(left, weight, key)
-
-
-def _find_out_sharding(
-    operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray
-) -> NamedSharding | None:
-    """Returns the sharding of the output on a mesh with explicit axes; None without one."""
-    # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
-    if AxisType.Explicit not in jax.typeof(left).sharding.mesh.axis_types:
-        return None
-    numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
-    program = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight)
-    (out,) = program.out_avals
-    return out.sharding
 
 
 def _multiply_blocks(
@@ -76,7 +63,11 @@ def _multiply_blocks(
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     out: jax.Array = _multiply_rows(format, dtype, rows, right, key)
-    return _split_axes(out, operation, order, left.shape, weight.shape)
+    lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
+    made = (*order.batch, *order.rows, *order.columns)
+    out = out.reshape([lengths[label] for label in made])
+    places = [made.index(label) for label in operation.out]
+    return out if places == sorted(places) else lax.transpose(out, places)
 
 
 def has_stored_order(operation: Bilinear) -> bool:
@@ -113,73 +104,53 @@ def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
     return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
 
 
-def _split_axes(
-    out: jax.Array, operation: Bilinear, order: _Order, left: tuple[int, ...], right: tuple[int, ...]
-) -> jax.Array:
-    """Splits the axes of an output `(batch, rows, columns)`, and orders them as the operation does."""
-    lengths = dict(zip(operation.left, left, strict=True)) | dict(zip(operation.right, right, strict=True))
-    made = (*order.batch, *order.rows, *order.columns)
-    out = out.reshape([lengths[label] for label in made])
-    axes = [made.index(label) for label in operation.out]
-    return out if axes == sorted(axes) else lax.transpose(out, axes)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply_rows(
     format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
 ) -> jax.Array:
     """Multiplies `(batch, rows, inputs)` by `(batch, inputs, outputs)`; a stored weight has no gradient."""
-    return _forward(format, dtype, rows, weight, key)[0]
+    return _forward(format, dtype, rows, weight, key, for_gradient=False)[0]
 
 
 def _forward(
-    format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
+    format: BlockFormat,
+    dtype: np.dtype,
+    rows: jax.Array,
+    weight: jax.Array | Blocks,
+    key: jax.Array | None,
+    for_gradient: bool = True,
 ) -> tuple[jax.Array, Any]:
-    inputs, is_stored = round_operand(rows, None, format, 2, "input"), isinstance(weight, Blocks)
-    right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
-    # Only the gradient of the weight needs the rows; the dtype is enough for their own.
-    return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
-
-
-def _forward_for_gradient(
-    format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
-) -> tuple[jax.Array, Any]:
-    if key is None and needs_rng(format):
+    if for_gradient and key is None and needs_rng(format):
         raise ValueError(
             f"{str(format)!r} rounds gradients stochastically, and a matmul that is differentiated has no key. Pass "
             f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "
             f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding_rngs(model, nnx.Rngs({ROUNDING}=0)) in "
             "nnx; or quant.dot_general(..., key=key)."
         )
-    return _forward(format, dtype, rows, weight, key)
+    inputs, is_stored = round_operand(rows, None, format, 2, "input"), isinstance(weight, Blocks)
+    right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
+    # Only the gradient of the weight needs the rows; the dtype is enough for their own.
+    return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
 
 
 def _backward(format: BlockFormat, dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     rows, weight, key = residuals
-    keys = (None, None) if key is None else jax.random.split(key)
+    keys, block = (None, None) if key is None else jax.random.split(key), format.block_size
+    numbers = dequantize(weight, 1) if isinstance(weight, Blocks) else weight
+    grads = round_operand(pad_axis(grad, 2, block), keys[0], format, 2, "gradient")
+    columns = round_operand(pad_axis(numbers, 2, block), None, format, -1, "weight")
+    rows_grad = _multiply(grads, _transpose(columns), jnp.float32).astype(rows.dtype)
     if isinstance(weight, Blocks):
-        return _grad_rows(format, grad, dequantize(weight, 1), keys[0]).astype(rows.dtype), None, None
-    rows_grad = _grad_rows(format, grad, weight, keys[0]).astype(rows.dtype)
-    return rows_grad, _grad_weight(format, grad, rows, keys[1]).astype(weight.dtype), None
-
-
-_multiply_rows.defvjp(_forward_for_gradient, _backward)
-
-
-def _grad_rows(format: BlockFormat, grad: jax.Array, weight: jax.Array, key: jax.Array | None) -> jax.Array:
-    block = format.block_size
-    grads = round_operand(pad_axis(grad, 2, block), key, format, 2, "gradient")
-    columns = round_operand(pad_axis(weight, 2, block), None, format, -1, "weight")
-    return _multiply(grads, _transpose(columns), jnp.float32)
-
-
-def _grad_weight(format: BlockFormat, grad: jax.Array, rows: jax.Array, key: jax.Array | None) -> jax.Array:
-    block = format.block_size
+        return rows_grad, None, None
     rows, grad = pad_axis(rows, 1, block), pad_axis(grad, 1, block)
     if isinstance(format, NVFP4) and format.hadamard:
         rows, grad = mix_rows(rows, block), mix_rows(grad, block)
     inputs = round_operand(rows, None, format, 1, "input")
-    return _multiply(_transpose(inputs), round_operand(grad, key, format, 1, "gradient"), jnp.float32)
+    weight_grad = _multiply(_transpose(inputs), round_operand(grad, keys[1], format, 1, "gradient"), jnp.float32)
+    return rows_grad, weight_grad.astype(weight.dtype), None
+
+
+_multiply_rows.defvjp(_forward, _backward)
 
 
 def _transpose(blocks: Blocks) -> Blocks:

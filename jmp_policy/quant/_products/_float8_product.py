@@ -37,7 +37,10 @@ def float8_product(
     """
     assert needs_state(format) == (state is not None)
     right = right.astype(left.dtype)
-    rows, seen = _count_rows(operation, left.shape), _ROWS.get()
+    rows, seen = 0, _ROWS.get()
+    if not isinstance(operation.compute, Convolution):  # which has no restriction
+        lengths = zip(operation.left, left.shape, strict=True)
+        rows = math.prod(length for label, length in lengths if label not in operation.right)
     if seen is not None:
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
@@ -142,13 +145,6 @@ def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scale
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
     return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
-
-
-def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
-    """Returns the number of rows of a left operand, and 0 for convolutions, which have no restriction."""
-    if isinstance(operation.compute, Convolution):
-        return 0
-    return math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
 
 
 @contextlib.contextmanager
