@@ -1,15 +1,17 @@
 """Parses the command line, and reports errors in one line with an exit status."""
 
 import argparse
+import codecs
+import contextlib
+import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._commands import COMMANDS
-from ._outputs import spell_signs_plainly
 from ._user_code import UserError
 
 
@@ -38,6 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail("matplotlib is not installed: pip install 'jmp-policy[demo]'")
         except UserError as error:
             return _fail(str(error))
+
+
+# ASCII replacements, of one column each, for streams that cannot encode these characters.
+_PLAIN = str.maketrans({"─": "-", "↑": "^", "↓": "v", "→": ">", "±": "~", "…": "~"})
+
+
+@contextlib.contextmanager
+def spell_signs_plainly() -> Iterator[None]:
+    """Prints ASCII replacements where stdout or stderr cannot encode a character, such as a pipe on Windows."""
+    codecs.register_error("jmp_policy.plain", _spell_plainly)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="jmp_policy.plain")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)
+
+
+def _spell_plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
 
 
 def _check_device() -> None:
