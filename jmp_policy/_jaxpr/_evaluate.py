@@ -108,7 +108,8 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
     # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
     # differentiated yet, and binding one is quicker.
-    body, is_staged = program.jaxpr, _is_staged([*args, *program.consts])
+    body, tracers = program.jaxpr, [type(value) for value in (*args, *program.consts) if isinstance(value, Tracer)]
+    is_staged = bool(tracers) and all(kind is _STAGED for kind in tracers)
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
@@ -148,12 +149,6 @@ def _find_last_uses(body: Jaxpr) -> list[set[Var]]:
         last_uses.append(set(list_variables([*eqn.outvars, *eqn.invars])) - used)
         used |= last_uses[-1]
     return last_uses[::-1]
-
-
-def _is_staged(values: Sequence[Any]) -> bool:
-    """True if `jit` records the operations on some values, and no other transformation sees them."""
-    tracers = [type(value) for value in values if isinstance(value, Tracer)]
-    return bool(tracers) and all(kind is _STAGED for kind in tracers)
 
 
 def _bind(eqn: JaxprEqn, environment: dict[Var, Any]) -> Sequence[Any]:

@@ -135,7 +135,6 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
 
 
 def require_adapter(model: Any, message: str) -> Adapter:
-    """Returns the adapter of a Flax module, or raises a `TypeError`."""
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(message)

@@ -175,7 +175,6 @@ def _describe_policy(given: Policy | PolicyMap) -> str:
 
 
 def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str]) -> Any:
-    """Quantizes variables or an nnx model by a quantizer."""
     adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and adapter.quantize is not None:
         if stacked:
@@ -185,7 +184,7 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
         return quantized
     # A mapping may also be the state of an nnx model.
     if isinstance(target, Mapping) and not any(map(is_flax_object, jax.tree.leaves(target, is_leaf=is_flax_object))):
-        return quantize_variables(target, quantizer, stacked)
+        return _quantize_variables(target, quantizer, stacked)
     given = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
     raise TypeError(
         f"quantize takes linen variables or an nnx model, got {given}. "
@@ -193,9 +192,15 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
     )
 
 
-def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
+def _quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
     given = quantizer.given
-    _check_keys(given)
+    types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
+    if types:
+        name = types[0].__qualname__
+        raise ValueError(
+            f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
+            "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
+        )
     if "flax.serialization" in sys.modules:  # only if Flax is loaded already
         register_with_flax()
     params: PyTree = variables.get("params", variables)
@@ -244,16 +249,6 @@ def _count_stacked_axes(patterns: Collection[str], modules: Collection[str]) -> 
         for module in covered:
             depths[module] += 1
     return depths
-
-
-def _check_keys(given: Policy | PolicyMap) -> None:
-    types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
-    if types:
-        name = types[0].__qualname__
-        raise ValueError(
-            f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
-            "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
-        )
 
 
 def _split_path(path: KeyPath) -> tuple[str, str]:

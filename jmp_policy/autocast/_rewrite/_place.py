@@ -211,8 +211,6 @@ class Function(NamedTuple):
 
 
 class EquationPlace(NamedTuple):
-    """The place of an equation."""
-
     backward: bool = False  # True in a backward pass
     function: Function | None = None  # the function of the tables that contains the equation
     # The path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used at

@@ -5,7 +5,7 @@ from ._block_numbers import (
     dequantize as dequantize,
     mix_rows as mix_rows,
     pack as pack,
-    pad_axis as pad_axis,
+    pad_axes as pad_axes,
     quantize_mx as quantize_mx,
     quantize_nv as quantize_nv,
     round_operand as round_operand,

@@ -6,6 +6,7 @@ quotients that compilers cannot rewrite.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -183,13 +184,10 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
     return (x * _spread(first, axis, block_size) * _spread(second, axis, block_size)).astype(dtype)
 
 
-def pad_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Pads an axis with zeros to a multiple of `block`."""
-    missing = -x.shape[axis] % block
-    if not missing:
-        return x
-    widths = [(0, missing if n == axis % x.ndim else 0, 0) for n in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+def pad_axes(x: jax.Array, axes: Sequence[int], block: int) -> jax.Array:
+    """Pads axes with zeros to multiples of `block`."""
+    widths = [(0, -length % block if n in axes else 0, 0) for n, length in enumerate(x.shape)]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths) if any(missing for _, missing, _ in widths) else x
 
 
 def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -208,7 +206,7 @@ def pack(values: jax.Array, axis: int) -> jax.Array:
     the low halves: XLA for TPUs fuses their shifts into a matmul, but writes interleaved values to memory.
     """
     axis %= values.ndim
-    values = pad_axis(values, axis, 2)
+    values = pad_axes(values, (axis,), 2)
     half = values.shape[axis] // 2
     if values.dtype == jnp.uint4:
         low, high = jnp.split(values.astype(jnp.uint8), 2, axis)
@@ -244,7 +242,7 @@ def _max_of_blocks(bits: jax.Array, axis: int, block_size: int) -> jax.Array:
 
 def _share_along(amax: jax.Array, axis: int, block_size: int) -> jax.Array:
     """Gives each group of `block_size` neighboring blocks along an axis their common maximum."""
-    shared = _spread(_max_of_blocks(pad_axis(amax, axis, block_size), axis, block_size), axis, block_size)
+    shared = _spread(_max_of_blocks(pad_axes(amax, (axis,), block_size), axis, block_size), axis, block_size)
     return lax.slice_in_dim(shared, 0, amax.shape[axis], axis=axis)
 
 

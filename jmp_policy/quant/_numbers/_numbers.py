@@ -128,8 +128,6 @@ E5M2 = np.dtype(jnp.float8_e5m2)  # gradients of outputs: up to 57344
 
 
 class Scaled(NamedTuple):
-    """Float8 values and their scale."""
-
     values: jax.Array  # e4m3 or e5m2
     scale: jax.Array  # float32, broadcastable to values; non-finite where the input was, which clipping would hide
 

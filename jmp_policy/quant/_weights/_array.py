@@ -290,7 +290,6 @@ def _check_quantizable(array: Any, where: str) -> None:
 def _quantize_in_blocks(
     array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
 ) -> QuantizedArray:
-    """Quantizes in blocks along the axes that are summed over."""
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
