@@ -17,10 +17,9 @@ from ..modules.common import eval_shapes
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
 from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy
-from ._classes import make_policied_class, unpolicied_class
 from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
-from ._methods import hook_calls
+from ._methods import hook_calls, make_policied_class, unpolicied_class
 from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
 from ._products import find_sums_dtype
 from ._quantized import quantization_of
