@@ -141,8 +141,6 @@ def strip_transformations(stack: str) -> str:
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation runs."""
-
     program: Jaxpr  # the jaxpr
     consts: Sequence[Any]  # the arrays that it closes over, in the order of `program.constvars`
     inputs: list[tuple[Atom, Atom]]  # operands of the equation, each with the argument that it becomes

@@ -92,7 +92,6 @@ class Attachment:
         return self._attach_value(module, path, _Around(self._find_match("/".join(path)).policy))
 
     def explain_unused_rules(self) -> list[str]:
-        """Returns warnings about the rules that cover no module."""
         # A rule may name a module inside of a linen one, which appears when it is called.
         if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
             return []

@@ -146,7 +146,6 @@ def attach_wrapped(
 
 
 def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Attachment:
-    """Makes the walk over a new module."""
     passed_in = {id(node) for _, node in walk(arguments)}
 
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:

@@ -111,7 +111,6 @@ def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | Non
 
 
 def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
-    """True if a layer has a `dtype` that its author wrote."""
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
 

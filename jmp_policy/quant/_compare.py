@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -214,7 +214,15 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     message = "compare takes Flax modules, got {!r}. For example: " + example + "."
     models = [(model, require_adapter(model, message.format(model))) for model in (before, after)]
     old, new = (adapter.find_weights(adapter.bind(model, None)) for model, adapter in models)
-    _check_same(old, new)
+    for path in sorted(old.keys() | new.keys()):
+        shapes = [weights[path].shape if path in weights else None for weights in (old, new)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"before and after are not the same model: the weight of {path!r} has the shapes {shapes[0]} and "
+                f"{shapes[1]}."
+            )
+    if not old:
+        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
     wanted, got = _Outputs(old), _Outputs(old)
     with jax.disable_jit():
         runs = zip(models, (wanted, got), strict=True)
@@ -256,18 +264,6 @@ class _Outputs:
             self._running.discard(call.path)
         self.by_path[call.path].extend(_arrays(out))
         return out
-
-
-def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for path in sorted(before.keys() | after.keys()):
-        shapes = [weights[path].shape if path in weights else None for weights in (before, after)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"before and after are not the same model: the weight of {path!r} has the shapes {shapes[0]} and "
-                f"{shapes[1]}."
-            )
-    if not before:
-        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
 
 
 def _quantization(weight: Any, called: tuple[str, str] | None) -> str:

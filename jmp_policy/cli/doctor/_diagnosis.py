@@ -70,7 +70,6 @@ def find_machine() -> Machine:
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of jmp_policy, Python, and the packages that it uses."""
     versions = {"jmp_policy": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -141,8 +141,12 @@ def quantize_nv(
     axes = tuple(range(x.ndim)) if tensor_axes is None else tuple(each % x.ndim for each in tensor_axes)
     block_amax = _max_of_blocks(_magnitude(x), axis, block_size)
     if square_axis is not None:
-        assert square_axis % x.ndim in axes, f"tensor_axes {axes} lack square_axis {square_axis}"
-        block_amax = _share_along(block_amax, square_axis % x.ndim, block_size)
+        square_axis %= x.ndim
+        assert square_axis in axes, f"tensor_axes {axes} lack square_axis {square_axis}"
+        # Each group of `block_size` neighboring blocks has their common maximum.
+        largest = _max_of_blocks(pad_axes(block_amax, (square_axis,), block_size), square_axis, block_size)
+        shared = _spread(largest, square_axis, block_size)
+        block_amax = lax.slice_in_dim(shared, 0, block_amax.shape[square_axis], axis=square_axis)
     assert axis in axes, f"tensor_axes {axes} lack axis {axis}"
     is_finite = block_amax < _INFINITY
 
@@ -238,12 +242,6 @@ def _max_of_blocks(bits: jax.Array, axis: int, block_size: int) -> jax.Array:
     assert shape[axis] % block_size == 0, f"{block_size} does not divide axis {axis} of {shape}"
     blocks = bits.reshape(*shape[:axis], shape[axis] // block_size, block_size, *shape[axis + 1 :])
     return jnp.max(blocks, axis=axis + 1)
-
-
-def _share_along(amax: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Gives each group of `block_size` neighboring blocks along an axis their common maximum."""
-    shared = _spread(_max_of_blocks(pad_axes(amax, (axis,), block_size), axis, block_size), axis, block_size)
-    return lax.slice_in_dim(shared, 0, amax.shape[axis], axis=axis)
 
 
 def _spread(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:

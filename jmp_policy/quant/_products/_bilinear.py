@@ -30,7 +30,6 @@ class Bilinear:
     compute: "Dot | Convolution"
 
     def summed_axes(self, operand: Labels) -> tuple[int, ...]:
-        """Returns the axes of an operand that are summed over."""
         return tuple(i for i, label in enumerate(operand) if label not in self.out)
 
     def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:

@@ -199,7 +199,6 @@ ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
-    """True if a node of a tree is a quantized weight."""
     return isinstance(node, QuantizedArray)
 
 
@@ -317,7 +316,6 @@ class Misread(Exception):
         self._amiss = amiss
 
     def name_weight(self, module: str, name: str) -> None:
-        """Adds the path of the weight to the message."""
         path = f"{module}/{name}" if module else name
         self.args = (f"{self._amiss} {_suggest_rule(self.weight, repr(path), module)}",)
 
