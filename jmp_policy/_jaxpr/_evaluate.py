@@ -181,8 +181,7 @@ def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | No
     key: list[Any] = [eqn.primitive, eqn.ctx, *eqn.params.items()]
     for atom in eqn.invars:  # bits of literals, because 0.0 == -0.0
         key += atom.aval, np.asarray(atom.val).tobytes() if type(atom) is Literal else positions[atom]
-    for var in eqn.outvars:
-        key.append(var.aval)
+    key += [var.aval for var in eqn.outvars]
     try:
         found = _CALLS.get(tuple(key))
     except TypeError:  # an unhashable parameter

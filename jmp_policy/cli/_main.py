@@ -81,7 +81,14 @@ def _check_device() -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line; errors suggest the nearest name."""
-    parser = _make_parser()
+    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
+    parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (help, description, epilog, add_arguments, run) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        add_arguments(subparser)
+        subparser.set_defaults(parser=subparser, command=name, run=run)
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         parser.error(f"there is no command {command!r}. {did_you_mean(command, COMMANDS)}")
@@ -92,18 +99,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         *others, last = COMMANDS
         parser.error(f"which command? {', '.join(others)} or {last}: jmp-policy --help says what they do")
     return arguments
-
-
-def _make_parser() -> "_Parser":
-    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
-    parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
-    parser.set_defaults(parser=parser)
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (help, description, epilog, add_arguments, run) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=help, description=description, epilog=epilog)
-        add_arguments(subparser)
-        subparser.set_defaults(parser=subparser, command=name, run=run)
-    return parser
 
 
 class _Parser(argparse.ArgumentParser):
