@@ -115,7 +115,6 @@ def name_stack(eqn: JaxprEqn) -> str:
 
 
 def is_backward(stack: str) -> bool:
-    """True if a name stack belongs to a backward pass."""
     return "transpose(" in stack
 
 
@@ -142,8 +141,6 @@ def strip_transformations(stack: str) -> str:
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation runs."""
-
     program: Jaxpr  # the jaxpr
     consts: Sequence[Any]  # the arrays that it closes over, in the order of `program.constvars`
     inputs: list[tuple[Atom, Atom]]  # operands of the equation, each with the argument that it becomes
@@ -311,7 +308,7 @@ class JaxprBuilder:
         self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
     ) -> list[Value]:
         """Appends `eqn` with other operands, output dtypes and, optionally, parameters. Returns its outputs."""
-        invars, results = list(atoms), [*map(_make_result, eqn.outvars, kinds)]
+        invars, results = list(atoms), [*map(change_dtype, eqn.outvars, kinds)]
         outvars: list[Any] = [var for var, _ in results]
         if params is not None or invars != eqn.invars or outvars != eqn.outvars:
             eqn = eqn.replace(invars=invars, outvars=outvars, params=params)
@@ -356,7 +353,8 @@ def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
     return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
 
 
-def _make_result(var: Var, kind: AbstractValue) -> Value:
+def change_dtype(var: Var, kind: AbstractValue) -> Value:
+    """Returns a variable, or a new one if `kind` has another dtype."""
     aval: Any = var.aval
     is_same = kind.dtype is None or aval.dtype == kind.dtype
     return Value(var if is_same else type(var)(_change_aval(aval, kind.dtype)), kind)

@@ -1,5 +1,6 @@
 """The nnx layers that multiply by a weight."""
 
+import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -46,10 +47,8 @@ LAYERS: dict[type, WeightedLayer] = {
 """Subclasses of a layer have the same row."""
 
 
-@remember_weakly
-def find_layer(base: type) -> WeightedLayer | None:
-    """Returns the row of a class of layers, or `None`."""
-    return find_row(LAYERS, base)
+find_layer = remember_weakly(functools.partial(find_row, LAYERS))
+"""Returns the row of a class of layers, or `None`."""
 
 
 class LayerWeight(NamedTuple):

@@ -199,7 +199,6 @@ ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
-    """True if a node of a tree is a quantized weight."""
     return isinstance(node, QuantizedArray)
 
 
@@ -290,7 +289,6 @@ def _check_quantizable(array: Any, where: str) -> None:
 def _quantize_in_blocks(
     array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
 ) -> QuantizedArray:
-    """Quantizes in blocks along the axes that are summed over."""
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
@@ -318,7 +316,6 @@ class Misread(Exception):
         self._amiss = amiss
 
     def name_weight(self, module: str, name: str) -> None:
-        """Adds the path of the weight to the message."""
         path = f"{module}/{name}" if module else name
         self.args = (f"{self._amiss} {_suggest_rule(self.weight, repr(path), module)}",)
 

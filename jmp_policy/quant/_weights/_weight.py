@@ -22,17 +22,9 @@ class FakeQuantized:
     format: StoredFormat
     layout: Layout
 
-    @property
-    def ndim(self) -> int:
-        return self.array.ndim
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
+    ndim = property(lambda self: self.array.ndim)
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
 
     def quantize(self) -> QuantizedArray:
         """Returns the weight as `quant.quantize` would."""
