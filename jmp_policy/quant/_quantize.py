@@ -1,7 +1,6 @@
 """Post-training quantization of linen variables; adapters quantize nnx models."""
 
 import re
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -100,8 +99,7 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
     given = quantizer.given
     _check_keys(given)
-    if "flax.serialization" in sys.modules:  # only if Flax is loaded already
-        register_with_flax()
+    register_with_flax()
     params: PyTree = variables.get("params", variables)
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE
 from ...policy import MXFP8, NVFP4, BlockFormat
 from ._block_numbers import Blocks, quantize_mx, quantize_nv
 

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from ..._base import vary
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE, vary
 from ...policy import NVFP4, BlockFormat, needs_rng
 from .._numbers import Blocks, dequantize, fence_on_cpu, mix_rows, pad_axis, round_operand
 from .._weights import QuantizedArray

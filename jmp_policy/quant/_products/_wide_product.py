@@ -10,8 +10,7 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32
-from ..._jaxpr import PRODUCT_SCOPE
+from ..._base import PRODUCT_SCOPE, at_least_float32
 from ._amax_history import vary_together
 from ._bilinear import Bilinear, Convolution, Side, is_matmul, without_preferred_dtype
 from ._float8_product import differentiate
