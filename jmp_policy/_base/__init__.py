@@ -57,6 +57,8 @@ from ._messages import (
     warn_user as warn_user,
 )
 from ._rounding import (
+    PRODUCT_SCOPE as PRODUCT_SCOPE,
+    ROUNDING_SCOPE as ROUNDING_SCOPE,
     is_half as is_half,
     join_float32 as join_float32,
     round_as_float32 as round_as_float32,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE
 from ...policy import MXFP8, NVFP4, BlockFormat
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
