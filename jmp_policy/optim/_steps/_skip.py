@@ -24,6 +24,7 @@ from ...loss_scale import (
     get_loss_scale,
     select_tree,
 )
+from ...modules import find_adapter
 from ._origin import NonfiniteOriginState
 from ._step import Transformation, check_transformation
 
@@ -153,7 +154,9 @@ def find_origin(
 
     def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
         args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
-        differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
+        adapter = find_adapter(params)
+        differentiate: Any = (adapter and adapter.value_and_grad) or value_and_grad
+        differentiated = differentiate(loss_fn, has_aux=has_aux, loss_scale=scale)
         # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
         select = lambda out: (out[0][0] if has_aux else out[0], out[1])
         return search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)[1]

@@ -131,9 +131,9 @@ def quantize_nv(
     """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
     With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and 2688 * 2**114 below 2**-114. A block
-    whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does not
-    count in the tensor's amax.
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and `2688 * 2**114` below `2**-114`. A
+    block whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does
+    not count in the tensor's amax.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
     """
