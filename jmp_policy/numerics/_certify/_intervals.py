@@ -231,7 +231,7 @@ RULES: dict[str, Rule] = {
     "reduce_max": lambda eqn, x: Interval(max(x.low, x.peak), x.high),
     **dict.fromkeys(("reduce_window_sum", "select_and_scatter_add"), _sum_windows),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _find_extremes),
-    "atan2": lambda eqn, y, x: Interval(-math.pi, math.pi), "empty2": lambda eqn: Interval(0.0, 0.0),
+    "empty2": lambda eqn: Interval(0.0, 0.0),
     **dict.fromkeys(("reduce_min", "cummax", "cummin", "slice", "split", "unstack", "dynamic_slice", *_KEEPING), _keep),
     "gather": lambda eqn, x, indices: (_keep if is_in_bounds(eqn, indices) else _any)(eqn, x),
     "dynamic_update_slice": lambda eqn, x, update, *indices: hull(x, update),

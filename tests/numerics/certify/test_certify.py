@@ -182,6 +182,7 @@ UNKNOWN = {
         "its bounds still grow",
         "scan",
     ),
+    "subnormal numbers": (lambda x: jnp.arctan2(x, x), (-1, 1), "it has no rule", "atan2"),  # nan on a CPU
     "a sorted difference": (lambda x: jnp.sort(1 - jax.nn.sigmoid(x)), (-20, 20), "cancellation", "sub"),
     "correlations": (lambda x: jnp.sqrt(jnp.exp(x) - x), (-3, 3), "invalid operation", "sqrt"),
 }

@@ -20,8 +20,7 @@ UNARY = {
     )
 } | {f"power {y}": lambda x, y=y: lax.integer_pow(x, y) for y in (2, 3, 13, -1, -2)}  # fmt: skip
 BINARY = {
-    name: getattr(lax, name)
-    for name in ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "lt", "ge", "eq", "atan2")
+    name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "lt", "ge", "eq")
 }
 REDUCTIONS = {
     "sum": lambda x: lax.reduce(x, np.zeros((), x.dtype), lax.add, (1,)),
