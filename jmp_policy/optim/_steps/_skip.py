@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from ...loss_scale import (
     select_tree,
 )
 from ...modules import find_adapter
-from ...numerics._nonfinite import NonfiniteOrigin, has_pole, search_nonfinite
 from ._origin import NonfiniteOriginState
 from ._step import Transformation, check_transformation
+
+if TYPE_CHECKING:
+    from ...numerics import NonfiniteOrigin
 
 
 class Operands(NamedTuple):
@@ -87,7 +89,7 @@ class SkippedStep:
     """
 
     step: int | None
-    origin: NonfiniteOrigin
+    origin: "NonfiniteOrigin"
     is_search: bool
 
     def __str__(self) -> str:
@@ -145,6 +147,8 @@ def find_origin(
     ...     print(skip.origin.primitive, skip.is_search)
     div False
     """
+    from ...numerics._nonfinite import NonfiniteOrigin, search_nonfinite  # loads most of the library
+
     check_transformation(tx)
     is_static = lambda node: isinstance(node, _Static)
 
@@ -238,6 +242,8 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     step = int(found.nonfinite_step)
     if step == 0:
         return None
+    from ...numerics import NonfiniteOrigin
+
     origin = NonfiniteOrigin(*map(np.asarray, found.origin))  # pyright: ignore[reportArgumentType]
     return SkippedStep(step, origin, is_search(origin, found.loss_scale))
 
@@ -281,10 +287,12 @@ def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
         )
 
 
-def is_search(origin: NonfiniteOrigin, scale: LossScale) -> bool:
+def is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:
     """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
+    from ...numerics._nonfinite import has_pole
+
     root = origin.cause or origin
     overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
     return overflowed and root.direction == "backward"
