@@ -145,7 +145,6 @@ def _align(record: Record, exponents: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the two parts of an axis of length two."""
     first, second = (lax.index_in_dim(x, i, axis, keepdims=False) for i in (0, 1))
     return first, second
 
