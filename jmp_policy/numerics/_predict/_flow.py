@@ -39,7 +39,6 @@ class Operation(NamedTuple):
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
-    """Lists the equations of a program in order."""
     rows_of = group_by_key((value, index) for index, value in enumerate(observed.values))
     paths, program = ModulePaths(observed.modules), observed.program
     sources: dict[Any, tuple[int, ...]] = {var: tuple(rows_of.get(((), i), ())) for i, var in enumerate(program.invars)}
