@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.sharding import AbstractMesh
 
-from .._base import P, R, is_floating_dtype
+from .._base import PRODUCT_SCOPE, P, R, is_floating_dtype
 from ._primitives import PRIMITIVES, Fact, having
 
 Atom = Var | Literal
@@ -173,9 +173,6 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
 
 WITHOUT_JAXPRS = frozenset(PRIMITIVES) - having(Fact.CALLS, Fact.OUTSIDE, Fact.MEMORY)
 """Primitives without a jaxpr, or with one that only combines two elements or is the body of a kernel."""
-
-PRODUCT_SCOPE = "jmp_product"
-"""The scope of the `cond` that chooses between forms of a half-precision matmul; not part of a module path."""
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -40,8 +40,8 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import Float8State, draw_key, read_state
-from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, find_layer, find_weight
+from ._layer_state import Float8State, read_state
+from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, draw_key, find_layer, find_weight
 from ._shadow import Attributes
 
 WRITTEN = "its author wrote the functions that it computes with"

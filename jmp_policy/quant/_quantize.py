@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -201,8 +200,7 @@ def _quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stac
             f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
             "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
         )
-    if "flax.serialization" in sys.modules:  # only if Flax is loaded already
-        register_with_flax()
+    register_with_flax()
     params: PyTree = variables.get("params", variables)
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])

@@ -19,8 +19,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._base import DTypeLike, quote
-from .._jaxpr import PRODUCT_SCOPE
+from .._base import PRODUCT_SCOPE, DTypeLike, quote
 from ..policy import MULTIPLE, MXFP8, CurrentScaling, Int8, Quantization
 from ._numbers import (
     E4M3,

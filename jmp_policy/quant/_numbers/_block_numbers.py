@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE
 from ...policy import MXFP8, NVFP4, BlockFormat
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
@@ -131,9 +131,9 @@ def quantize_nv(
     """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
     With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and 2688 * 2**114 below 2**-114. A block
-    whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does not
-    count in the tensor's amax.
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and `2688 * 2**114` below `2**-114`. A
+    block whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does
+    not count in the tensor's amax.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
     """

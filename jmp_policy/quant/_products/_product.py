@@ -15,8 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
-from ..._base import vary
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE, vary
 from ...policy import NVFP4, BlockFormat, Int8, needs_rng
 from .._numbers import (
     Blocks,

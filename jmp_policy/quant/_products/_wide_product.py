@@ -10,8 +10,7 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32
-from ..._jaxpr import PRODUCT_SCOPE
+from ..._base import PRODUCT_SCOPE, at_least_float32
 from ._bilinear import (
     Bilinear,
     Convolution,

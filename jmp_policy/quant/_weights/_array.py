@@ -1,8 +1,8 @@
 """The quantized array, and its serialization."""
 
 import dataclasses
-import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..._base import DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
 from ...policy import BlockFormat, Int4, Int8, Quantization, StoredFormat, parse_quantization, stored_format_of
 from .._numbers import (
     Blocks,
@@ -335,12 +334,11 @@ def _suggest_rule(weight: Any, named: str, module: str) -> str:
     )
 
 
-@functools.cache
 def register_with_flax() -> None:
-    """Registers quantized weights with Flax's serialization, once."""
-    from flax import serialization
-
-    serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
+    """Registers quantized weights with `flax.serialization` if it is loaded. Called where weights may meet Flax."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None and not serialization.is_serializable(QuantizedArray):
+        serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
 
 
 def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
@@ -372,3 +370,6 @@ def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _describe_array(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+
+
+register_with_flax()  # Flax may have been loaded before

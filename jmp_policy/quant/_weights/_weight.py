@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE
 from ...policy import Int4, Int8, StoredFormat
 from ._array import QuantizedArray, UncalibratedError, quantize_array
 from ._layout import Layout, block_length, choose_format, reason_unquantized
