@@ -17,7 +17,7 @@ EACH = 2.0
 of a test varies as the total does, and the first test of a worker compiles for the others."""
 
 EXPENSIVE = {
-    "jmp_policy/nnx/_layer_state.py": "its example trains in NVFP4",
+    "jmp_policy/nnx/_layer_table.py": "its example trains in NVFP4",
     "jmp_policy/quant/_weights/_array.py": "its example stores a weight in each block format",
     "jmp_policy/policy/_float8_format.py": "its example trains in float8",
     "jmp_policy/numerics/_tune/_tune.py": "its example runs a whole search",

@@ -57,6 +57,8 @@ from ._messages import (
     warn_user as warn_user,
 )
 from ._rounding import (
+    PRODUCT_SCOPE as PRODUCT_SCOPE,
+    ROUNDING_SCOPE as ROUNDING_SCOPE,
     is_half as is_half,
     join_float32 as join_float32,
     round_as_float32 as round_as_float32,
@@ -87,6 +89,7 @@ from ._trees import (
     first_floating_dtype as first_floating_dtype,
     flatten_function as flatten_function,
     floating_leaves as floating_leaves,
+    group_by_key as group_by_key,
     half_dtype as half_dtype,
     is_array as is_array,
     is_floating as is_floating,

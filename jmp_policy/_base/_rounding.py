@@ -13,6 +13,12 @@ from jax import lax
 
 from ._trees import DTypeLike, is_floating_dtype
 
+ROUNDING_SCOPE = "jmp_rounding"
+"""The scope in which operands are rounded to a quantized format and back; not part of a module path."""
+
+PRODUCT_SCOPE = "jmp_product"
+"""The scope of the `cond` that chooses between forms of a half-precision matmul; not part of a module path."""
+
 _SMALLEST_NORMAL_F16 = 2.0**-14
 _SMALLEST_F16 = 2.0**-24
 

@@ -228,6 +228,18 @@ def list_paths_to(path: str) -> list[str]:
     return ["/".join(names[:n]) for n in range(len(names) + 1)]
 
 
+def group_by_key(pairs: Iterable[tuple[T, R]]) -> dict[T, list[R]]:
+    """Returns the values of each key, in order.
+
+    >>> group_by_key([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    groups: dict[T, list[R]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def flatten_function(
     fun: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:

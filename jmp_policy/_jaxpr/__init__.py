@@ -33,7 +33,6 @@ from ._primitives import (
     having as having,
 )
 from ._program import (
-    PRODUCT_SCOPE as PRODUCT_SCOPE,
     WITHOUT_JAXPRS as WITHOUT_JAXPRS,
     AbstractValue as AbstractValue,
     Atom as Atom,
@@ -69,7 +68,6 @@ from ._source import (
     AUTOCAST as AUTOCAST,
     LIST_WEIGHTS as LIST_WEIGHTS,
     RECORD as RECORD,
-    ROUNDING_SCOPE as ROUNDING_SCOPE,
     ModulePaths as ModulePaths,
     Modules as Modules,
     Register as Register,

@@ -33,7 +33,6 @@ def count_flops(eqn: JaxprEqn) -> int:
 
 
 def count_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation reads and writes."""
     atoms = (*eqn.invars, *eqn.outvars)
     return sum(_size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0) for atom in atoms)
 
@@ -146,18 +145,14 @@ def find_half_sum(step: Step) -> HalfSum | None:
     """Returns the half-precision sum or product of several elements that a step computes, or None."""
     count = _COUNTS.get(step.name)
     dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype in HALF), None)
-    if count is None or dtype is None or not _is_rounding(step):
+    if count is None or dtype is None:
         return None
+    if step.name in ("reduce", "reduce_window"):  # with a function of the user, which may only choose
+        inside = [one for one in walk(step.eqn.params["jaxpr"]) if one.name not in _CHOOSING]
+        if not any(float_dtype(var) in HALF for one in inside for var in one.results):
+            return None
     numbers = count(step)
     return HalfSum(step.name, numbers, dtype) if numbers > 1 else None
-
-
-def _is_rounding(step: Step) -> bool:
-    """True unless a reduction with a function of the user only chooses among its elements."""
-    if step.name not in ("reduce", "reduce_window"):
-        return True
-    inside = walk(step.eqn.params["jaxpr"])
-    return any(float_dtype(var) in HALF for one in inside if one.name not in _CHOOSING for var in one.results)
 
 
 _CHOOSING = ("max", "min", "clamp", "select_n", "abs", "neg", "link", "constant")

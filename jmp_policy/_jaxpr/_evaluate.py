@@ -108,7 +108,8 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
     # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
     # differentiated yet, and binding one is quicker.
-    body, is_staged = program.jaxpr, _is_staged([*args, *program.consts])
+    body, tracers = program.jaxpr, [type(value) for value in (*args, *program.consts) if isinstance(value, Tracer)]
+    is_staged = bool(tracers) and all(kind is _STAGED for kind in tracers)
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
@@ -150,12 +151,6 @@ def _find_last_uses(body: Jaxpr) -> list[set[Var]]:
     return last_uses[::-1]
 
 
-def _is_staged(values: Sequence[Any]) -> bool:
-    """True if `jit` records the operations on some values, and no other transformation sees them."""
-    tracers = [type(value) for value in values if isinstance(value, Tracer)]
-    return bool(tracers) and all(kind is _STAGED for kind in tracers)
-
-
 def _bind(eqn: JaxprEqn, environment: dict[Var, Any]) -> Sequence[Any]:
     operands = [atom.val if type(atom) is Literal else environment[atom] for atom in eqn.invars]
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -186,8 +181,7 @@ def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | No
     key: list[Any] = [eqn.primitive, eqn.ctx, *eqn.params.items()]
     for atom in eqn.invars:  # bits of literals, because 0.0 == -0.0
         key += atom.aval, np.asarray(atom.val).tobytes() if type(atom) is Literal else positions[atom]
-    for var in eqn.outvars:
-        key.append(var.aval)
+    key += [var.aval for var in eqn.outvars]
     try:
         found = _CALLS.get(tuple(key))
     except TypeError:  # an unhashable parameter

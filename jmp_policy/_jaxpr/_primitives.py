@@ -8,8 +8,6 @@ import enum
 
 
 class Fact(enum.Enum):
-    """A fact about a primitive."""
-
     MOVES = "its outputs consist of elements of its inputs, in other places"
     KEEPS = "its output has every element of its input, and no others"
     CHOOSES = "picks among the elements of its inputs"

@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.sharding import AbstractMesh
 
-from .._base import P, R, is_floating_dtype
+from .._base import PRODUCT_SCOPE, P, R, is_floating_dtype
 from ._primitives import PRIMITIVES, Fact, having
 
 Atom = Var | Literal
@@ -115,7 +115,6 @@ def name_stack(eqn: JaxprEqn) -> str:
 
 
 def is_backward(stack: str) -> bool:
-    """True if a name stack belongs to a backward pass."""
     return "transpose(" in stack
 
 
@@ -142,8 +141,6 @@ def strip_transformations(stack: str) -> str:
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation runs."""
-
     program: Jaxpr  # the jaxpr
     consts: Sequence[Any]  # the arrays that it closes over, in the order of `program.constvars`
     inputs: list[tuple[Atom, Atom]]  # operands of the equation, each with the argument that it becomes
@@ -176,9 +173,6 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
 
 WITHOUT_JAXPRS = frozenset(PRIMITIVES) - having(Fact.CALLS, Fact.OUTSIDE, Fact.MEMORY)
 """Primitives without a jaxpr, or with one that only combines two elements or is the body of a kernel."""
-
-PRODUCT_SCOPE = "jmp_product"
-"""The scope of the `cond` that chooses between forms of a half-precision matmul; not part of a module path."""
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -311,7 +305,7 @@ class JaxprBuilder:
         self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
     ) -> list[Value]:
         """Appends `eqn` with other operands, output dtypes and, optionally, parameters. Returns its outputs."""
-        invars, results = list(atoms), [*map(_make_result, eqn.outvars, kinds)]
+        invars, results = list(atoms), [*map(change_dtype, eqn.outvars, kinds)]
         outvars: list[Any] = [var for var, _ in results]
         if params is not None or invars != eqn.invars or outvars != eqn.outvars:
             eqn = eqn.replace(invars=invars, outvars=outvars, params=params)
@@ -356,7 +350,8 @@ def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
     return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
 
 
-def _make_result(var: Var, kind: AbstractValue) -> Value:
+def change_dtype(var: Var, kind: AbstractValue) -> Value:
+    """Returns a variable, or a new one if `kind` has another dtype."""
     aval: Any = var.aval
     is_same = kind.dtype is None or aval.dtype == kind.dtype
     return Value(var if is_same else type(var)(_change_aval(aval, kind.dtype)), kind)

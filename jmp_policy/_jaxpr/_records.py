@@ -222,7 +222,8 @@ class _Copy:
             self._equations.append(eqn)
             return
         made = body_of(inner.program).outvars[len(eqn.outvars) :]
-        record: list[Atom] = [Var(_add_axis(atom.aval, axis)) for atom in made]
+        types: list[Any] = [atom.aval for atom in made]
+        record: list[Atom] = [Var(kind if axis is None else kind.update(shape=(axis, *kind.shape))) for kind in types]
         if devices is not None:
             record = self._calls.join_devices(made, devices)
         outvars = [*eqn.outvars, *record]
@@ -267,10 +268,6 @@ _WRITERS = {
     "cond": _Copy._write_cond,
     "shard_map": _Copy._write_shard_map,
 }
-
-
-def _add_axis(aval: Any, length: int | None) -> Any:
-    return aval if length is None else aval.update(shape=(length, *aval.shape))
 
 
 def _count_extra(inner: Recorded, eqn: JaxprEqn) -> int:

@@ -19,6 +19,7 @@ from ._program import (
     Program,
     Value,
     body_of,
+    change_dtype,
     float_dtype,
     list_variables,
     replace_variables,
@@ -29,16 +30,12 @@ from ._rule import Context, Rule
 
 
 class Rewritten(NamedTuple):
-    """A rewritten jaxpr."""
-
     program: Any  # the new jaxpr, of the class of the old one
     kinds: tuple[AbstractValue, ...]  # the kinds of its outputs
     made: tuple[AbstractValue, ...]  # the kinds of its outputs before the casts to the requested dtypes
 
 
 class Rewriter:
-    """Rewrites jaxprs by a rule."""
-
     def __init__(self, rule: Rule):
         self.rule = rule
 
@@ -65,7 +62,7 @@ class Rewriter:
         out_dtypes: tuple[np.dtype | None, ...] | None,
     ) -> Rewritten:
         old, rule, body = body_of(program), self.rule, JaxprBuilder()
-        arguments = [_make_argument(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
+        arguments = [change_dtype(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
         environment: dict[Atom, Value] = dict(zip(old.invars, arguments, strict=True))
         for var in old.constvars:
             environment[var] = Value(var, rule.argument(float_dtype(var)))
@@ -245,13 +242,6 @@ class Rewriter:
 with without_mesh():  # a user may import this file inside a mesh
     _NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
 """Gives casts of outputs their source line in a jaxpr without equations."""
-
-
-def _make_argument(var: Var, kind: AbstractValue) -> Value:
-    aval: Any = var.aval
-    if kind.dtype is None or aval.dtype == kind.dtype:
-        return Value(var, kind)
-    return Value(type(var)(aval.update(dtype=kind.dtype)), kind)
 
 
 def _cast_result(value: Value, dtype: np.dtype | None, body: JaxprBuilder, eqn: JaxprEqn) -> Value:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._base import Args, Kwargs
+from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs
 from ..modules import Adapter, ModuleCall, find_loaded_adapters
-from ._program import PRODUCT_SCOPE, Step, name_stack, strip_transformations
+from ._program import Step, name_stack, strip_transformations
 
 _JAX = ("jax", "jaxlib")
 _LIBRARIES = ("flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
@@ -146,9 +146,6 @@ LIST_WEIGHTS = "_jmp_list_weights"
 
 RECORD = "jmp_record"
 """The scope of a recorder's measurements; not part of a module path."""
-
-ROUNDING_SCOPE = "jmp_rounding"
-"""The scope in which operands are rounded to a quantized format and back; not part of a module path."""
 
 _NO_SCOPES = frozenset({
     "", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,

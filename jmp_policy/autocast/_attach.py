@@ -1,15 +1,28 @@
-"""Wraps a function for `autocast`: traces it, rewrites its jaxpr and runs it."""
+"""Wraps a function for `autocast`: traces it, rewrites its jaxpr and runs it. Finds the weights in its arguments."""
+
+from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import Jaxpr
 
-from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
+from .._base import (
+    TRACING,
+    Args,
+    Kwargs,
+    PyTree,
+    describe,
+    did_you_mean,
+    is_array,
+    is_floating,
+    meet_reduce_dtype,
+    warn_user,
+)
 from .._jaxpr import (
     AUTOCAST,
     LIST_WEIGHTS,
@@ -17,11 +30,13 @@ from .._jaxpr import (
     Rewriter,
     explain_tracing,
     float_dtype,
+    is_backward,
     note_casting,
     open_partials,
     run,
     run_lifted,
     trace,
+    walk,
 )
 from ..modules import (
     NO_TARGET,
@@ -37,17 +52,22 @@ from ..modules import (
 from ..modules.common import eval_shapes
 from ..policy import Policy, PolicyMap, PolicySpec, list_policies
 from ._rewrite import (
+    NO_WEIGHT,
+    WHY_BACKWARD,
     AutocastRules,
     CastingRule,
     EquationPlace,
+    WeightFinder,
+    WeightUse,
     check_policy,
     explain_unused_functions,
     make_casting_rule,
     root_policy,
 )
-from ._weight_arguments import WeightArguments, WeightArray, Weights, check_weights
 
 CUSTOM_RULES = ("opaque", "inside")
+
+Weights = int | Sequence[int] | Callable[[str], bool]
 
 
 def attach(
@@ -65,23 +85,23 @@ def attach(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
     target, captured = parse_target(fun, policy, "autocast")
-    check_weights(weights)
+    numbers = weights if isinstance(weights, list | tuple) else [weights]
+    if weights is not None and not callable(weights) and not all(type(number) is int for number in numbers):
+        raise TypeError(
+            f"weights must be an argument number, several, or a function of paths, got {describe(weights)}. For "
+            "example: weights=0, weights=(0, 2), or weights=lambda path: path.endswith('kernel')."
+        )
     check_policy(captured, has_weights=weights is not None)
     wrap = functools.partial(_wrap_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights)
     attached: Any = PolicyDecorator(wrap, "autocast") if target is NO_TARGET else wrap(target)
-    if policy is None and target is fun and rules is None:
-        _warn_of_float32(captured)
-    return attached
-
-
-def _warn_of_float32(default: Policy | PolicyMap) -> None:
-    """Warns if no policy was given and the default policy computes in float32 only."""
-    if all(policy.compute_dtype == np.float32 for policy in list_policies(default)):
+    is_plain = policy is None and target is fun and rules is None
+    if is_plain and all(each.compute_dtype == np.float32 for each in list_policies(captured)):
         warn_user(
             "autocast was given no policy, and computes in float32 as the default policy says: nothing runs in half "
             "precision. For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
             "autocast(loss_fn, 'float32') to keep float32."
         )
+    return attached
 
 
 def _wrap_function(fun: Any, **options: Any) -> Any:
@@ -96,8 +116,6 @@ def _wrap_function(fun: Any, **options: Any) -> Any:
 
 
 class _Autocast:
-    """A function with its policy and rules."""
-
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -137,10 +155,6 @@ class _Autocast:
         lifted = self._weights is not None and find_lifting_adapter((args, kwargs)) is not None
         read_weights = functools.partial(WeightArguments, self._weights, opened=len(args) - given, lifted=lifted)
         trace_and_run = functools.partial(self._trace_and_run, policy, read_weights, found)
-        return run_lifted(trace_and_run, self._make_traceable(fun, policy), args, kwargs)
-
-    def _make_traceable(self, fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-        """Checks and casts the output, and registers the modules that are called."""
 
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
             with matmul_precision(policy), explain_tracing(), note_casting():
@@ -148,7 +162,8 @@ class _Autocast:
             _check_result(fun, out)
             return out
 
-        return call_and_check if self._register is None else self._register.watch(call_and_check)
+        traceable = call_and_check if self._register is None else self._register.watch(call_and_check)
+        return run_lifted(trace_and_run, traceable, args, kwargs)
 
     def _trace_and_run(
         self,
@@ -162,7 +177,14 @@ class _Autocast:
         # The trace registers the modules that the rules by scope need.
         with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
-        old, rule = traced.program, self._make_rule(policy, traced.program)
+        old, modules = traced.program, None if self._register is None else self._register.list_modules()
+        rule = make_casting_rule(self._policy, policy, self._rules, self._custom_rules, modules)
+        unused = explain_unused_functions(self._rules.functions, old.jaxpr)
+        if rule.scopes is not None:
+            unused += rule.scopes.explain_unused(old.jaxpr)
+            rule.rewritten = self._rewritten  # refers to modules, which may be freed with the function
+        for message in unused:
+            warn_user(message)
         # Inputs and outputs keep the dtypes that the function was traced with.
         kinds = [rule.argument(float_dtype(var)) for var in old.jaxpr.invars]
         if self._weights is not None:
@@ -173,17 +195,6 @@ class _Autocast:
         new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
-
-    def _make_rule(self, policy: Policy, program: ClosedJaxpr) -> CastingRule:
-        modules = None if self._register is None else self._register.list_modules()
-        rule = make_casting_rule(self._policy, policy, self._rules, self._custom_rules, modules)
-        unused = explain_unused_functions(self._rules.functions, program.jaxpr)
-        if rule.scopes is not None:
-            unused += rule.scopes.explain_unused(program.jaxpr)
-            rule.rewritten = self._rewritten  # refers to modules, which may be freed with the function
-        for message in unused:
-            warn_user(message)
-        return rule
 
     def __reduce__(self) -> tuple:  # without the caches
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules, self._weights)
@@ -198,3 +209,76 @@ def _check_result(fun: Callable[..., Any], out: PyTree) -> None:
                 f"{where and f', at {where} of its result'}; autocast needs a tree of arrays. "
                 "For example: return loss, {'accuracy': accuracy}."
             )
+
+
+class WeightArray(NamedTuple):
+    path: str
+    array: Any
+    quantization: str  # its format, or why it is left
+
+
+class WeightArguments:
+    """The named weights among the array leaves of a call.
+
+    Leaves come from `(args, kwargs)`, or from one argument that holds both if nnx objects were lifted. The first
+    `opened` arguments come from a partial, and have no number.
+    """
+
+    def __init__(self, weights: Weights | None, args: Args, kwargs: Kwargs, *, opened: int, lifted: bool):
+        leaves = [(keys, leaf) for keys, leaf in jax.tree.leaves_with_path((args, kwargs)) if is_array(leaf)]
+        self._arrays = [leaf for _, leaf in leaves]
+        # 0 or 1 for `args` or `kwargs`, then the number or name of the argument, then the path inside.
+        spell = lambda key: jax.tree_util.keystr((key,), simple=True)
+        parts = [[*map(spell, keys[2 if lifted else 0 :])] for keys, _ in leaves]
+        owners = [int(names[0]) - opened if which == "0" else names[0] for which, *names in parts]
+        paths = ["/".join([str(own), *names[2:]]) for own, names in zip(owners, parts, strict=True)]
+        self._paths = [path.removesuffix("/value") if lifted else path for path in paths]
+        if callable(weights):
+            self._groups = {"weights": self._select(lambda i: bool(weights(self._paths[i])))}
+            return
+        numbers = [weights] if isinstance(weights, int) else weights or ()
+        self._groups = {f"weights={n}": self._select(lambda i, n=n: owners[i] == n) for n in numbers}
+
+    def _select(self, is_named: Callable[[int], bool]) -> list[int]:
+        return [i for i, leaf in enumerate(self._arrays) if is_floating(leaf) and is_named(i)]
+
+    def find(self, rule: CastingRule, program: Jaxpr) -> tuple[list[bool], list[WeightArray]]:
+        """Returns which arguments of the jaxpr are quantized weights, and a description of each named weight."""
+        named = {i for group in self._groups.values() for i in group}
+        names = [frozenset([i]) if i in named else NO_WEIGHT for i in range(len(self._arrays))]
+        quote = lambda found: "".join(f" {self._paths[i]!r}" for i in sorted(found)[:1])
+        find_product = lambda eqn, read, place: rule.find_weight_product(
+            eqn, read, place, quote(NO_WEIGHT.union(*read))
+        )
+        uses, _ = WeightFinder(find_product, rule.contexts, rule.enters).find(program, names, EquationPlace())
+        by_name = {i: [use for use in uses if i in use.names] for i in sorted(named)}
+        for label, group in self._groups.items():
+            self._check_reached(label, group, by_name)
+        if any(is_backward(step.scope) for step in walk(program)):
+            warn_user(f"autocast quantizes the forward pass alone, because {WHY_BACKWARD}.")
+        tables = {i for i, own in by_name.items() if any(use.is_lookup for use in own)}
+        rows = [
+            WeightArray(self._paths[i], self._arrays[i], _describe_uses(own))
+            for i, own in by_name.items()
+            if self._arrays[i].ndim > 1
+        ]
+        return [i in named - tables for i in range(len(self._arrays))], rows
+
+    def _check_reached(self, label: str, group: list[int], uses: dict[int, list[WeightUse]]) -> None:
+        if any(use.is_product for i in group for use in uses[i]):
+            return
+        reasons = [f"{self._paths[i]!r} ({_describe_uses(uses[i]).removeprefix('left: ')})" for i in group[:3]]
+        others = ", ".join(map(repr, self._paths[:3]))
+        found = ", ".join(reasons) if reasons else f"it names no floating array; the first paths are {others}"
+        raise ValueError(
+            f"{label} reaches no matmul or convolution as a weight: {found}. For example: "
+            "autocast(lambda params, x: x @ params['kernel'], 'int8_from_mixed_bfloat16', weights=0)."
+        )
+
+
+def _describe_uses(uses: list[WeightUse]) -> str:
+    """Describes the format of a weight, or why it is left."""
+    lookups = [use for use in uses if use.is_lookup]
+    products = lookups or [use for use in uses if use.is_product] or uses
+    texts = {f"left: {own}" if isinstance(own, str) else str(own): None for own in (use.product for use in products)}
+    return "; ".join(texts) or "left: nothing reads it"

@@ -10,8 +10,8 @@ from ..modules import NO_TARGET
 from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
+    from ._attach import Weights
     from ._rewrite import AutocastRules
-    from ._weight_arguments import Weights
 
 
 CustomRules = Literal["opaque", "inside"]

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import describe, did_you_mean, escape_controls, list_paths_to
+from .._base import describe, did_you_mean, escape_controls, is_floating, is_half, list_paths_to, round_to_half
 from ..loss_scale import DynamicLossScale
 from ..numerics._nonfinite import NonfiniteOrigin
 from ..quant._weights import ARRAYS, is_quantized
-from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories, round_if_half
+from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories
 from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
 
 _MISSING = "is not in the checkpoint"
@@ -89,7 +89,9 @@ class Conversion:
             check_scale(found.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
-        value = round_if_half(found.value if saved is None else saved.decode(), entry.value)
+        value = found.value if saved is None else saved.decode()
+        if is_half(entry.value) and is_floating(value):
+            value = round_to_half(value, entry.value.dtype)
         if is_loss_scale:
             value = _clip(value, self._scales[entry.name])
         return convert_value(value, entry.value)
@@ -98,22 +100,19 @@ class Conversion:
         """Returns the initial value of an entry that was not saved. Raises `Misfit` if it should have been saved."""
         if not _is_own(entry, self._memories):
             raise Misfit(_MISSING)
-        number = self._find_beginning(entry)
+        last, scale, number = entry.path[-1], self._scales.get(entry.name), None
+        if entry.part == "float8":
+            number = 1.0 if last.endswith("scale") else 0.0
+        elif last == "credits" and scale is not None:
+            number = scale.hysteresis - 1
+        elif entry.part == "loss_scale" and entry.path[-2:-1] == ("origin",):
+            number = float(np.ravel(getattr(NonfiniteOrigin.empty(), last))[0])
+        elif entry.part == "loss_scale":
+            number = _INITIAL.get(last)
+            number = float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
         if number is None or not is_abstract(entry.value):
             return _keep(entry, _MISSING)
         return convert_value(np.full(entry.value.shape, number, entry.value.dtype), entry.value)
-
-    def _find_beginning(self, entry: Entry) -> float | None:
-        """Returns the initial value of a field of this library, or None if it is not known."""
-        last, scale = entry.path[-1], self._scales.get(entry.name)
-        if entry.part == "float8":
-            return 1.0 if last.endswith("scale") else 0.0
-        if last == "credits" and scale is not None:
-            return scale.hysteresis - 1
-        if entry.part == "loss_scale" and entry.path[-2:-1] == ("origin",):
-            return float(np.ravel(getattr(NonfiniteOrigin.empty(), last))[0])
-        number = _INITIAL.get(last) if entry.part == "loss_scale" else None
-        return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
 
 
 def _is_own(entry: Entry, memories: Container[Path]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base import OVERWRITE, is_floating, is_half, name_state, round_to_half
+from .._base import OVERWRITE, is_half, name_state
 from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
 from ..quant._weights import is_quantized
 
@@ -187,7 +187,3 @@ def _relative(memory: Entry) -> Path:
 
 def _fits(param: Entry | None, memory: Entry) -> bool:
     return param is not None and not param.part and is_half(param.value) and param.value.shape == memory.value.shape
-
-
-def round_if_half(value: Any, like: Any) -> Any:
-    return round_to_half(value, like.dtype) if is_half(like) and is_floating(value) else value

@@ -1,4 +1,4 @@
-"""The commands: their arguments, and the functions that run them."""
+"""The commands: their arguments, the functions that run them, and their outputs."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._outputs import add_files, check_files, check_folder, print_report, print_text, write_files
+from .._base import escape_controls
 from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
@@ -69,7 +69,7 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     for name, (metavar, text) in options.items():
         parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
     _add_json(parser, "a table")
-    add_files(parser, page=", with all rows, that sorts", picture="the exponents")
+    _add_files(parser, page=", with all rows, that sorts", picture="the exponents")
 
 
 def _add_diverge(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def _add_diverge(parser: argparse.ArgumentParser) -> None:
     )
     _add_call_arguments(parser)
     _add_json(parser, "a table")
-    add_files(parser, page="", picture="the errors along the depth")
+    _add_files(parser, page="", picture="the errors along the depth")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trials", type=Path, metavar="FILE", help="save trials here, and resume from those in it")
     _add_json(parser, "a table")
-    add_files(parser, page="", picture="the trials")
+    _add_files(parser, page="", picture="the trials")
 
 
 def _add_call(parser: argparse.ArgumentParser, example: str, note: str = "") -> None:
@@ -215,7 +215,7 @@ def _run_tune(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(str(error)) from None
 
-    check_folder("--trials", arguments.trials)
+    _check_folder("--trials", arguments.trials)
     return 0 if _show(make_report, arguments).is_met else 1
 
 
@@ -233,12 +233,67 @@ def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 def _show(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
     """Makes a report, writes its files, prints it and returns it."""
-    check_files(arguments)
+    _check_files(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
         report = make_report()
-    write_files(report, arguments)
-    print_report(report, arguments)
+    _write_files(report, arguments)
+    _print_report(report, arguments)
     return report
+
+
+def _add_files(parser: argparse.ArgumentParser, *, page: str, picture: str) -> None:
+    """Adds the options `--html` and `--plot`; `page` and `picture` describe their contents in the help."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"write a page, too{page}")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw {picture}, too: a .png, .svg or .pdf")
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Checks the options `--html` and `--plot`, if the command has them, before the function runs."""
+    if "plot" not in arguments:
+        return
+    _check_folder("--html", arguments.html)
+    _check_folder("--plot", arguments.plot)
+    if arguments.plot is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if arguments.plot.suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise UserError(
+            f"--plot {arguments.plot} is not an image format of matplotlib: name it {arguments.plot.stem}.png"
+        )
+
+
+def _check_folder(option: str, file: Path | None) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise UserError(f"{option} {file}: the folder {file.parent} does not exist")
+
+
+def _write_files(report: Any, arguments: argparse.Namespace) -> None:
+    """Writes the page and the plot that `--html` and `--plot` ask for."""
+    if "plot" not in arguments:
+        return
+    if arguments.html:
+        from ..report import draw_document
+
+        title = f"{arguments.command} of {arguments.function}"
+        arguments.html.write_text(draw_document(report, title), encoding="utf-8")
+    if arguments.plot:
+        report.plot().savefig(arguments.plot, dpi=150)
+
+
+def print_text(report: Any) -> None:
+    """Prints a report as text. Paths and names may have control characters."""
+    print(escape_controls(str(report)))
+
+
+def _print_report(report: Any, arguments: argparse.Namespace) -> None:
+    """Prints a report as a table, or as a JSON document that starts with the machine and the function."""
+    if not arguments.json:
+        return print_text(report)
+    from .doctor import find_machine
+
+    document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
+    print(json.dumps(document, indent=2))
 
 
 class Command(NamedTuple):

@@ -1,15 +1,17 @@
 """Parses the command line, and reports errors in one line with an exit status."""
 
 import argparse
+import codecs
+import contextlib
+import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._commands import COMMANDS
-from ._outputs import spell_signs_plainly
 from ._user_code import UserError
 
 
@@ -40,6 +42,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(str(error))
 
 
+# ASCII replacements, of one column each, for streams that cannot encode these characters.
+_PLAIN = str.maketrans({"─": "-", "↑": "^", "↓": "v", "→": ">", "±": "~", "…": "~"})
+
+
+@contextlib.contextmanager
+def spell_signs_plainly() -> Iterator[None]:
+    """Prints ASCII replacements where stdout or stderr cannot encode a character, such as a pipe on Windows."""
+    codecs.register_error("jmp_policy.plain", _spell_plainly)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="jmp_policy.plain")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)
+
+
+def _spell_plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
+
+
 def _check_device() -> None:
     """Raises `UserError` if JAX finds no device."""
     import jax
@@ -54,7 +81,14 @@ def _check_device() -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line; errors suggest the nearest name."""
-    parser = _make_parser()
+    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
+    parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (help, description, epilog, add_arguments, run) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        add_arguments(subparser)
+        subparser.set_defaults(parser=subparser, command=name, run=run)
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         parser.error(f"there is no command {command!r}. {did_you_mean(command, COMMANDS)}")
@@ -65,18 +99,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         *others, last = COMMANDS
         parser.error(f"which command? {', '.join(others)} or {last}: jmp-policy --help says what they do")
     return arguments
-
-
-def _make_parser() -> "_Parser":
-    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
-    parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
-    parser.set_defaults(parser=parser)
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for name, (help, description, epilog, add_arguments, run) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=help, description=description, epilog=epilog)
-        add_arguments(subparser)
-        subparser.set_defaults(parser=subparser, command=name, run=run)
-    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,6 +1,10 @@
 """Policies on Flax linen modules, and a train state in which a skipped step changes nothing: `TrainState`."""
 
-from ..quant._weights import register_with_flax as _register_with_flax
+import sys as _sys
+
 from ._train_state import TrainState as TrainState
 
-_register_with_flax()
+if "jmp_policy.quant" in _sys.modules:  # it was loaded before Flax
+    from ..quant._weights import register_with_flax as _register_with_flax
+
+    _register_with_flax()

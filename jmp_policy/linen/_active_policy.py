@@ -44,18 +44,15 @@ def read_class_policy(target: object) -> ClassPolicy:
 class _CurrentPolicy:
     """The active policy, as a context that is part of every jit key. The reference is weak: JAX never frees a key."""
 
-    def __init__(self) -> None:
-        self._reference = ACTIVE_POLICY
-
     @property
     def value(self) -> Any:
         """The active policy, or `None`."""
-        reference = self._reference.value
+        reference = ACTIVE_POLICY.value
         return None if reference is None else reference()
 
     def __call__(self, active: "ActivePolicy") -> AbstractContextManager[Any]:
         """Activates a policy for a `with` block."""
-        return self._reference(active.reference)
+        return ACTIVE_POLICY(active.reference)
 
     def __reduce__(self) -> str:  # by its name, for what pickles functions by value
         return "CURRENT"
@@ -85,6 +82,8 @@ class ActivePolicy:
     # innermost module whose own rule leaves it open.
     inferred: np.dtype | None
     rule: MapRule | None  # the rule of the map that covers the running module, or `None`
+    _known_types: dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]] = dataclasses.field(default_factory=dict)
+    _known_caches: list[bool] = dataclasses.field(default_factory=list)
 
     @property
     def policy(self) -> Policy | PolicyMap:
@@ -174,14 +173,6 @@ class ActivePolicy:
         """The match of all modules inside, under a single policy."""
         assert isinstance(self.policy, Policy)
         return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
-
-    @functools.cached_property
-    def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:
-        return {}
-
-    @functools.cached_property
-    def _known_caches(self) -> list[bool]:
-        return []
 
     def _fill_compute_dtype(self, policy: Policy) -> Policy:
         return policy if policy.compute_dtype is not None else policy.replace(compute_dtype=self.inferred)

@@ -17,10 +17,9 @@ from ..modules.common import eval_shapes
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
 from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy
-from ._classes import make_policied_class, unpolicied_class
 from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
-from ._methods import hook_calls
+from ._methods import hook_calls, make_policied_class, unpolicied_class
 from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
 from ._products import find_sums_dtype
 from ._quantized import quantization_of
@@ -49,7 +48,11 @@ def examine(
     variables = eval_shapes(init, rngs, inputs, kwargs)
     # Around a boundary, only the hook runs: its policy becomes active inside.
     trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
-    params = _params_by_module(variables.get("params", {}), called.modules)
+    params: dict[str, list[Any]] = {}  # of each module, without those of called modules inside it
+    for keys, leaf in jax.tree.leaves_with_path(variables.get("params", {})):
+        names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
+        around = list_paths_to("/".join(names))
+        params.setdefault(next(path for path in reversed(around) if path in called.modules), []).append(leaf)
     unknown = [*explain_unknown(called.modules), *called.wrapped.values()]
     return ModelInfo(called.modules, params, called.explain_unused(), unknown)
 
@@ -99,7 +102,6 @@ class _CalledModules:
         return note_and_call
 
     def explain_unused(self) -> list[str]:
-        """Returns warnings about the rules that cover no module."""
         maps = [(active.policy, types) for active, types in self._types.items() if isinstance(active.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
@@ -127,16 +129,6 @@ def _name_keys(rngs: Any) -> dict[str, Any]:
     if isinstance(rngs, Mapping):
         return {"params": jax.random.key(0), **rngs}
     return {"params": jax.random.key(0) if rngs is None else rngs}
-
-
-def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns the parameters of each module, without the parameters of called modules inside it."""
-    owned: dict[str, list[Any]] = {}
-    for keys, leaf in jax.tree.leaves_with_path(params):
-        names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
-        around = list_paths_to("/".join(names))
-        owned.setdefault(next(path for path in reversed(around) if path in modules), []).append(leaf)
-    return owned
 
 
 class _Linen(Adapter):

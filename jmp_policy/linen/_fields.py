@@ -19,39 +19,21 @@ PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
 """Modules that rewrite parameters of another one. No policy fills in their dtype: it is that of these parameters."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleFields:
-    """The dtype fields of a class of modules."""
-
-    has_dtype: bool  # true if a module has a dtype of its own
-    dtype_default: Any  # the default of that field
-    has_param_dtype: bool  # true if it has a field for the dtype of its parameters
-    # True if it casts its own parameters: modules with a field `dtype`, and Flax's own without one (PReLU casts, the
-    # parts of an LSTM cell leave it to the cell).
-    casts_own_params: bool
-
-
 @remember_weakly
-def find_fields(kind: type[nn.Module]) -> ModuleFields:
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    has_dtype = "dtype" in fields
-    return ModuleFields(
-        has_dtype=has_dtype,
-        dtype_default=fields["dtype"].default if has_dtype else None,
-        has_param_dtype="param_dtype" in fields,
-        casts_own_params=has_dtype or kind.__module__.startswith("flax.linen."),
-    )
+def find_dtype_fields(kind: type[nn.Module]) -> dict[str, Any]:
+    """Returns the defaults of the fields `dtype` and `param_dtype`, if a class of modules has them."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.name in ("dtype", "param_dtype")}
 
 
 def has_open_dtype(module: nn.Module) -> bool:
     """True if a policy fills in the dtype of a module: it has the default, or a filled-in dtype handed down to it."""
-    fields = find_fields(type(module))
-    if not fields.has_dtype or isinstance(module, PARAMETER_WRAPPERS):
+    defaults = find_dtype_fields(type(module))
+    if "dtype" not in defaults or isinstance(module, PARAMETER_WRAPPERS):
         return False
     dtype: Any = module.dtype  # type: ignore[attr-defined]
     if dtype is None or hasattr(dtype, _AUTHOR):
         return True
-    default = fields.dtype_default
+    default = defaults["dtype"]
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
 
 
@@ -64,7 +46,7 @@ def is_widening_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
 
 def written_dtype(module: nn.Module) -> Any:
     """Returns the dtype that the author of a module wrote, or `None`."""
-    is_for_policy = not find_fields(type(module)).has_dtype or has_open_dtype(module)
+    is_for_policy = "dtype" not in find_dtype_fields(type(module)) or has_open_dtype(module)
     return None if is_for_policy or isinstance(module, PARAMETER_WRAPPERS) else module.dtype  # type: ignore[attr-defined]
 
 
@@ -81,7 +63,7 @@ def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
 
 def needs_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
     """True if the `param_dtype` field of a module has another dtype."""
-    if not find_fields(type(module)).has_param_dtype:
+    if "param_dtype" not in find_dtype_fields(type(module)):
         return False
     found: Any = module.param_dtype  # type: ignore[attr-defined]
     return found is None or is_filled_in(found) or np.dtype(found) != dtype

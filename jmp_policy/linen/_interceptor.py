@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
-import numpy as np
 from flax import linen as nn
 from flax.core import freeze
 from flax.linen.module import InterceptorContext
@@ -38,7 +37,7 @@ from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._cache import check_cache
 from ._fields import (
     PARAMETER_WRAPPERS,
-    find_fields,
+    find_dtype_fields,
     has_open_dtype,
     is_filled_in,
     is_widening_params,
@@ -109,7 +108,10 @@ def _call_inside(
             check_cache(module, None)
         next_fun = _compute_as(match.policy, context, next_fun)
         if at_boundary:
-            out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
+            policy, inputs, options = cast_arguments(match.policy, next_fun, (), args, kwargs)
+            with _mark_boundary(module), matmul_precision(policy), keep_wide_results() as results:
+                out = next_fun(*inputs, **options)
+            out = cast_result(policy, results.restore(policy, out))
         else:
             out = next_fun(*args, **kwargs)
 
@@ -131,24 +133,18 @@ def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[
 
 def _is_cast_due(module: nn.Module) -> bool:
     """True if a module that a rule names casts its inputs: at its outermost call, unless its author wrote a dtype."""
-    is_open = has_open_dtype(module) or not find_fields(type(module)).has_dtype
+    is_open = has_open_dtype(module) or "dtype" not in find_dtype_fields(type(module))
     return is_open and module.scope.flags.get(_RUNNING) != module.path  # type: ignore[union-attr]
 
 
 def _note_layer(module: nn.Module, policy: Policy) -> None:
     """Records the author's dtype of a layer with a weight, for a warning."""
     scope: Any = module.scope
-    if not find_fields(type(module)).has_dtype or not any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES)):
+    has_weight = any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES))
+    if "dtype" not in find_dtype_fields(type(module)) or not has_weight:
         return
     written = written_dtype(module)
     NOTES.get().layers[path_text(module)] = None if written is None else find_wider_dtype(written, policy)
-
-
-def _call_at_boundary(module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
-    with _mark_boundary(module), matmul_precision(policy), keep_wide_results() as results:
-        out = fun(*args, **kwargs)
-    return cast_result(policy, results.restore(policy, out))
 
 
 @contextlib.contextmanager
@@ -184,8 +180,11 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
         values["param_dtype"] = mark_param_dtype(module, param_dtype)
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
     is_storing = param_dtype is not None and module.scope.is_mutable_collection("params")
-    is_quantized = policy.quantization is not None and stored_format_of(policy.quantization) is not None
-    reads_in_compute = not find_fields(type(module)).casts_own_params
+    is_quantized = stored_format_of(policy.quantization) is not None
+    # Modules with a field `dtype` cast their own parameters, and so do Flax's own without one: PReLU casts, and the
+    # parts of an LSTM cell leave it to the cell.
+    kind = type(module)
+    reads_in_compute = "dtype" not in find_dtype_fields(kind) and not kind.__module__.startswith("flax.linen.")
     if reads_in_compute or "param_dtype" in values or is_storing or is_quantized:
         values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
@@ -235,19 +234,14 @@ class _MakerAcross:
 @contextlib.contextmanager
 def _fill_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> Iterator[None]:
     """Fills in the fields of the cell too: `nn.RNN` asks it for the first carry before the cell is called."""
-    dtype = None if cell.scope is None else _choose_first_carry_dtype(CURRENT.value.match(cell).policy)
-    fields = {}
-    if dtype is not None and needs_param_dtype(cell, dtype):
-        fields["param_dtype"] = mark_param_dtype(cell, dtype)
+    fields, policy = {}, None if cell.scope is None else CURRENT.value.match(cell).policy
+    if policy is not None and policy.param_dtype is not None:
+        # The param dtype, or a wider compute dtype: a narrower carry would be rounded at each step.
+        dtype = max(policy.param_dtype, policy.compute_dtype or policy.param_dtype, key=lambda dtype: dtype.itemsize)
+        if needs_param_dtype(cell, dtype):
+            fields["param_dtype"] = mark_param_dtype(cell, dtype)
     with filled, temporarily_set(cell, fields):
         yield
-
-
-def _choose_first_carry_dtype(policy: Policy) -> np.dtype | None:
-    """Returns the param dtype, or a wider compute dtype: a narrower carry would be rounded at each step."""
-    if policy.param_dtype is None or policy.compute_dtype is None:
-        return policy.param_dtype
-    return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _declare_param(

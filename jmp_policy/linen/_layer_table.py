@@ -1,5 +1,6 @@
 """The linen layers that multiply by a weight, and which of their functions a policy may replace."""
 
+import functools
 import inspect
 
 from flax import linen as nn
@@ -19,10 +20,8 @@ LAYERS: dict[type, WeightedLayer] = {
 """Subclasses of a layer have the same row."""
 
 
-@remember_weakly
-def layer_of(kind: type[nn.Module]) -> WeightedLayer | None:
-    """Returns the row of a class of layers, or `None`."""
-    return find_row(LAYERS, kind)
+layer_of = remember_weakly(functools.partial(find_row, LAYERS))
+"""Returns the row of a class of layers, or `None`."""
 
 
 def open_layer(module: nn.Module) -> WeightedLayer | None:

@@ -1,6 +1,11 @@
-"""Methods of linen modules under a policy: public ones cast inputs and outputs. Also hooks around methods."""
+"""Subclasses of linen modules with a policy, whose public methods cast inputs and outputs. Also hooks around methods.
+
+The class has the policy, because Flax clones modules field by field and would lose an attribute of an instance. The
+subclass has the name of its base, so that the names of parameters do not depend on the policy.
+"""
 
 import contextvars
+import copyreg
 import dataclasses
 import functools
 import inspect
@@ -11,30 +16,108 @@ from typing import Any
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
-from .._base import Args, Kwargs, cast_floating, warn_once
-from ..modules import Hook, ModuleCall, cast_arguments, cast_result, matmul_precision, widen_policy
-from ..modules.common import keep_wide_results
-from ..policy import Policy
+from .._base import Args, Kwargs, PyTree, cast_floating, prepare_state, read_state, remember_on_class, warn_once
+from ..modules import Hook, ModuleCall, cast_arguments, cast_result, check_no_cast, matmul_precision, widen_policy
+from ..modules.common import find_by_name, keep_wide_results, make_subclass
+from ..policy import Policy, PolicyMap
 from ..quant._products import has_float8, warn_of_odd_rows
-from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
+from ._active_policy import (
+    CLASS_POLICY,
+    CURRENT,
+    ActivePolicy,
+    ClassPolicy,
+    activate_policy,
+    intern_active_policy,
+    read_class_policy,
+)
 from ._interceptor import make_interceptor
-from ._place import calling, is_trial, path_of, path_text
-from ._quantized import note_quantized_weights, quantization_of
+from ._place import ModulePlace, calling, is_trial, path_of, path_text
+from ._quantized import has_float8_state, note_quantized_weights, quantization_of
+
+
+def make_policied_class(
+    base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
+) -> Any:
+    """Returns the subclass of a linen class whose public methods are boundaries; the same one for equal arguments."""
+    return _make_class(_choose_shortest_lived(base, policy), base, policy, no_cast, place)
+
+
+@remember_on_class
+def _make_class(
+    _: type, base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
+) -> Any:
+    if no_cast:
+        public = [method for name, method in _list_methods(base, dir(base)) if _is_public(name)]
+        check_no_cast(base.__call__, no_cast, public)
+    recipe = (make_policied_class, (base, policy, no_cast, place))
+    cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
+    setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, no_cast, place, owner=cls))
+    # Set now, not in the namespace: Flax wraps each method there, and would intercept our boundary instead.
+    _wrap_methods(cls, dir(base))
+    cls._call_wrapped_method = _call_wrapped_method
+    apply = _wrap_entry(base.apply)
+    cls.apply = _keep_state(apply) if has_float8_state(policy) else apply
+    cls.init_with_output = _wrap_entry(base.init_with_output)
+    cls.__reduce__ = _reduce  # type: ignore[method-assign]
+    return cls
+
+
+def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
+    """Returns the class, or key of its map, that is freed first: one that its module does not have under its name."""
+    keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
+    return next(passing, base)
+
+
+def unpolicied_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the base of a policied class, or any other class itself."""
+    own: ClassPolicy | None = vars(cls).get(CLASS_POLICY)
+    return cls if own is None else own.base
+
+
+def _init_subclass(cls: Any, **kwargs: Any) -> None:
+    """Makes the methods of an author's subclass of a policied class boundaries too, once Flax has wrapped them."""
+    super(read_class_policy(cls).owner, cls).__init_subclass__(**kwargs)
+    _wrap_methods(cls, vars(cls))
+
+
+def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `Module.apply` of a model with float8 state, which autodiff combines by max."""
+
+    @functools.wraps(apply)
+    def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
+
+    return nn.nowrap(apply_with_state)
+
+
+def _reduce(self: nn.Module) -> tuple:
+    """Pickles the base class and the policy, unless Python finds the policied class by name."""
+    cls: Any = type(self)
+    if find_by_name(cls) is cls:
+        return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
+    given = read_class_policy(cls)
+    return _rebuild, (unpolicied_class(cls), given.policy, given.no_cast, given.place), vars(self)
+
+
+def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace) -> Any:
+    return object.__new__(make_policied_class(base, policy, no_cast, place))
+
 
 _OURS = "_jmp_ours"
 """The attribute by which a method that we made refers to itself."""
 
 
-def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
+def _wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
     """Makes the public methods of a class boundaries, and runs its other methods under the policy."""
     names = tuple(names)
-    for name, method in list_methods(cls, names):
-        setattr(cls, name, _wrap_method(method, is_public(name)))
+    for name, method in _list_methods(cls, names):
+        setattr(cls, name, _wrap_method(method, _is_public(name)))
     if issubclass(cls, nn.RNNCellBase) and "initialize_carry" in names:
         cls.initialize_carry = _cast_first_carry(cls.initialize_carry)
 
 
-def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy: a hook of Flax."""
     active: ActivePolicy | None = CURRENT.value
     if self.scope is None or (active is not None and active.belongs_to(self)):
@@ -46,29 +129,24 @@ def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kw
     name = getattr(fun, "__name__", "")
     if not any(inspect.unwrap(vars(base).get(name, call)) is inspect.unwrap(fun) for base in type(self).__mro__):
         return call(self, *args, **kwargs)  # a function of the module, given to a transform
-    return _wrap_method(functools.wraps(fun)(call), is_public(name))(self, *args, **kwargs)
+    return _wrap_method(functools.wraps(fun)(call), _is_public(name))(self, *args, **kwargs)
 
 
-def wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `Module.apply` or `Module.init_with_output`, so that any `method=` runs under the policy."""
 
     @functools.wraps(entry)
     def call_entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if method is not None:
-            method = _wrap_method_argument(type(self), method)
+        if isinstance(method, str):
+            method = getattr(type(self), method, method)  # Flax rejects an unknown name
+        fun = method.__func__ if inspect.ismethod(method) else method
+        method = _wrap_method(fun, casts=True) if inspect.isfunction(fun) else method
         return entry(self, *args, method=method, **kwargs)
 
     return nn.nowrap(call_entry)
 
 
-def _wrap_method_argument(cls: type, method: Any) -> Any:
-    if isinstance(method, str):
-        method = getattr(cls, method, method)  # Flax rejects an unknown name
-    fun = method.__func__ if inspect.ismethod(method) else method
-    return _wrap_method(fun, casts=True) if inspect.isfunction(fun) else method
-
-
-def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Lists the methods that the author of a class wrote, without those under `nn.nowrap` and functions in fields."""
     fields = {field.name for field in dataclasses.fields(cls)}
     for name in names:
@@ -80,7 +158,7 @@ def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[s
             yield name, method
 
 
-def is_public(name: str) -> bool:
+def _is_public(name: str) -> bool:
     return name == "__call__" or (name != "setup" and not name.startswith("_"))
 
 
@@ -109,7 +187,7 @@ def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kw
         return _call_with_casts(method, module, args, kwargs)
     # The hook sees the inputs before they are cast.
     call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
-    return hook(describe_call(module, method.__name__), call, args, kwargs)
+    return hook(_describe_call(module, method.__name__), call, args, kwargs)
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
@@ -191,7 +269,7 @@ def hook_calls(
             return next_fun(*args, **kwargs)
         # Modules that run through `.apply` in the hook or the method are inside of this one.
         with calling(module):
-            return hook(describe_call(module, context.method_name), next_fun, args, kwargs)
+            return hook(_describe_call(module, context.method_name), next_fun, args, kwargs)
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
         token = BOUNDARY_HOOK.set(boundary_hook or BOUNDARY_HOOK.get())
@@ -205,7 +283,7 @@ def hook_calls(
     return call_hooked
 
 
-def describe_call(module: nn.Module, method: str) -> ModuleCall:
+def _describe_call(module: nn.Module, method: str) -> ModuleCall:
     name = module.name or type(module).__name__
     return ModuleCall(
         path=path_text(module),

@@ -185,7 +185,6 @@ def _call_embed(module: nn.Embed, policy: Policy, own: Callable[..., Any], input
 
 
 def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], query: jax.Array) -> Any:
-    """Computes `nn.Embed.attend`."""
     stored = _find_table(module, policy)
     accumulate = find_accumulate_dtype(policy) if stored is not None else _choose_accumulate_dtype(module, policy)
     if stored is None and accumulate is None:

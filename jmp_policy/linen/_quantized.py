@@ -77,10 +77,11 @@ def _read_param(
 def quantization_of(module: nn.Module, policy: Policy) -> str:
     """Describes the weight of a bound module for `Row.quantization`."""
     format = policy.quantization
-    weight = None if format is None else _find_weight(module)
-    if format is None or weight is None:
+    params = {} if format is None else {name: find_stored(module, name) for name in WEIGHT_NAMES}
+    shapes = {name: param.shape for name, param in params.items() if param is not None and len(param.shape) > 1}
+    if format is None or not shapes:
         return ""
-    name, shape = weight
+    name, shape = next(iter(shapes.items()))
     layout = _find_layout(module, name, shape)
     layer = layer_of(type(module))
     if isinstance(format, Float8):
@@ -92,12 +93,6 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
         return str(format) if left is None else f"left: {left}"
     left = reason_unquantized(shape, layout, format)
     return f"left: {left}" if left else spell_format(choose_format(format, layout), layer, _explain_as_numbers(module))
-
-
-def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
-    """Returns name and shape of the parameter to quantize, or `None`."""
-    params = {name: find_stored(module, name) for name in WEIGHT_NAMES}
-    return next(((name, x.shape) for name, x in params.items() if x is not None and len(x.shape) > 1), None)
 
 
 def find_stored(module: nn.Module, name: str) -> Any:

@@ -1,14 +1,16 @@
 """A Flax train state in which a non-finite step changes nothing."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from flax.training import train_state
 
 from .. import optim
 from .._base import OVERWRITE
 from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
-from ..numerics._nonfinite import NonfiniteOrigin
 from ..optim._steps import overwrite_state
+
+if TYPE_CHECKING:
+    from ..numerics import NonfiniteOrigin
 
 
 class TrainState(train_state.TrainState):
@@ -27,7 +29,7 @@ class TrainState(train_state.TrainState):
     (0, [1.0, 1.0], 2.0)
     """
 
-    def apply_gradients(self, *, grads: Any, origin: NonfiniteOrigin | None = None, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: Any, origin: "NonfiniteOrigin | None" = None, **kwargs: Any) -> Self:
         """Takes one step.
 
         Args:

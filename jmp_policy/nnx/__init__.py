@@ -7,16 +7,24 @@
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
+import sys as _sys
 import typing as _typing
 
 from .._base import load_lazily as _load_lazily
-from ..quant._weights import register_with_flax as _register_with_flax
-from ._decorate import cast_params as cast_params
 from ._grad import grad as grad, value_and_grad as value_and_grad
-from ._layer_state import Float8State as Float8State, set_rounding_rngs as set_rounding_rngs
+from ._layer_state import Float8State as Float8State  # also registers its name with nnx
 from ._optimizer import Optimizer as Optimizer
-from ._products import QuantizedParam as QuantizedParam
 
-_register_with_flax()
-if not _typing.TYPE_CHECKING:  # a type checker would take any name
-    __getattr__, __dir__ = _load_lazily(__name__, {}, globals(), elsewhere={"set_rounding": "nnx.set_rounding_rngs"})
+if "jmp_policy.quant" in _sys.modules:  # it was loaded before Flax
+    from ..quant._weights import register_with_flax as _register_with_flax
+
+    _register_with_flax()
+if _typing.TYPE_CHECKING:
+    from ._decorate import cast_params as cast_params
+    from ._layer_table import set_rounding_rngs as set_rounding_rngs
+    from ._products import QuantizedParam as QuantizedParam
+else:  # load everything that changes layers
+    _SOURCES = {"_decorate": "cast_params", "_layer_table": "set_rounding_rngs", "_products": "QuantizedParam"}
+    __getattr__, __dir__ = _load_lazily(
+        __name__, _SOURCES, globals(), elsewhere={"set_rounding": "nnx.set_rounding_rngs"}
+    )

@@ -63,7 +63,6 @@ class _Tree:
         self._visit_module(model, (), None)
 
     def explain_unused(self) -> list[str]:
-        """Returns warnings about the rules that cover no module."""
         maps = [(given.policy, given.types) for given in self._given if isinstance(given.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 

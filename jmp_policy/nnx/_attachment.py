@@ -92,7 +92,6 @@ class Attachment:
         return self._attach_value(module, path, _Around(self._find_match("/".join(path)).policy))
 
     def explain_unused_rules(self) -> list[str]:
-        """Returns warnings about the rules that cover no module."""
         # A rule may name a module inside of a linen one, which appears when it is called.
         if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
             return []
@@ -180,6 +179,10 @@ class Attachment:
     def _make_spec(
         self, base: type, attributes: Attributes, path: Path, is_root: bool, source: DtypeSource, rewritten: bool
     ) -> ModuleSpec:
+        lineage: tuple[tuple[str, type], ...] = ()
+        if isinstance(self.given, PolicyMap):  # under one policy, modules of equal specs share a class
+            paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
+            lineage = tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
         match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
         policy = match.policy
         if rewritten and stored_format_of(policy.quantization) is not None:
@@ -198,7 +201,7 @@ class Attachment:
             base=base,
             policy=policy,
             given=self.given,
-            lineage=self._find_lineage(path),
+            lineage=lineage,
             effect=effect,
             no_cast=self.no_cast if is_root else (),
             dtype_source=source,
@@ -250,12 +253,6 @@ class Attachment:
 
     def _find_match(self, path: str) -> Match:
         return match_policy(self.given, path, self.types)
-
-    def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
-        if not isinstance(self.given, PolicyMap):  # under one policy, modules of equal specs share a class
-            return ()
-        paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
-        return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
 
 
 def make_policied_class(spec: ModuleSpec) -> type:

@@ -124,20 +124,16 @@ def _make_metaclass(parent: type[type]) -> type[type]:
     def construct(kind: Any, *args: Any, **kwargs: Any) -> Any:
         module = parent.__call__(kind, *args, **kwargs)
         given, no_cast = getattr(kind, _GIVEN)
-        return _attach_to_new(module, given, no_cast, (args, kwargs))
+        # In place; the modules among the arguments of the constructor are copied.
+        attachment = _make_attachment(given, no_cast, (args, kwargs))
+        attachment.attach(module)
+        for message in (*attachment.explain_unused_rules(), *attachment.explain_unused_cache()):
+            warn_once(given, message)
+        for message in attachment.explain_written_dtypes():
+            warn_once(type(module), message)
+        return module
 
     return pickle_by_recipe(type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True}))
-
-
-def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Any:
-    """Attaches the policy to a new module in place, and copies the modules among its constructor's arguments."""
-    attachment = _make_attachment(given, no_cast, arguments)
-    attachment.attach(module)
-    for message in (*attachment.explain_unused_rules(), *attachment.explain_unused_cache()):
-        warn_once(given, message)
-    for message in attachment.explain_written_dtypes():
-        warn_once(type(module), message)
-    return module
 
 
 def attach_wrapped(
@@ -150,7 +146,6 @@ def attach_wrapped(
 
 
 def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Attachment:
-    """Makes the walk over a new module."""
     passed_in = {id(node) for _, node in walk(arguments)}
 
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:

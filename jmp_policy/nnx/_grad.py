@@ -112,7 +112,10 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        before = _list_carried(list_models(args))
+        # The variables that one step hands to the next.
+        nodes = [node for _, node in nnx.iter_graph(list_models(args), graph=True) if isinstance(node, nnx.Variable)]
+        kept = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
+        before = [(variable, variable.get_raw_value()) for variable in kept]
         out, grads = differentiated(*args, **kwargs)
         written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
         if written:
@@ -171,10 +174,3 @@ def _takes_filters(options: dict[str, Any]) -> bool:
     defaults = {"graph": nnx.set_graph_mode, "graph_updates": nnx.set_graph_updates}
     given = {name: options.get(name) for name in defaults}
     return all(defaults[name].current_value() if value is None else value for name, value in given.items())
-
-
-def _list_carried(modules: list[Any]) -> list[tuple[nnx.Variable, Any]]:
-    """Lists the variables that one step hands to the next, each with its value."""
-    nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
-    carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
-    return [(variable, variable.get_raw_value()) for variable in carried]

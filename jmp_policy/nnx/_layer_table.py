@@ -1,13 +1,15 @@
-"""The nnx layers that multiply by a weight."""
+"""The nnx layers that multiply by a weight, and their keys for stochastic rounding."""
 
+import functools
 import inspect
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
 from .._base import remember_weakly
-from ..quant._layers import WeightedLayer, find_row
-from ..quant._products import label_einsum
+from ..quant._layers import Multiply, WeightedLayer, find_row
+from ..quant._products import ROUNDING, label_einsum
 from ..quant._weights import Layout, kernel_layout, table_layout
 from ._shadow import Attributes
 
@@ -46,10 +48,8 @@ LAYERS: dict[type, WeightedLayer] = {
 """Subclasses of a layer have the same row."""
 
 
-@remember_weakly
-def find_layer(base: type) -> WeightedLayer | None:
-    """Returns the row of a class of layers, or `None`."""
-    return find_row(LAYERS, base)
+find_layer = remember_weakly(functools.partial(find_row, LAYERS))
+"""Returns the row of a class of layers, or `None`."""
 
 
 class LayerWeight(NamedTuple):
@@ -73,3 +73,58 @@ def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
 
 DEFAULT_PROMOTE = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
 """The default `promote_dtype` of layers."""
+
+
+_PAUSED = "deterministic"
+"""The attribute that `model.eval()` sets and `model.train()` clears, as in `nnx.Dropout`."""
+
+
+def set_rounding_rngs(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) -> None:
+    """Gives each layer with stochastic rounding its own stream of keys, as `nnx.Dropout` has one.
+
+    The streams are state of the model: the attribute `rounding` of layers, whose count grows with each call. They are
+    in `nnx.state` and in checkpoints. `nnx.split_rngs(..., only="rounding")` splits them for `nnx.vmap` and `nnx.scan`,
+    and `nnx.reseed(model, rounding=0)` restarts them. After `model.eval()` no keys are drawn, until `model.train()`.
+    The streams stay when a policy is attached again.
+
+    Args:
+      model: a model with a policy such as `"nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"`; changed in place.
+      rngs: the source to fork the streams from: its stream `rounding`, or `default`. `None` removes the streams.
+
+    Raises:
+      ValueError: no layer of the model uses stochastic rounding.
+
+    >>> import jax, jmp_policy as jmp
+    >>> from flax import nnx
+    >>> policy = "nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"
+    >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), policy)
+    >>> jmp.nnx.set_rounding_rngs(model, nnx.Rngs(rounding=1))
+    >>> out = model(jax.numpy.ones((16, 64)))
+    >>> model.rounding.count[...].item()
+    1
+    """
+    layers = [module for _, module in nnx.iter_modules(model) if _rounds_at_random(module)]
+    if not layers:
+        raise ValueError(
+            "No layer of the model rounds at random. Give it such a policy first: "
+            "with_policy(model, 'nvfp4(stochastic_rounding=true)_from_mixed_bfloat16')."
+        )
+    for layer in layers:
+        if rngs is not None:
+            stream: Any = rngs if isinstance(rngs, nnx.RngStream) else rngs[ROUNDING]
+            setattr(layer, ROUNDING, stream.fork())
+            setattr(layer, _PAUSED, getattr(layer, _PAUSED, False))
+        elif ROUNDING in vars(layer):
+            delattr(layer, ROUNDING)
+
+
+def _rounds_at_random(module: Any) -> bool:
+    layer = find_layer(type(module))
+    function = vars(module).get(layer.field) if layer is not None and layer.field is not None else None
+    return layer is not None and isinstance(function, Multiply) and layer.needs_rng(function.product.format)
+
+
+def draw_key(layer: nnx.Module) -> jax.Array | None:
+    """Draws a key from the stream of a layer, or returns `None` without a stream or after `model.eval()`."""
+    stream = vars(layer).get(ROUNDING)
+    return None if stream is None or getattr(layer, _PAUSED, False) else stream()

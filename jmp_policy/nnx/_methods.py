@@ -65,7 +65,8 @@ def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Runs a method of the class without a policy, as the spec of the module says."""
     runs, source, given = _find_shadow_class(type(module), spec), spec.dtype_source, widen_policy(spec.policy)
-    carry = find_carry(spec.base, method, args, kwargs)
+    is_cell = issubclass(spec.base, nnx.RNNCellBase) and getattr(method, "__name__", "") == "__call__"
+    carry = (args[0] if args else kwargs.get("carry")) if is_cell else None
 
     # A boundary casts its arguments. A wrapped linen module casts them itself: it knows their names.
     casts = spec.casts and source is not DtypeSource.LINEN_MODULE
@@ -132,13 +133,6 @@ def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
     if around is not None and around[0] == policy:
         return policy.replace(compute_dtype=around[1])
     return resolve_policy(policy, (args, kwargs))
-
-
-def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the carry that a call hands to a recurrent cell, or `None`."""
-    if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
-        return None
-    return args[0] if args else kwargs.get("carry")
 
 
 def _give_cache_dtype(

@@ -111,7 +111,6 @@ def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | Non
 
 
 def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
-    """True if a layer has a `dtype` that its author wrote."""
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
 
@@ -135,20 +134,17 @@ def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_o
 def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
     """Returns the attributes that a policy gives a layer: those that its author would write for these dtypes."""
     if issubclass(base, WRAPPERS):
-        return _make_wrapper_attributes(attributes, policy.param_dtype)
+        dtype = policy.param_dtype
+        # An open dtype would upcast a half-precision weight to float32.
+        if dtype is None or attributes["dtype"] is not None or dtype == at_least_float32(dtype):
+            return {}
+        return {"dtype": dtype}
     new = {}
     if is_open and policy.compute_dtype is not None:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
     return new | make_product_attributes(base, attributes, policy)
-
-
-def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
-    """Returns the `dtype` of a wrapper: an open one would upcast a half-precision weight to float32."""
-    if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
-        return {}
-    return {"dtype": param_dtype}
 
 
 @remember_weakly

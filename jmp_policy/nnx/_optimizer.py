@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -47,9 +46,13 @@ class Optimizer(nnx.Optimizer):
           `None` under `loss_scaled`, and with a transformation for half-precision parameters: the step makes no array
           of updates, which is cheaper and exact. With any other transformation the updates, as Flax's.
         """
-        state, before = self._float8_state(model, grads), nnx.as_pure(self.opt_state)
+        new = nnx.state(grads, Float8State, graph=self.graph)
+        paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
+        differentiated = nnx.All(Float8State, lambda path, _: path in paths)
+        old, before = nnx.as_pure(nnx.state(model, differentiated, graph=self.graph)), nnx.as_pure(self.opt_state)
         updates = self._update_params(model, grads, extra)
-        self._overwrite_state(model, state, before)
+        if paths:
+            nnx.update(model, overwrite_state(old, nnx.as_pure(new), before, nnx.as_pure(self.opt_state)))
         return updates
 
     def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
@@ -65,16 +68,3 @@ class Optimizer(nnx.Optimizer):
         taken = find_scaled_state(opt_state).grads_finite if has_scaled_state(opt_state) else True
         self.step[...] += jnp.uint32(taken)
         return None
-
-    def _float8_state(self, model: nnx.Module, grads: PyTree) -> tuple[Any, Any]:
-        """Returns the float8 state that was differentiated, before a step, and its gradient."""
-        new = nnx.state(grads, Float8State, graph=self.graph)
-        paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
-        differentiated = nnx.All(Float8State, lambda path, _: path in paths)
-        return nnx.as_pure(nnx.state(model, differentiated, graph=self.graph)), nnx.as_pure(new)
-
-    def _overwrite_state(self, model: nnx.Module, state: tuple[PyTree, PyTree], before: PyTree) -> None:
-        """Writes the next float8 state into the model, if its state was differentiated."""
-        old, new = state
-        if jax.tree.leaves(new):
-            nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state)))

@@ -40,8 +40,8 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import Float8State, draw_key, read_state
-from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, find_layer, find_weight
+from ._layer_state import Float8State, read_state
+from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, draw_key, find_layer, find_weight
 from ._shadow import Attributes
 
 WRITTEN = "its author wrote the functions that it computes with"
@@ -184,10 +184,6 @@ class PromoteTable(Promote):
         *others, table = arrays
         return self.product.promote((*others, fake_quantize(self.prepare(table), dtype)), dtype=dtype, **options)
 
-    def read_rows(self, table: Any, indices: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-        """Dequantizes the rows that are read."""
-        return embedding_lookup(self.prepare(table), indices, dtype)
-
     def prepare(self, table: Any) -> Any:
         """Returns the quantized table, or one that is rounded in the same way when it is read."""
         assert self.product.stored_format is not None
@@ -208,7 +204,7 @@ def make_quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
 def _call_quantized(self: Any, inputs: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
     if self.num_embeddings == 1 or not jnp.issubdtype(inputs.dtype, jnp.integer):
         return nnx.Embed.__call__(self, inputs, out_sharding=out_sharding)
-    read = functools.partial(self.promote_dtype.read_rows, dtype=self.dtype)
+    read = lambda table, inputs: embedding_lookup(self.promote_dtype.prepare(table), inputs, self.dtype)
     if out_sharding is not None:
         read = jax.sharding.auto_axes(out_sharding=out_sharding)(read)
     return read(self.embedding[...], inputs)

@@ -21,8 +21,6 @@ Attributes = dict[str, Any]
 
 
 class NodeKind(enum.Enum):
-    """The kinds of values in module trees."""
-
     MODULE = enum.auto()
     PARAM = enum.auto()
     PYTREE = enum.auto()

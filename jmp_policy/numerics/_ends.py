@@ -66,7 +66,7 @@ def spell_arguments(
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
     """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments."""
-    own = [_find_own(path) if is_lifted else path for path in paths]
+    own = map(_find_own, paths) if is_lifted else paths
     return [None if path is None else _join("result", path) for path in own]
 
 

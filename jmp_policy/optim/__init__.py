@@ -24,22 +24,6 @@ import typing as _typing
 
 from .._base import load_lazily as _load_lazily
 from ..loss_scale import LossScaledState as LossScaledState
-from ._half import (
-    KahanState as KahanState,
-    MasterWeightsState as MasterWeightsState,
-    SplitWeightsState as SplitWeightsState,
-    StochasticRoundingState as StochasticRoundingState,
-    kahan as kahan,
-    master_params as master_params,
-    master_weights as master_weights,
-    stochastic_rounding as stochastic_rounding,
-    with_master_params as with_master_params,
-)
-from ._moments import (
-    QuantizedMomentsState as QuantizedMomentsState,
-    cast_state as cast_state,
-    quantize_state as quantize_state,
-)
 from ._steps import (
     NonfiniteOriginState as NonfiniteOriginState,
     SkippedStep as SkippedStep,
@@ -57,11 +41,33 @@ from ._steps import (
 )
 
 if _typing.TYPE_CHECKING:
+    from ._half import (
+        KahanState as KahanState,
+        MasterWeightsState as MasterWeightsState,
+        SplitWeightsState as SplitWeightsState,
+        StochasticRoundingState as StochasticRoundingState,
+        kahan as kahan,
+        master_params as master_params,
+        master_weights as master_weights,
+        stochastic_rounding as stochastic_rounding,
+        with_master_params as with_master_params,
+    )
+    from ._moments import (
+        QuantizedMomentsState as QuantizedMomentsState,
+        cast_state as cast_state,
+        quantize_state as quantize_state,
+    )
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
-else:  # loads the package that draws tables
+else:  # most training loops need only the steps
+    _SOURCES = {
+        "_half": "KahanState MasterWeightsState SplitWeightsState StochasticRoundingState kahan master_params "
+        "master_weights stochastic_rounding with_master_params",
+        "_moments": "QuantizedMomentsState cast_state quantize_state",
+        "_state_report": "MomentRow StateReport state_report",
+    }
     __getattr__, __dir__ = _load_lazily(
         __name__,
-        {"_state_report": "MomentRow StateReport state_report"},
+        _SOURCES,
         globals(),
         unlisted="KahanState MasterWeightsState MomentRow NonfiniteOriginState QuantizedMomentsState SplitWeightsState "
         "StateReport StochasticRoundingState",

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._base import DTypeLike, at_least_float32, quote
 from ..policy import MXFP8, Int8, Quantization
-from ._numbers import pad_axis
+from ._numbers import pad_axes
 from ._operations import check_floating, einsum, parse_product_format
 from ._products import label_einsum
 
@@ -127,10 +127,8 @@ def multiply_padded(
     """Computes `einsum`; operands of block formats are padded with zeros to whole blocks."""
     if isinstance(format, MXFP8):
         labels = label_einsum(lhs.ndim, rhs.ndim, equation)
-        for axis in labels.summed_axes(labels.left):
-            lhs = pad_axis(lhs, axis, format.block_size)
-        for axis in labels.summed_axes(labels.right):
-            rhs = pad_axis(rhs, axis, format.block_size)
+        lhs = pad_axes(lhs, labels.summed_axes(labels.left), format.block_size)
+        rhs = pad_axes(rhs, labels.summed_axes(labels.right), format.block_size)
     return einsum(equation, lhs, rhs, quantization=format, **options)
 
 

@@ -103,11 +103,13 @@ def round_with_input_scales(
 ) -> Rounded:
     """Rounds weights to int4 with the scales of inputs that change the outputs least; shapes as in `Calibration`."""
     magnitude = statistics.magnitude.sum(0)  # groups of a convolution share the scales
-    split = lambda array: array.reshape(len(weights), -1, block, weights.shape[-1])
+    largest = magnitude.max()
+    shares = jnp.maximum(magnitude / jnp.where(largest > 0, largest, 1), _SMALLEST)
 
     def scale_blocks(power: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        scales = compute_scales(magnitude, power)
-        blocks = split(weights * scales[:, None, None])
+        scales = shares**power
+        scales /= jnp.sqrt(scales.max() * scales.min())  # the smallest and the largest are reciprocals of each other
+        blocks = (weights * scales[:, None, None]).reshape(len(weights), -1, block, weights.shape[-1])
         return scales, blocks, *choose_bounds(blocks, (2,), clip)
 
     def measure(power: jax.Array) -> jax.Array:
@@ -124,14 +126,6 @@ def round_with_input_scales(
     made = quantize_asymmetric(blocks, low, high)
     assert made.zero_point is not None
     return Rounded(made.values.reshape(weights.shape), made.scale[:, :, 0], made.zero_point[:, :, 0], 1 / scales)
-
-
-def compute_scales(magnitude: jax.Array, power: jax.Array) -> jax.Array:
-    """Returns scales of inputs whose smallest and largest are reciprocals of each other."""
-    largest = magnitude.max()
-    shares = jnp.maximum(magnitude / jnp.where(largest > 0, largest, 1), _SMALLEST)
-    scales = shares**power
-    return scales / jnp.sqrt(scales.max() * scales.min())
 
 
 def take_blocks(hessian: jax.Array, inner: int, block: int) -> jax.Array:

@@ -24,11 +24,6 @@ class Calibration:
         self._traced: dict[str, None] = {}
         self._path = ""
 
-    def run(self, call: Callable[[], Any]) -> None:
-        """Calls a model without `jit`, so that inputs have values, also in scans."""
-        with jax.disable_jit(), observe_products(self.observe):
-            call()
-
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of a module; its matmuls are recorded under its path."""
         outer, self._path = self._path, call.path
@@ -95,8 +90,13 @@ class InputStatistics:
                 )
             self._counts += np.asarray(counts)
             self._peak = max(self._peak, top)
-            if top > 0:
-                self._try_clips(x, axes, top)
+            if top == 0:
+                return
+            first = int(np.ceil(np.log2(top) * _PER_OCTAVE))  # larger powers clip nothing in this batch
+            powers = np.arange(first - _PER_OCTAVE * _OCTAVES, first)
+            for power, saved in zip(powers, np.asarray(_measure_savings(x, axes, _clips(powers))), strict=True):
+                self._saved[int(power)] = self._saved.get(int(power), 0.0) + float(saved)
+            self._lowest = max(self._lowest, int(powers[0]))
 
     def clip(self, clip: Clip) -> float:
         """Returns the magnitude to clip inputs to; 0 if all inputs were zero."""
@@ -110,13 +110,6 @@ class InputStatistics:
         reached = np.cumsum(self._counts) >= np.ceil(self._counts.sum() * clip / 100)
         edge = np.uint32((np.argmax(reached) + 1) << _SHIFT).view(np.float32)
         return float(min(self._peak, edge)) if not reached[0] else 0.0
-
-    def _try_clips(self, x: jax.Array, axes: tuple[int, ...], top: float) -> None:
-        first = int(np.ceil(np.log2(top) * _PER_OCTAVE))  # larger powers clip nothing in this batch
-        powers = np.arange(first - _PER_OCTAVE * _OCTAVES, first)
-        for power, saved in zip(powers, np.asarray(_measure_savings(x, axes, _clips(powers))), strict=True):
-            self._saved[int(power)] = self._saved.get(int(power), 0.0) + float(saved)
-        self._lowest = max(self._lowest, int(powers[0]))
 
 
 def _clips(powers: np.ndarray | int) -> np.ndarray:
@@ -143,7 +136,6 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
 
 
 def require_adapter(model: Any, message: str) -> Adapter:
-    """Returns the adapter of a Flax module, or raises a `TypeError`."""
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(message)
@@ -213,7 +205,8 @@ def calibrate(
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
+        with jax.disable_jit(), observe_products(calibration.observe):  # inputs have values, also in scans
+            adapter.run(bound, inputs, method, kwargs, calibration.hook)
     calibration.check(count)
     weights = adapter.find_weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._base import Args, Kwargs, is_array, is_floating_dtype
-from ..modules import Adapter, Method, ModuleCall
+from ..modules import Method, ModuleCall
 from ..report import (
     BEFORE,
     KEPT,
@@ -151,7 +151,12 @@ class Comparison(Report):
         if size and len(quantized) < len(self.rows):
             share = sum(row.bytes_after for row in quantized) / size
             notes.append(f"those quantized, {len(quantized)} of {len(self.rows)}: {share:.1%}")
-        return [*notes, f"output of the model: {_format_error(self.output_error)} off", *_list_reasons(self.rows)]
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            if not row.is_quantized:
+                names.setdefault(row.quantization, []).append(row.path or row.type)
+        reasons = [f"{why}: {', '.join(layers)}" for why, layers in names.items()]
+        return [*notes, f"output of the model: {_format_error(self.output_error)} off", *reasons]
 
 
 def _choose_color(row: LayerComparison) -> str:
@@ -170,15 +175,6 @@ def _list_cells(row: LayerComparison) -> tuple[str, ...]:
         "" if is_exact else f"{row.sqnr:.1f} dB",
         "not seen" if row.output_error is None else _format_error(row.output_error),
     )
-
-
-def _list_reasons(rows: Sequence[LayerComparison]) -> list[str]:
-    """Lists the layers of each reason."""
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        if not row.is_quantized:
-            names.setdefault(row.quantization, []).append(row.path or row.type)
-    return [f"{why}: {', '.join(layers)}" for why, layers in names.items()]
 
 
 def _format_error(error: float) -> str:
@@ -214,10 +210,23 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     >>> row.quantization, row.bytes_before, row.bytes_after, row.weight_error < 0.01
     ('int8', 16384, 4352, True)
     """
-    old, new = _weights(before), _weights(after)
-    _check_same(old, new)
+    example = "compare(model.bind(variables), with_policy(model, policy).bind(quantize(variables, policy)), x)"
+    message = "compare takes Flax modules, got {!r}. For example: " + example + "."
+    models = [(model, require_adapter(model, message.format(model))) for model in (before, after)]
+    old, new = (adapter.find_weights(adapter.bind(model, None)) for model, adapter in models)
+    for path in sorted(old.keys() | new.keys()):
+        shapes = [weights[path].shape if path in weights else None for weights in (old, new)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"before and after are not the same model: the weight of {path!r} has the shapes {shapes[0]} and "
+                f"{shapes[1]}."
+            )
+    if not old:
+        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
     wanted, got = _Outputs(old), _Outputs(old)
-    whole = [_arrays(_run(*run, inputs, method, kwargs)) for run in ((before, wanted), (after, got))]
+    with jax.disable_jit():
+        runs = zip(models, (wanted, got), strict=True)
+        whole = [_arrays(adapter.run(model, inputs, method, kwargs, to.hook)) for (model, adapter), to in runs]
     dequantize = lambda weight: weight.dequantize() if isinstance(weight, QuantizedArray) else weight
     rows = (
         LayerComparison(
@@ -255,33 +264,6 @@ class _Outputs:
             self._running.discard(call.path)
         self.by_path[call.path].extend(_arrays(out))
         return out
-
-
-def _find_adapter(model: Any) -> Adapter:
-    example = "compare(model.bind(variables), with_policy(model, policy).bind(quantize(variables, policy)), x)"
-    return require_adapter(model, f"compare takes Flax modules, got {model!r}. For example: {example}.")
-
-
-def _weights(model: Any) -> dict[str, Any]:
-    adapter = _find_adapter(model)
-    return adapter.find_weights(adapter.bind(model, None))
-
-
-def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for path in sorted(before.keys() | after.keys()):
-        shapes = [weights[path].shape if path in weights else None for weights in (before, after)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"before and after are not the same model: the weight of {path!r} has the shapes {shapes[0]} and "
-                f"{shapes[1]}."
-            )
-    if not before:
-        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
-
-
-def _run(model: Any, outputs: _Outputs, inputs: Args, method: Method, kwargs: Kwargs) -> Any:
-    with jax.disable_jit():
-        return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
 
 
 def _quantization(weight: Any, called: tuple[str, str] | None) -> str:

@@ -15,15 +15,7 @@ from ..modules import Method
 from ..policy import Int4, Int8
 from ._layer_by_layer import quantize_layer_by_layer
 from ._matrix import Calibration, InputStatistics, Rounded
-from ._numbers import (
-    Clip,
-    Quantized,
-    choose_bounds,
-    choose_peak,
-    quantize_asymmetric,
-    quantize_symmetric,
-    to_numbers,
-)
+from ._numbers import Clip, Quantized, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric, to_numbers
 
 
 def gptq(

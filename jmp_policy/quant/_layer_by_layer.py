@@ -32,8 +32,7 @@ from ._matrix import (
     round_matrix,
 )
 from ._products import Bilinear, Convolution, is_matmul, observe_products
-from ._quantize import apply_quantizer
-from ._quantizer import Quantizer
+from ._quantize import Quantizer, apply_quantizer
 from ._weights import Layout, QuantizedArray, block_length, stack_shape
 
 

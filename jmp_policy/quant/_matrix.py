@@ -84,8 +84,6 @@ class Weight:
 
 
 class Matrix(NamedTuple):
-    """One matrix of a weight."""
-
     weight: Weight
     place: int  # in the stack
 

@@ -213,7 +213,11 @@ def _multiply(
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | FakeQuantized):
-        _check_format(rhs, format)
+        if format not in (None, rhs.format):
+            raise ValueError(
+                f"The weight is quantized already, as {str(rhs.format)!r}, and cannot be as {str(format)!r}. "
+                "Leave quantization out, or pass rhs.dequantize()."
+            )
         _check_key(rhs.format, key)
         check_floating(lhs)
         return multiply_quantized(operation, lhs, rhs, key)
@@ -260,14 +264,6 @@ def parse_product_format(quantization: Quantization | str | None, function: str)
 def multiplies_8_bits(format: Quantization) -> TypeGuard[Int8 | Float8 | MXFP8]:
     """True if both operands of a matmul may be in 8 bits."""
     return isinstance(format, Float8) or (isinstance(format, Int8 | MXFP8) and format.activations)
-
-
-def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
-    if format not in (None, weight.format):
-        raise ValueError(
-            f"The weight is quantized already, as {str(weight.format)!r}, and cannot be as {str(format)!r}. "
-            "Leave quantization out, or pass rhs.dequantize()."
-        )
 
 
 def check_floating(operand: jax.Array, example: str = "dot_general(x.astype('float32'), ...)") -> None:

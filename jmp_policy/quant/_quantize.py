@@ -1,7 +1,7 @@
-"""Post-training quantization of linen variables; adapters quantize nnx models."""
+"""Post-training quantization, weight by weight: of linen variables here, of nnx models through their adapter."""
 
+import math
 import re
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -9,14 +9,32 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._base import PyTree, list_paths_to
+from .._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object, refuse_order
-from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec, match_policy
-from ._numbers import Clip
-from ._quantizer import Quantizer
-from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_layout
+from ..policy import (
+    Policy,
+    PolicyMap,
+    PolicySpec,
+    default_policy,
+    get_policy,
+    is_policy_spec,
+    match_policy,
+    stored_format_of,
+)
+from ._numbers import Clip, check_clip
+from ._weights import (
+    WEIGHT_NAMES,
+    Layout,
+    QuantizedArray,
+    choose_format,
+    quantize_array,
+    reason_unquantized,
+    register_with_flax,
+    weight_layout,
+)
 
 T = TypeVar("T")
+_SHOWN = 5  # unquantized weights in an error
 
 
 class _Options(TypedDict, total=False):
@@ -78,8 +96,84 @@ def quantize(
     return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}), stacked)
 
 
+class Quantizer:
+    """Quantizes each weight of a linen or nnx model; arguments as for `quantize`."""
+
+    def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
+        if not has_quantization(given):
+            raise ValueError(
+                f"Nothing to quantize: {_describe_policy(given)} stores no quantized weights. "
+                "For example: 'int8_from_mixed_bfloat16'."
+            )
+        self.given = given
+        self._clip = check_clip(clip)
+        self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
+        self._modules: set[str] = set()
+        self._left: dict[str, str] = {}
+        self._quantized = 0
+
+    def quantize_weight(
+        self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
+    ) -> QuantizedArray | None:
+        """Quantizes a weight; returns None, and records the reason (or `unfit`), if it stays unchanged."""
+        self._modules.add(module)
+        path, stored = f"{module}/{name}".removeprefix("/"), stored_format_of(policy.quantization)
+        if stored is None:
+            why = f"its policy {policy.name!r} stores no quantized weights"
+        elif isinstance(array, QuantizedArray):
+            why = unfit
+        elif not is_floating_dtype(array.dtype):
+            why = "it is not floating"
+        else:
+            why = reason_unquantized(array.shape, layout, stored) or unfit
+        if why is not None:
+            self._left[path] = why
+            return None
+        assert stored is not None
+        self._quantized += 1
+        options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
+        return quantize_array(array, choose_format(stored, layout), layout, **options, where=f" {path!r}")
+
+    def check(self, unused: Collection[str]) -> None:
+        """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
+        if not self._quantized:
+            reasons = [f"{path!r}: {why}" for path, why in [*self._left.items()][:_SHOWN]]
+            reasons += [f"and {len(self._left) - _SHOWN} more"] * (len(self._left) > _SHOWN)
+            why = "; ".join(reasons) or "there is no 'kernel' or 'embedding' of two or more axes"
+            also = "".join(f" The {message}." for message in unused)
+            raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
+        for path in self._input_clips:
+            if path not in self._modules:
+                known = did_you_mean(path, sorted(self._modules))
+                raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
+        for message in unused:
+            warn_user(message)
+
+
+def has_quantization(given: Policy | PolicyMap) -> bool:
+    """True if the policy, or any policy of a map, stores weights in a quantized format."""
+    if isinstance(given, Policy):
+        return stored_format_of(given.quantization) is not None
+    default = default_policy() if given.default is None else given.default
+    rules = any(stored_format_of(rule.policy.quantization) is not None for rule in given.rules)
+    return rules or has_quantization(default)
+
+
+def _parse_magnitude(path: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number > 0:
+        return number
+    raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+
+
+def _describe_policy(given: Policy | PolicyMap) -> str:
+    return f"the policy {given.name!r}" if isinstance(given, Policy) else f"the map {given!r}"
+
+
 def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str]) -> Any:
-    """Quantizes variables or an nnx model by a quantizer."""
     adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and adapter.quantize is not None:
         if stacked:
@@ -89,7 +183,7 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
         return quantized
     # A mapping may also be the state of an nnx model.
     if isinstance(target, Mapping) and not any(map(is_flax_object, jax.tree.leaves(target, is_leaf=is_flax_object))):
-        return quantize_variables(target, quantizer, stacked)
+        return _quantize_variables(target, quantizer, stacked)
     given = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
     raise TypeError(
         f"quantize takes linen variables or an nnx model, got {given}. "
@@ -97,11 +191,16 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
     )
 
 
-def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
+def _quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
     given = quantizer.given
-    _check_keys(given)
-    if "flax.serialization" in sys.modules:  # only if Flax is loaded already
-        register_with_flax()
+    types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
+    if types:
+        name = types[0].__qualname__
+        raise ValueError(
+            f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
+            "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
+        )
+    register_with_flax()
     params: PyTree = variables.get("params", variables)
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])
@@ -148,16 +247,6 @@ def _count_stacked_axes(patterns: Collection[str], modules: Collection[str]) -> 
         for module in covered:
             depths[module] += 1
     return depths
-
-
-def _check_keys(given: Policy | PolicyMap) -> None:
-    types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
-    if types:
-        name = types[0].__qualname__
-        raise ValueError(
-            f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
-            "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
-        )
 
 
 def _split_path(path: KeyPath) -> tuple[str, str]:

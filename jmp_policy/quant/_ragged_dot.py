@@ -19,9 +19,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._base import DTypeLike, quote
-from .._jaxpr import PRODUCT_SCOPE
-from ..policy import MULTIPLE, MXFP8, CurrentScaling, Float8, Int8, Quantization
+from .._base import PRODUCT_SCOPE, DTypeLike, quote
+from ..policy import MULTIPLE, MXFP8, CurrentScaling, Int8, Quantization
 from ._numbers import (
     E4M3,
     E5M2,
@@ -32,7 +31,7 @@ from ._numbers import (
     measure_amax,
     measure_row_amax,
     narrow_sums,
-    pad_axis,
+    pad_axes,
     quantize_symmetric,
     round_operand,
     saturate,
@@ -139,19 +138,14 @@ def _check_operands(lhs: jax.Array, rhs: Any, group_sizes: jax.Array) -> None:
 class _Spec:
     """Static description of a grouped matmul."""
 
-    format: Int8 | Float8 | MXFP8
+    format: Any  # `Int8`, `Float8` or `MXFP8`
     dtype: np.dtype  # of the output
     compute_dtype: np.dtype  # of the left operand and its gradient
     precision: Any = None
 
     @property
-    def float8(self) -> Float8:
-        assert isinstance(self.format, Float8)
-        return self.format
-
-    @property
     def by_row(self) -> bool:
-        return self.float8.recipe == CurrentScaling("row")
+        return self.format.recipe == CurrentScaling("row")
 
     @property
     def sums(self) -> np.dtype:
@@ -228,7 +222,7 @@ def _float8_forward(
     rows, weight = _scale_rows(spec, left, groups, len(right), E4M3), _scale_matrices(spec, right, 1)
     out = _multiply_groups(rows.values, weight.values, sizes, 1, preferred_element_type=sums)
     # Row scales serve one direction only, and a weight gradient in the compute dtype needs the unrounded rows.
-    kept = left if spec.by_row or not spec.float8.weight_grad else rows
+    kept = left if spec.by_row or not spec.format.weight_grad else rows
     return _undo_scales(spec, out, rows, weight, groups).astype(spec.dtype), (kept, right, sizes, groups)
 
 
@@ -240,7 +234,7 @@ def _float8_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any,
     left_grad = _multiply_groups(grads.values, weight.values, sizes, 2, **options)
     left_grad = _undo_scales(spec, left_grad, grads, weight, groups).astype(spec.compute_dtype)
     # Gradient of the matrices: sums over the rows of a group.
-    if not spec.float8.weight_grad:
+    if not spec.format.weight_grad:
         return left_grad, _sum_groups(left, grad.astype(spec.compute_dtype), sizes), None, None
     if spec.by_row:
         left = _scale_groups(spec, left, groups, len(right), E4M3)
@@ -257,7 +251,7 @@ def _scale_rows(spec: _Spec, x: jax.Array, groups: jax.Array, count: int, dtype:
     """Scales rows to float8 for a sum over their elements: a scale per row, or the scale of the group."""
     if not spec.by_row:
         return _scale_groups(spec, x, groups, count, dtype)
-    scale = compute_current_scale(measure_row_amax(x, (1,)), dtype, spec.float8.margin)
+    scale = compute_current_scale(measure_row_amax(x, (1,)), dtype, spec.format.margin)
     return Quantized(saturate(x, scale, dtype), scale)
 
 
@@ -265,14 +259,14 @@ def _scale_groups(spec: _Spec, x: jax.Array, groups: jax.Array, count: int, dtyp
     """Scales rows to float8 for a sum over the rows of a group: a scale per group, or per group and column."""
     magnitudes = measure_amax(x, ()) if spec.by_row else measure_row_amax(x, (1,))
     amax = jax.ops.segment_max(magnitudes, groups, count, indices_are_sorted=True)  # -inf for an empty group
-    scale = compute_current_scale(jnp.maximum(amax, 0), dtype, spec.float8.margin)
+    scale = compute_current_scale(jnp.maximum(amax, 0), dtype, spec.format.margin)
     return Quantized(saturate(x, _take(scale, groups), dtype), scale)
 
 
 def _scale_matrices(spec: _Spec, x: jax.Array, summed: int) -> Quantized:
     """Scales the matrices of all groups to e4m3 for a sum over an axis."""
     amax = measure_amax(x, (summed,) if spec.by_row else (1, 2))
-    scale = compute_current_scale(amax, E4M3, spec.float8.margin)
+    scale = compute_current_scale(amax, E4M3, spec.format.margin)
     return Quantized(saturate(x, scale, E4M3), scale)
 
 
@@ -289,23 +283,17 @@ def _apply_scales(spec: _Spec, sums: jax.Array, left: jax.Array, right: jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _block_product(spec: _Spec, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _block_forward(spec, left, right, sizes)[0]
-
-
-def _block_forward(spec: _Spec, left: jax.Array, right: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    format = spec.format
-    assert isinstance(format, MXFP8)
     multiply = functools.partial(_multiply_groups, axis=1, preferred_element_type=np.float32)
-    rows, weight = round_operand(left, None, format, 1, "input"), round_operand(right, None, format, -2, "weight")
-    return _multiply_blocks(multiply, rows, 1, weight, 1, sizes).astype(spec.dtype), (left, right, sizes)
+    rows = round_operand(left, None, spec.format, 1, "input")
+    weight = round_operand(right, None, spec.format, -2, "weight")
+    return _multiply_blocks(multiply, rows, 1, weight, 1, sizes).astype(spec.dtype)
 
 
 def _block_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     (left, right, sizes), format = residuals, spec.format
-    assert isinstance(format, MXFP8)
     block, options = format.block_size, {"preferred_element_type": np.float32}
-    grads = round_operand(pad_axis(grad, 1, block), None, format, 1, "gradient")
-    weight = round_operand(pad_axis(right, 2, block), None, format, -1, "weight")
+    grads = round_operand(pad_axes(grad, (1,), block), None, format, 1, "gradient")
+    weight = round_operand(pad_axes(right, (2,), block), None, format, -1, "weight")
     left_grad = _multiply_blocks(functools.partial(_multiply_groups, axis=2, **options), grads, 1, weight, 2, sizes)
     places, padded = _pad_groups(sizes, len(left), block)
     move = lambda x: jnp.take(x, places, axis=0, mode="fill", fill_value=0)
@@ -315,7 +303,7 @@ def _block_backward(spec: _Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
 
 
-_block_product.defvjp(_block_forward, _block_backward)
+_block_product.defvjp(lambda spec, *args: (_block_product(spec, *args), args), _block_backward)
 
 
 def _multiply_blocks(

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jmp_policy.cli import main
-from jmp_policy.cli._outputs import spell_signs_plainly
+from jmp_policy.cli._main import spell_signs_plainly
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -94,3 +95,12 @@ def test_prose_has_few_turns_of_phrase_that_need_a_second_reading(kind):
 )  # fmt: skip
 def test_a_turn_of_phrase_is_found(sentence):
     assert AVOIDED.search(sentence)
+
+
+@pytest.mark.parametrize("kind", ["docstrings", "pages"])
+def test_no_two_powers_of_a_sentence_make_bold_text(kind):
+    """Markdown shows `2**15 to 2**24` as bold text between the powers unless they are code."""
+    text = "\n".join(line.strip() for line in read(kind) if not line.lstrip().startswith("|"))
+    lines = re.sub(r"`[^`\n]*(\n[^`\n]+)?`", "X", text).splitlines()
+    pairs = [f"{first} {second}" for first, second in itertools.pairwise(lines)]
+    assert [pair for pair in pairs if len(re.findall(r"\w\*\*-?\w", pair)) > 1] == []

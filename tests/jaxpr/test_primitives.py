@@ -15,7 +15,7 @@ from jmp_policy._jaxpr._rewriter import WRITERS
 from jmp_policy.autocast._rewrite import _precision
 from jmp_policy.gradients._reduce import _marks as reduction_tables
 from jmp_policy.numerics import audit
-from jmp_policy.numerics._audit import _checks
+from jmp_policy.numerics._audit import _audit
 from jmp_policy.numerics._explain import _operations
 from jmp_policy.numerics._nonfinite import _extremes
 from jmp_policy.numerics._predict import _flow as prediction_flow
@@ -71,7 +71,7 @@ MOVERS, ANNOTATIONS, TRANSFERS = having(Fact.MOVES), having(Fact.ANNOTATES), hav
 ALL = MOVERS | ANNOTATIONS | TRANSFERS
 TABLES = {
     "the costs and facts of audit": (_cost.MOVING, ALL),
-    "the sums over devices of audit": (set(_checks.CHECKS), DEVICE_SUMS),
+    "the sums over devices of audit": (set(_audit.CHECKS), DEVICE_SUMS),
     "gradients in collectives": (_traced._KEEPING, ALL | DEVICE_SUMS),
     "collectives": (set(_traced.PRIMITIVES), TRANSFERS | DEVICE_SUMS),
     "operations of explain": (_operations.STRUCTURAL, (MOVERS - {"gather"}) | ANNOTATIONS),

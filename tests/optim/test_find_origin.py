@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import make_mesh
 
@@ -56,6 +57,15 @@ def test_nan_of_the_forward_pass_is_found_though_the_gradient_does_not_read_it(h
     for skip in skips:
         found = skip.origin
         assert (found.primitive, found.direction, found.cause.primitive) == ("div", "forward", "exp")
+
+
+def test_an_nnx_model_with_dropout_and_running_statistics_is_differentiated_by_its_parameters():
+    model = nnx.Sequential(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    find = jmp.optim.find_origin(lambda model, x: jnp.sum(jnp.log(model(x))), jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    skip = find(model, SCALE, jnp.zeros((4, 2)))
+    assert (skip.origin.primitive, skip.origin.direction) == ("log", "forward")
+    assert jax.tree.all(jax.tree.map(lambda old, new: bool((old == new).all()), before, nnx.state(model)))
 
 
 @pytest.mark.slow

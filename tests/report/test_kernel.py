@@ -20,7 +20,7 @@ CELLS = {
     "print": "print(report)",
     "display": "report",
 }
-CONSOLE = "from jmp_policy.cli._outputs import print_text\nprint_text('a line')"
+CONSOLE = "from jmp_policy.cli._commands import print_text\nprint_text('a line')"
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,10 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import (
-    WRITERS,
-    AbstractValue,
-    Atom,
-    JaxprBuilder,
-    Modules,
-    Value,
-    float_dtype,
-    is_float,
-    shape_of,
-)
+from ..._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value, float_dtype, is_float, shape_of
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
-from ._accumulators import find_accumulators
-from ._dataflow import is_gradient_sum, is_steep_in
+from ._dataflow import find_accumulators, is_applied_to_each, is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
     CastState,
@@ -34,7 +23,6 @@ from ._precision import (
     PrecisionFinder,
     as_low,
     cast_value,
-    is_applied_to_each,
     is_castable,
     is_sum,
     keeps_sums,
@@ -44,15 +32,8 @@ from ._precision import (
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
-from ._weight_products import AttentionProduct, Product, describe_attention_product, describe_weight_product
-from ._weights import (
-    A_WEIGHT,
-    NO_WEIGHT,
-    WEIGHT_PRODUCTS,
-    WHY_BACKWARD,
-    Names,
-    follow_weights,
-)
+from ._weight_products import Product, describe_attention_product, describe_weight_product
+from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
 from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 
@@ -232,7 +213,9 @@ class CastingRule(EquationWriter):
             weights = [A_WEIGHT if value.kind.dtype and value.kind.state.weight else NO_WEIGHT for value in values]
             product = self.find_weight_product(eqn, weights, context)
         elif context.attends and precision is Precision.LOW:
-            product = self._find_attention_product(eqn, context)
+            is_open = not context.backward and self._is_cast_in(eqn)
+            format = attention_format_of(self.quantization) if is_open else None
+            product = describe_attention_product(eqn, format, self.sums)
         if is_crossing:
             values = [self._cast_at_boundary(v, precision, eqn, body, context, i) for i, v in enumerate(values)]
         if has_sums and precision in _ROUNDING and not keeps_sums(eqn, values):
@@ -273,12 +256,6 @@ class CastingRule(EquationWriter):
         if isinstance(product, str):
             return product
         return product.reason_left([shape_of(atom) for atom in eqn.invars], where) or product
-
-    def _find_attention_product(self, eqn: JaxprEqn, place: EquationPlace) -> AttentionProduct | str:
-        """Returns the quantized form of a matmul of two activations, or an empty string."""
-        format = attention_format_of(self.quantization)
-        is_open = not place.backward and self._is_cast_in(eqn)
-        return describe_attention_product(eqn, format, self.sums) if is_open else ""
 
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
         """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""

@@ -204,15 +204,11 @@ def _trace_precision(name: str | None) -> Any:
 
 
 class Function(NamedTuple):
-    """A function of the tables and its treatment."""
-
     name: str
     treatment: str
 
 
 class EquationPlace(NamedTuple):
-    """The place of an equation."""
-
     backward: bool = False  # True in a backward pass
     function: Function | None = None  # the function of the tables that contains the equation
     # The path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used at
@@ -257,7 +253,13 @@ class PlaceFinder:
         for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True):
             if eqn.source_info.name_stack is not stack:
                 stack = eqn.source_info.name_stack
-                inside = _enter_scopes(outer, str(stack))
+                text, function = str(stack), outer.function
+                if AUTOCAST in text or RECORD in text:  # these scopes decide before all rules
+                    function = _NESTED
+                elif FULL_PRECISION in text:
+                    function = _REGION
+                here = outer._replace(backward=outer.backward or is_backward(text), function=function)
+                inside = outer if here == outer else here
             found.append(self._find(inside, eqn, *results))
         if not self._finds_saved:
             return found
@@ -277,14 +279,6 @@ class PlaceFinder:
             scope = self._scopes.find(path, outer.backward)
         here = (outer.backward, function, path, scope, steep, logarithmic, NONE, attends)
         return outer if here == outer else EquationPlace(*here)
-
-
-def _enter_scopes(outer: EquationPlace, stack: str) -> EquationPlace:
-    """Returns the place of the scopes of a name stack, which may decide before all rules."""
-    is_nested, is_region = AUTOCAST in stack or RECORD in stack, FULL_PRECISION in stack
-    function = _NESTED if is_nested else _REGION if is_region else outer.function
-    here = outer._replace(backward=outer.backward or is_backward(stack), function=function)
-    return outer if here == outer else here
 
 
 class Functions:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from ..._jaxpr import (
 )
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
+from ._dataflow import is_applied_to_each
 from ._place import COMPUTE_DTYPES, EquationPlace, Scope
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
@@ -146,17 +147,13 @@ def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, bod
 def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:
     if isinstance(atom, Literal):
         return Literal(bound, atom.aval)
-    pattern = _trace_clamp(bool(bound > 0))
+    operation = lax.min if bound > 0 else lax.max
+    pattern = jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]
     clamp = eqn.replace(
         primitive=pattern.primitive, params=pattern.params, effects=pattern.effects, outvars=[type(atom)(atom.aval)]
     )
     [clamped] = body.append(clamp, [atom, Literal(bound, pattern.invars[1].aval)], [AbstractValue(None)])
     return clamped.atom
-
-
-def _trace_clamp(upper: bool) -> JaxprEqn:
-    operation = lax.min if upper else lax.max
-    return jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]
 
 
 _ALL_FULL = dict.fromkeys(
@@ -180,7 +177,10 @@ class PrecisionFinder:
     """Finds the precision of each equation. `rows` are the user's primitives and their classes."""
 
     def __init__(self, rows: tuple[tuple[str, str], ...], compute_dtype: np.dtype):
-        self._classes = _classify_primitives(rows, compute_dtype)
+        found = {name: precision for precision in Precision for name in getattr(_tables, precision.name)}
+        if jnp.finfo(compute_dtype).maxexp < 100:
+            found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
+        self._classes = found | {name: Precision[precision.upper()] for name, precision in rows}
         self._compute = compute_dtype
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
@@ -212,20 +212,6 @@ def is_castable(eqn: JaxprEqn) -> bool:
     """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
     dtypes = set(map(float_dtype, (*eqn.invars, *eqn.outvars))) - {None}
     return bool(dtypes) and dtypes <= COMPUTE_DTYPES
-
-
-def is_applied_to_each(eqn: JaxprEqn) -> bool:
-    """True if an equation treats several arrays independently, as barriers, sorts and collectives do."""
-    return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
-
-
-def _classify_primitives(rows: tuple[tuple[str, str], ...], compute_dtype: np.dtype) -> Mapping[str, Precision]:
-    found = {}
-    for precision in Precision:
-        found |= dict.fromkeys(getattr(_tables, precision.name), precision)
-    if jnp.finfo(compute_dtype).maxexp < 100:
-        found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
-    return found | {name: Precision[precision.upper()] for name, precision in rows}
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -304,7 +290,12 @@ def make_wide_product(
     """Returns a matmul with float32 outputs in place of an equation, or None if it has no such form."""
     if eqn.primitive.name not in PRODUCTS:
         return describe_wide_ragged_product(eqn, dtype, compute_dtype)
-    return WideProduct(_describe_product(eqn), dtype, compute_dtype)
+    params = {key: value for key, value in eqn.params.items() if key != "preferred_element_type"}
+    left, right = (len(shape_of(atom)) for atom in eqn.invars)
+    if eqn.primitive.name == "dot_general":
+        return WideProduct(label_dot(left, right, Dot(**params)), dtype, compute_dtype)
+    given = tuple((key, value) for key, value in params.items() if key != "out_sharding" or value is not None)
+    return WideProduct(label_convolution(left, Convolution(given)), dtype, compute_dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -339,12 +330,3 @@ def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.
         [eqn] = jax.make_jaxpr(many)(*arguments).eqns
     program = body_of(eqn.params["jaxpr"])
     return program.replace(eqns=program.eqns[:-1], outvars=program.eqns[-1].invars)  # without `expand_dims`
-
-
-def _describe_product(eqn: JaxprEqn) -> Bilinear:
-    params = {key: value for key, value in eqn.params.items() if key != "preferred_element_type"}
-    left, right = (len(shape_of(atom)) for atom in eqn.invars)
-    if eqn.primitive.name == "dot_general":
-        return label_dot(left, right, Dot(**params))
-    given = tuple((key, value) for key, value in params.items() if key != "out_sharding" or value is not None)
-    return label_convolution(left, Convolution(given))

@@ -11,8 +11,6 @@ from ..._jaxpr import Fact, having
 
 
 class Precision(enum.Enum):
-    """The precision of an operation under autocast."""
-
     __hash__ = object.__hash__  # members are looked up for each operation, and the hash of an `Enum` is slow
 
     LOW = "inputs are cast to the compute dtype"

@@ -14,7 +14,7 @@ from ..._jaxpr import shape_of
 from ...policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
 from ...quant import dot_general, ragged_dot
 from ...quant._layers import LayerProduct, Multiply, WeightedLayer, multiplies_8_bits, spell_format, wide_ragged_dot
-from ...quant._numbers import pad_axis
+from ...quant._numbers import pad_axes
 from ...quant._products import describe_convolution, describe_dot_general, reason_not_float8, why_sizes_wide
 from ...quant._weights import Layout, block_length, fake_quantize, prepare_weight, reason_unquantized
 
@@ -136,15 +136,9 @@ class AttentionProduct:
     def __call__(self, *operands: jax.Array) -> jax.Array:
         if isinstance(self.quantization, MXFP8):  # pads to whole blocks
             pairs = zip(operands, self.numbers[0], strict=True)
-            operands = tuple(_pad_axes(x, axes, self.quantization.block_size) for x, axes in pairs)
+            operands = tuple(pad_axes(x, axes, self.quantization.block_size) for x, axes in pairs)
         (left, right), options = operands, {"preferred_element_type": self.accumulate, **dict(self.options)}
         return dot_general(left, right, self.numbers, **options, quantization=self.quantization)
-
-
-def _pad_axes(x: jax.Array, axes: Sequence[int], block: int) -> jax.Array:
-    for axis in axes:
-        x = pad_axis(x, axis, block)
-    return x
 
 
 @dataclasses.dataclass(frozen=True)

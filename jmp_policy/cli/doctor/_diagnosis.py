@@ -41,8 +41,6 @@ FLOAT16_GAIN = 1.1  # how much faster than bfloat16 float16 must be to be worth 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A device and its software."""
-
     platform: str
     device: str
     system: str
@@ -72,7 +70,6 @@ def find_machine() -> Machine:
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of jmp_policy, Python, and the packages that it uses."""
     versions = {"jmp_policy": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -91,8 +88,6 @@ def find_half_instructions(facts: Mapping[str, str]) -> dict[str, tuple[str, ...
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRate:
-    """Measured rate of a matmul."""
-
     name: str
     dtype: str
     multiplied_in: str | None = None  # in the compiled program, if that tells
@@ -164,7 +159,6 @@ class Diagnosis(Report):
 
 
 def diagnose() -> Diagnosis:
-    """Measures the default device."""
     machine = find_machine()
     sizes = SIZES.get(machine.platform, {"matrix": 8192, "rows": 8192, "width": 4096})
     matmuls, steps = measure_matmuls(sizes["matrix"]), measure_steps(sizes["rows"], sizes["width"])

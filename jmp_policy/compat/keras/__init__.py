@@ -14,8 +14,8 @@ The reference page of `compat` lists the differences.
 from ...loss_scale import LossScale as LossScale
 from . import dtype_policies as dtype_policies
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
-from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
-from ._global_policy import (
+from ._dtype_policy_map import (
+    DTypePolicyMap as DTypePolicyMap,
     dtype_policy as dtype_policy,
     global_policy as global_policy,
     set_dtype_policy as set_dtype_policy,

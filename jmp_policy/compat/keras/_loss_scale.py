@@ -92,15 +92,6 @@ def read_loss_scale(spec: Any) -> LossScale | None:
     )
 
 
-def write_loss_scale(scale: LossScale | None) -> dict[str, Any] | None:
-    """Inverse of `read_loss_scale`, for JSON."""
-    if scale is None:
-        return None
-    plain = {name: x.item() if isinstance(x, jax.Array) else x for name, x in vars(scale).items()}
-    arguments = {name: value for name, value in plain.items() if not name.startswith("_")}
-    return {"class_name": type(scale).__name__, "config": arguments}
-
-
 def _from_config(class_name: object, config: dict[str, Any]) -> LossScale | None:
     if class_name == "FixedLossScale" and config.keys() == {"loss_scale_value"}:
         return StaticLossScale(float(config["loss_scale_value"]))
@@ -164,8 +155,12 @@ class Policy(DTypePolicy):
 
     def get_config(self) -> dict[str, Any]:
         """Like `DTypePolicy.get_config`, with the loss scale if it is not the default."""
-        config = super().get_config()
-        return config if self._is_default else config | {"loss_scale": write_loss_scale(self._loss_scale)}
+        config, scale = super().get_config(), self._loss_scale
+        if self._is_default or scale is None:
+            return config if self._is_default else config | {"loss_scale": None}
+        plain = {name: x.item() if isinstance(x, jax.Array) else x for name, x in vars(scale).items()}
+        arguments = {name: value for name, value in plain.items() if not name.startswith("_")}
+        return config | {"loss_scale": {"class_name": type(scale).__name__, "config": arguments}}
 
     def __repr__(self) -> str:
         return f'<Policy "{self.name}", loss_scale={self.loss_scale}>'

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
-from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
+from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap, dtype_policy
 from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize as serialize
-from ._global_policy import dtype_policy
 from ._quantized_dtype_policy import (
     AWQDTypePolicy as AWQDTypePolicy,
     GPTQDTypePolicy as GPTQDTypePolicy,

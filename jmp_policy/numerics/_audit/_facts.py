@@ -1,7 +1,5 @@
 """The facts that an audit keeps of each value: its origin and its kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._jaxpr import DEVICE_SUMS, HALF as HALF, MOVING, Atom, Step, float_dtype, is_float
+from ..._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, float_dtype, is_float
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -38,26 +36,18 @@ UNKNOWN = ValueFacts()
 
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
-    """Returns the facts of a variable or literal."""
     if isinstance(atom, Literal):
         return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
 
 
-def describe_argument(var: Var) -> ValueFacts:
-    """Returns the facts of an argument of the jaxpr."""
-    return ValueFacts(given=ARGUMENT if is_float(var) else OWN)
-
-
 def describe_constant(value: Any) -> ValueFacts:
-    """Returns the facts of a constant of the jaxpr."""
     if isinstance(value, Tracer) or not hasattr(value, "dtype"):
         return ValueFacts(given=ARGUMENT)
     return ValueFacts(given=CONSTANT, constants=(value,))
 
 
 def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Sequence[ValueFacts]:
-    """Returns the facts of each output of a step."""
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
@@ -70,7 +60,10 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
         return _follow_conversion(step, facts[0])
     if step.name in MOVING:
         return _follow_move(step, facts)
-    made, narrowest = _recognize(step, facts)
+    made, narrowest = _MAKING[step.name](step, facts) if step.name in _MAKING else "", None
+    if made:
+        dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
+        narrowest = find_narrowest([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
     return ValueFacts(
         given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
@@ -131,26 +124,12 @@ def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
 
 
 def _join_origins(facts: Sequence[ValueFacts]) -> str:
-    """Returns the origin of a value that is made of several."""
     kinds = {fact.given for fact in facts}
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
 
 def _join_constants(facts: Sequence[ValueFacts]) -> tuple[Any, ...]:
     return tuple(constant for fact in facts for constant in fact.constants)[:8]  # a few suffice
-
-
-def _recognize(step: Step, facts: Sequence[ValueFacts]) -> tuple[str, np.dtype | None]:
-    rule = _MAKING.get(step.name)
-    made = rule(step, facts) if rule is not None else ""
-    if not made:
-        return "", None
-    dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
-    return made, find_narrowest([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
-
-
-def _recognize_total(step: Step, facts: Sequence[ValueFacts]) -> str:
-    return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _recognize_kept(step, facts[:1])
 
 
 def _recognize_quotient(step: Step, facts: Sequence[ValueFacts]) -> str:
@@ -174,11 +153,16 @@ def _recognize_kept(step: Step, facts: Sequence[ValueFacts]) -> str:
 
 _KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares", "iota"))
 
+_TOTALS = {"exp": "sum of exp", "square": "sum of squares"}
+
 _KEEPING = ("reduce_max", "reduce_min", "neg", "abs", "sub", "max", "min", "clamp")
 
 _MAKING: dict[str, Callable[[Step, Sequence[ValueFacts]], str]] = {
     **dict.fromkeys(_KEEPING, _recognize_kept),
-    **dict.fromkeys(("reduce_sum", "reduce_window_sum"), _recognize_total),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_window_sum"),
+        lambda step, facts: _TOTALS.get(facts[0].made, "") or _recognize_kept(step, facts[:1]),
+    ),
     **dict.fromkeys(("exp", "exp2"), lambda step, facts: "exp"),
     "iota": lambda step, facts: "iota",
     "logistic": lambda step, facts: "sigmoid",

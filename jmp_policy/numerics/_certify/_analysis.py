@@ -147,8 +147,8 @@ class Analysis(Interpreter):
 
     def _bound_results(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
         name = eqn.primitive.name
-        if name == "sort":
-            return list(map(self._forget, operands))
+        if name in ("sort", "top_k"):
+            return self._reorder(eqn, operands)
         if name not in RULES or not all(map(_is_number, (*eqn.invars, *eqn.outvars))):
             return self._give_up(eqn, operands, around)
         if any(math.isnan(one.computed.low) for one in operands):
@@ -166,6 +166,16 @@ class Analysis(Interpreter):
         result = self._compute(eqn, operands, around)
         numbered = [(self._number((result.term, i)), _shape_of(var)) for i, var in enumerate(eqn.outvars)]
         return [result._replace(term=term, shape=shape) for term, shape in numbered]
+
+    def _reorder(self, eqn: JaxprEqn, operands: Sequence[Bounds]) -> list[Bounds]:
+        """Bounds the results of a `sort` or `top_k`, which has the largest element of each slice and its position."""
+        kept = [self._forget(one)._replace(lost=one.lost) for one in operands]
+        if eqn.primitive.name == "sort":
+            return kept
+        [x], shape, axis = operands, _shape_of(eqn.outvars[0]), eqn.params["axis"]
+        if x.axes == {axis}:
+            kept = [kept[0]._replace(computed=x.computed, exact=x.exact, axes=x.axes)]
+        return [kept[0]._replace(shape=shape), self.bound(Interval(0.0, x.shape[axis] - 1.0), shape)]
 
     def _compute(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> Bounds:
         """Bounds the result of an equation that has a rule; notes an overflow."""

@@ -55,6 +55,8 @@ def count_terms(eqn: JaxprEqn) -> int:
         return math.prod(shapes[1]) // max(1, shapes[1][params["dimension_numbers"].rhs_spec[0]])
     if name in ("cumsum", "cumprod"):
         return shapes[0][params["axis"]]
+    if name in ("reduce_window_sum", "select_and_scatter_add"):
+        return math.prod(params["window_dimensions"])
     if name in ("reduce_sum", "reduce_prod"):
         return math.prod(shapes[0][axis] for axis in params["axes"])
     return math.prod(shapes[2]) + 1 if name == "scatter-add" else 1
@@ -139,6 +141,20 @@ def _sum(eqn: JaxprEqn, x: Interval) -> Interval:
     return Interval(max(n * x.low, x.peak + (n - 1) * x.low), n * x.high) if n else Interval(0.0, 0.0)
 
 
+def _sum_windows(eqn: JaxprEqn, x: Interval, *others: Interval) -> Interval:
+    return _sum(eqn, hull(Interval(*x[:2]), Interval(0.0, 0.0)))  # padding, and windows that choose another element
+
+
+def _find_extremes(eqn: JaxprEqn, x: Interval) -> Interval:
+    """Bounds the largest or smallest element of each window. One outside of the array has an infinity."""
+    params, sign = eqn.params, 1 if eqn.primitive.name == "reduce_window_max" else -1
+    is_padded = any(
+        max(pads) >= size for pads, size in zip(params["padding"], params["window_dimensions"], strict=True)
+    )
+    is_dilated = {1} != {*params["base_dilation"], *params["window_dilation"]}
+    return hull(Interval(*x[:2]), Interval(*[-sign * INF] * 2)) if is_padded or is_dilated else Interval(*x[:2])
+
+
 def _products(eqn: JaxprEqn, x: Interval) -> Interval:
     n = count_terms(eqn)
     most = _apply(np.power, max(1.0, *map(abs, x[:2])), n)
@@ -213,6 +229,9 @@ RULES: dict[str, Rule] = {
     "cumsum": lambda eqn, x: hull(x, _sum(eqn, Interval(*x[:2]))),
     "reduce_prod": _products, "cumprod": _products, **dict.fromkeys(("argmax", "argmin", "iota"), _count_positions),
     "reduce_max": lambda eqn, x: Interval(max(x.low, x.peak), x.high),
+    **dict.fromkeys(("reduce_window_sum", "select_and_scatter_add"), _sum_windows),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _find_extremes),
+    "atan2": lambda eqn, y, x: Interval(-math.pi, math.pi), "empty2": lambda eqn: Interval(0.0, 0.0),
     **dict.fromkeys(("reduce_min", "cummax", "cummin", "slice", "split", "unstack", "dynamic_slice", *_KEEPING), _keep),
     "gather": lambda eqn, x, indices: (_keep if is_in_bounds(eqn, indices) else _any)(eqn, x),
     "dynamic_update_slice": lambda eqn, x, update, *indices: hull(x, update),

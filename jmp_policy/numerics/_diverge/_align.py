@@ -7,90 +7,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
-from ..._jaxpr import MOVING, is_float
-from ._scopes import Flat, Node, Scope, is_cast, list_values, split_loop
+from ._scopes import RESIDUAL, Flat, Node, Scope, Side, Source, is_inside, list_values, moves, split_loop
 from ._unroll import unroll_loops
-
-RESIDUAL = "residual"
-"""The label of an output of a scan that only its backward pass reads."""
-
-
-class Side:
-    """One program, with the values that leave its scopes, and their readers."""
-
-    def __init__(self, flat: Flat, labels: Sequence[Hashable]):
-        self.flat, self.labels = flat, list(labels)
-        self.readers: dict[int, set[Any]] = {}  # by origin, the value before all casts
-        self.exits: dict[int, list[int]] = {}  # by origin: the values that other scopes read, before or after a cast
-        self.reads: dict[Scope, list[int]] = {}  # values that a scope reads from elsewhere
-        self.nodes: dict[Scope, list[Node]] = {}
-        self.residuals: dict[int, Scope] = {}  # inputs of an iteration, by the scope in the loop of another pass
-        for node in flat.nodes:
-            if node.scope is not None:
-                self.nodes.setdefault(node.scope, []).append(node)
-                for value in list_values(node.operands):
-                    self._add_read(value, node.scope)
-        for value, label in zip(flat.outputs, labels, strict=True):
-            if not isinstance(value, Literal):
-                self._add_read(value, label)
-        self.made: dict[Scope, list[int]] = {}  # origins that a scope makes and others read, in order
-        for origin in flat.makers:
-            scope = flat.find_scope(origin)
-            if origin in self.readers and scope is not None:
-                self.made.setdefault(scope, []).append(origin)
-
-    def _add_read(self, value: int, reader: Any) -> None:
-        origin = self.flat.find_origin(value)
-        is_scope = isinstance(reader, Scope)
-        if is_scope and self.flat.find_scope(origin) == reader:
-            return
-        self.readers.setdefault(origin, set()).add((reader.path, reader.direction) if is_scope else reader)
-        exit, _ = self.flat.find_exit(value)
-        exits = self.exits.setdefault(origin, [])
-        if exit not in exits:
-            exits.append(exit)
-        if is_scope and value not in self.reads.setdefault(reader, []):
-            self.reads[reader].append(value)
-
-    def list_shared(self, scope: Scope) -> list[int]:
-        """Lists the values that leave a scope, except residuals that only other passes of it read."""
-        others = {(scope.path, name) for name in ("forward", "recomputed", "backward") if name != scope.direction}
-        return [value for value in self.made.get(scope, []) if not self.readers[value] <= others]
-
-    def computes(self, scope: Scope) -> bool:
-        """True if a scope does more than move the elements of arrays."""
-        return any(not _moves(node) for node in self.nodes[scope])
-
-    def is_residual(self, origin: int, scope: Scope) -> bool:
-        """True for a value that another pass of the same scope made."""
-        maker = self.flat.find_scope(origin) or self.residuals.get(origin)
-        return maker is not None and maker.path == scope.path and maker.direction != scope.direction
-
-    def name_stacked(self, node: Node, scope: Scope, i: int) -> str:
-        """Labels an output of all iterations: a residual if other passes alone read it."""
-        readers = self.readers.get(node.results[i], set())
-        is_residual = all(isinstance(reader, tuple) and reader[1] != scope.direction for reader in readers)
-        return RESIDUAL if is_residual else "stacked"
-
-    def hash_values(self, scope: Scope, tokens: Mapping[int, Hashable]) -> dict[int, int]:
-        """Hashes the computation of each value of a scope, without dtypes and constants."""
-        hashes: dict[int, int] = {}
-        flat = self.flat
-
-        def look_up(operand: int | Literal) -> Hashable:
-            if isinstance(operand, Literal):
-                return "literal"
-            origin = flat.find_origin(operand)
-            return tokens.get(origin) or hashes.get(origin) or ("outside", flat.types[origin].shape)
-
-        for node in self.nodes[scope]:
-            operands = [hash(look_up(operand)) for operand in node.operands]
-            if node.eqn.primitive.name in ("add", "mul", "add_any", "max", "min"):
-                operands.sort()
-            start = node.eqn.params.get("start_indices")
-            for i, result in enumerate(node.results):
-                hashes[result] = hash((node.eqn.primitive.name, i, start, *operands))
-        return hashes
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,13 +37,22 @@ class Alignment:
 
     def is_own_residual(self, value: int) -> bool:
         """True for an input of an iteration of `g` that was made in another pass of the scope that reads it."""
-        maker = self.g.residuals.get(value)
-        paths = {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)}
-        return maker is not None and (value in self.pairs or paths <= {maker.path})
+        maker = self.g.find_maker(value)
+        if maker is None or value in self.pairs:
+            return maker is not None
+        for _, loop, inner in self.bodies.values():
+            inputs = zip(inner.g.flat.inputs, loop.operands, strict=True)
+            if not all(inner.is_own_residual(x) for x, operand in inputs if operand == value):
+                return False
+        return {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)} <= {maker.path}
 
 
 def align(
-    f: Flat, g: Flat, inputs: Mapping[int, int], labels: tuple[Sequence[Hashable], Sequence[Hashable]]
+    f: Flat,
+    g: Flat,
+    inputs: Mapping[int, int],
+    labels: tuple[Sequence[Hashable], Sequence[Hashable]],
+    sources: Mapping[Any, Source],
 ) -> Alignment:
     """Aligns scopes by path, pass and call, and the values that leave them by computation, readers and shape.
 
@@ -134,16 +61,18 @@ def align(
       g: the other program.
       inputs: the input of `f` for inputs of `g`.
       labels: a name for each output of both.
+      sources: by input of `g`.
     """
     unroll_loops(f, g)
     unroll_loops(g, f)
-    counts = f.count_calls(), g.count_calls()
+    mine, theirs = f.count_calls(), g.count_calls()
     for flat in (f, g):
-        flat.join_calls(scope for scope in {*counts[0], *counts[1]} if counts[0].get(scope) != counts[1].get(scope))
+        flat.join_calls((mine - theirs) | (theirs - mine))
     _match_loops(f, g)
     for flat in (f, g):
         flat.release_casts()
     alignment = Alignment(Side(f, labels[0]), Side(g, labels[1]), dict(inputs))
+    alignment.g.sources = sources
     _Aligner(alignment).run()
     return alignment
 
@@ -231,7 +160,9 @@ class _Aligner:
         if other not in self._to.pairs:
             if other in g.flat.makers and _by_type(f, value, {}) == _by_type(g, other, {}):
                 self._pair(value, other)
-        elif self._to.pairs[other] != value and maker is not None and maker not in g.nodes:
+        elif self._to.pairs[other] != value and maker is not None:
+            if maker in g.nodes and not (_holds(maker, scope) or _holds(maker, g.flat.find_scope(other))):
+                return
             if maker not in self._to.skipped:
                 self._to.scopes.append(maker)
             pairs = self._to.skipped.setdefault(maker, [])
@@ -276,7 +207,7 @@ class _Aligner:
         if value in self._tokens[i] or value not in flat.makers:
             return True
         maker = flat.makers[value]
-        return _moves(maker) and all(self._is_moved(i, operand) for operand in list_values(maker.operands))
+        return moves(maker) and all(self._is_moved(i, operand) for operand in list_values(maker.operands))
 
     def _pair(self, value: int, other: int) -> None:
         self._to.pairs[other] = value
@@ -303,8 +234,8 @@ class _Aligner:
             [carried.get(i, names[0].get(i, "carried")) for i in range(len(mine.results))],
             [i if i in carried.values() else names[1].get(i, i) for i in range(len(theirs.results))],
         )
-        inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels)
-        inner.g.residuals = self._find_residuals(theirs, g)
+        sources = self._find_sources(theirs, g)
+        inner = align(f, g, {g.inputs[i]: f.inputs[partner] for i, partner in inputs.items()}, labels, sources)
         self._to.bodies[scope] = mine, theirs, inner
         self._to.unaligned += inner.unaligned
         for partner, i in carried.items():
@@ -315,15 +246,11 @@ class _Aligner:
             if output is not None and inner.pairs.get(output) in made:
                 self._pair(mine.results[made[inner.pairs[output]]], theirs.results[i])
 
-    def _find_residuals(self, loop: Node, body: Flat) -> dict[int, Scope]:
-        """Finds the scopes that made inputs of an iteration in the iterations of a loop before."""
-        makers: dict[int, Scope | None] = {}
-        for _, node, _ in self._to.bodies.values():
-            assert node.body is not None
-            outputs = {i: _find_output(node.body, i) for i in _list_stacked(node)}
-            makers |= {node.results[i]: node.body.find_scope(x) for i, x in outputs.items() if x is not None}
-        pairs = [(x, makers.get(y)) for x, y in zip(body.inputs, loop.operands, strict=True) if isinstance(y, int)]
-        return {value: scope for value, scope in pairs if scope is not None}
+    def _find_sources(self, loop: Node, body: Flat) -> dict[int, Source]:
+        sources, flat = self._to.g.sources, self._to.g.flat
+        found = [sources.get(operand, (flat, operand)) for operand in loop.operands]
+        made = [_list_made(flat).get(value) for flat, value in found]
+        return {value: source for value, source in zip(body.inputs, made, strict=True) if source is not None}
 
     def _pair_operands(self, mine: Node, theirs: Node) -> dict[int, int]:
         """Pairs the operands of two scans: carried ones by type and position, others if their values are aligned."""
@@ -344,8 +271,11 @@ class _Aligner:
         return pairs
 
 
-def _moves(node: Node) -> bool:
-    return node.eqn.primitive.name in MOVING or is_cast(node) or not any(map(is_float, node.eqn.outvars))
+def _holds(outer: Scope, scope: Scope | None) -> bool:
+    """True if a scope is in another one, which chooses what it reads and what of it is passed on."""
+    if scope is None or scope.direction != outer.direction:
+        return False
+    return scope.path != outer.path and is_inside(scope.path, outer.path)
 
 
 def describe(scope: Scope, words: str) -> str:
@@ -357,6 +287,13 @@ def _list_stacked(node: Node) -> range:
     """Returns the positions of the results of a scan that are not carried."""
     start, end = split_loop(node)
     return range(end - start, len(node.results))
+
+
+def _list_made(flat: Flat) -> dict[Any, Source]:
+    """Lists the values of iterations that loops stack, by result."""
+    loops = [(node, node.body, i) for node in flat.nodes if node.body is not None for i in _list_stacked(node)]
+    outputs = [(node.results[i], body, _find_output(body, i)) for node, body, i in loops]
+    return {result: (body, output) for result, body, output in outputs if output is not None}
 
 
 def _pair_outputs(nodes: tuple[Node, Node], names: Sequence[Mapping[int, str]]) -> dict[int, int]:

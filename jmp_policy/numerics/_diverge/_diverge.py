@@ -52,8 +52,9 @@ def diverge(
       f: the reference: any function of trees of arrays, with modules of linen or nnx, or without.
       g: a function of the same arguments, which may return other dtypes, and values that `f` does not have. Or a
         recording: a mapping, or the path of an `.npz` file, from scopes and outputs of `f` to arrays of the same
-        shapes, named as by `record`. Dots may stand for slashes. Of several values of a scope with one shape, a
-        recording may have the last ones alone. Values that `f` does not have are listed as `unaligned`.
+        shapes, named as by `record`. Dots may stand for slashes. Of several values of a scope, a recording may
+        have those with some numbers, such as `"cell:0"` and `"cell:2"`. One without a number stands for the last one
+        of its shape, which `unaligned` says. It also lists values that `f` does not have.
       names: the name of `record` for names of the recording, such as `{"encoder.layer.0": "encoder/layer_0"}`.
 
     Returns:
@@ -97,7 +98,7 @@ def diverge(
         by_id = {id(leaf): value for leaf, value in zip(mine.leaves, mine.flat.inputs, strict=True)}
         given = zip(theirs.leaves, theirs.flat.inputs, strict=True)
         inputs = {value: by_id[id(leaf)] for leaf, value in given if id(leaf) in by_id}
-        plan = make_plan(align(mine.flat, theirs.flat, inputs, labels), theirs.flat.inputs)
+        plan = make_plan(align(mine.flat, theirs.flat, inputs, labels, {}), theirs.flat.inputs)
 
         def measure(f_inputs: list[Any], g_inputs: list[Any]) -> Any:
             f_outputs, g_outputs, record = run(plan, f_inputs, g_inputs, is_mixed=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,7 +189,8 @@ class Divergence(Report):
         """Returns rows and outputs as dictionaries, lists, strings and finite numbers. Others become None."""
         rows = [make_plain(row) | {"amplification": row.amplification} for row in self.rows()]
         plain = {"rows": rows, "outputs": [make_plain(output) for output in self.outputs()]}
-        return _drop_infinite(plain | {"unaligned": list(self.unaligned)})
+        text = json.dumps(plain | {"unaligned": self.unaligned})
+        return json.loads(text, parse_constant=lambda name: None)
 
     def plot(self) -> "Figure":
         """Draws the outgoing error along the depth, and the introduced error of each scope, forward and backward.
@@ -352,11 +354,3 @@ def _name(row: ScopeErrors) -> str:
 
 def _format(number: float) -> str:
     return "0" if number == 0 else "-" if math.isnan(number) else f"{number:.2g}"
-
-
-def _drop_infinite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _drop_infinite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_drop_infinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -150,25 +150,35 @@ def match(
         targets[name, "forward"] = [_Target(shape, functools.partial(results.__setitem__, name))]
     arrays, paths = _read_arrays(recording), list(dict.fromkeys(path for path, _ in targets))
     _check_names(names, arrays, paths)
-    groups: dict[Key, list[tuple[int, str, Any]]] = {}
+    groups, numbered = dict[Key, list[tuple[int, str, Any]]](), set[Key]()
     for name, values in arrays.items():
         key, number = _parse(names.get(name, name), paths)
-        groups.setdefault(key, []).extend((number + i, name, array) for i, array in enumerate(values))
+        numbered |= {key} if number else set()
+        groups.setdefault(key, []).extend((int(number or 0) + i, name, array) for i, array in enumerate(values))
     problems, count = list[str](), 0
     for key, group in groups.items():
         group.sort(key=lambda item: item[0])
         for shape in dict.fromkeys(array.shape for _, _, array in group):
-            given = [array for _, _, array in group if array.shape == shape]
-            found = [target for target in targets.get(key, ()) if target.shape == shape]
-            if len(given) <= len(found):
-                count += len(given)
-                # A hook sees the output of a module, which it computes last, in its last call.
-                again = [target for target in targets.get((key[0], "recomputed"), ()) if target.shape == shape]
-                copies = again if len(again) == len(given) and key[1] == "forward" else ()
-                for target, array in zip((*found[len(found) - len(given) :], *copies), 2 * given, strict=False):
-                    target.attach(jnp.asarray(array))
-            else:
+            numbers, given = zip(*((number, array) for number, _, array in group if array.shape == shape), strict=True)
+            found = {i: target for i, target in enumerate(targets.get(key, ())) if target.shape == shape}
+            if len(given) > len(found):
                 problems.append(_explain(group[0][1], key, given, targets))
+                continue
+            count += len(given)
+            # A hook sees the output of a module, which it computes last, in its last call.
+            chosen = [*found][len(found) - len(given) :]
+            if key in numbered and len(found.keys() & numbers) == len(given):
+                chosen = numbers
+            elif len(given) < len(found):
+                name = _name_exit(key, 0)
+                words = (
+                    f"the last of {len(found)} values of shape {shape} in the function. {name + ':0'!r} is the first"
+                )
+                problems.append(f"{name!r} of the recording stands for {words}")
+            again = [target for target in targets.get((key[0], "recomputed"), ()) if target.shape == shape]
+            copies = again if len(again) == len(given) and key[1] == "forward" else ()
+            for target, array in zip((*(found[i] for i in chosen), *copies), 2 * given, strict=False):
+                target.attach(jnp.asarray(array))
     if not count:
         reasons = "; ".join(problems[:3]) or "it is empty"
         example = _name_exit(next(iter(targets), ("result", "forward")), 0)
@@ -215,12 +225,12 @@ def _check_names(names: Mapping[str, str], arrays: Iterable[str], paths: Sequenc
             )
 
 
-def _parse(name: str, paths: Iterable[str]) -> tuple[Key, int]:
-    """Reads a name such as `"encoder/dense@backward:1"`. PyTorch writes dots."""
+def _parse(name: str, paths: Iterable[str]) -> tuple[Key, str | None]:
+    """Reads a name such as `"encoder/dense@backward:1"`, whose number may be missing. PyTorch writes dots."""
     found = re.fullmatch(r"(.*?)(@backward)?(?::(\d+))?", name, re.DOTALL)
     assert found is not None
     path = found[1] if found[1] in paths else found[1].replace(".", "/")
-    return (path, "backward" if found[2] else "forward"), int(found[3] or 0)
+    return (path, "backward" if found[2] else "forward"), found[3]
 
 
 def _explain(name: str, key: Key, given: Sequence[Any], targets: Mapping[Key, Sequence[_Target]]) -> str:

@@ -7,8 +7,9 @@ from typing import Any, Literal as OneOf, NamedTuple
 from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
-from ._align import RESIDUAL, Alignment, Side
-from ._scopes import Node, Scope, split_loop
+from ..._jaxpr import sub_jaxprs, walk
+from ._align import Alignment
+from ._scopes import RESIDUAL, Node, Scope, Side, split_loop
 
 Kind = OneOf["passed", "introduced", "skipped"]
 
@@ -63,13 +64,14 @@ class Plan:
 def make_plan(alignment: Alignment, given: Collection[int]) -> Plan:
     """Chooses the values to compare. `given` inputs of `g` are arguments, which have no error."""
     plan = Plan(alignment)
-    for scope in alignment.scopes:
+    for scope in dict.fromkeys(alignment.scopes):
         if scope in alignment.bodies:
             _, node, inner = alignment.bodies[scope]
             plan.scopes.append(make_plan(inner, _list_given(alignment, node, inner, given)))
-        elif scope in alignment.skipped:
+            continue
+        if scope in alignment.skipped:
             plan.scopes.append(_plan_skipped(plan, scope))
-        else:
+        if scope in alignment.g.nodes:
             plan.scopes.append(_plan_scope(plan, scope, given))
     return plan
 
@@ -158,9 +160,10 @@ def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
 
 
 def _find_narrowest(side: Side, scope: Scope) -> str:
-    values = [result for node in side.nodes.get(scope, ()) for result in node.results]
-    casts = [cast for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
-    return find_narrowest(side.flat.types[value] for value in (*values, *(cast.results[0] for cast in casts)))
+    eqns = [node.eqn for node in side.nodes.get(scope, ())]
+    eqns += [cast.eqn for value in side.reads.get(scope, ()) for cast in side.flat.find_exit(value)[1]]
+    inside = [step.results for eqn in eqns for body in sub_jaxprs(eqn) for step in walk(body.program)]
+    return find_narrowest(var.aval for results in (*inside, *(eqn.outvars for eqn in eqns)) for var in results)
 
 
 def find_narrowest(types: Iterable[Any]) -> str:

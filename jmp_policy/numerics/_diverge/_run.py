@@ -39,7 +39,7 @@ class _Level:
         self._g = {**g.constants, **g_inputs}
         self._records: dict[int, Record] = {}
         self._values = Values()
-        self._differing: set[int] = set()  # stacked outputs of loops of `g` that differ from those of `f`
+        self.differing: set[int] = set()  # residuals that loops of `g` made and that differ from those of `f`
         self._loops = dict(zip(self._alignment.bodies, plan.loops, strict=True))
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class _Level:
         plan = self._loops[scope]
         f_operands = [read(self._f, value) for value in mine.operands]
         values = inner.g.flat.inputs
-        own = {i: x for i, x in enumerate(theirs.operands) if x in self._differing and inner.is_own_residual(values[i])}
+        own = {i: x for i, x in enumerate(theirs.operands) if x in self.differing and inner.is_own_residual(values[i])}
         used = [i for i, x in enumerate(values) if not self._is_mixed or x not in inner.pairs or i in own]
         g_operands = {i: read(self._g, own[i]) if i in own else self._read_g(theirs.operands[i], None) for i in used}
         (f_start, f_end), (start, end) = split_loop(mine), split_loop(theirs)
@@ -107,13 +107,14 @@ class _Level:
             given = {**g_operands, **carry[1], **xs[1]}
             f_inputs = [*f_operands[:f_start], *carry[0], *xs[0]]
             level = _Level(plan, f_inputs, {values[i]: x for i, x in given.items()}, self._is_mixed)
+            level.differing |= {values[i] for i in own}
             level.run()
             f, g = level.read_outputs()
             f_count, count = f_end - f_start, end - start
             if self._is_mixed:
                 for i in range(count, len(g)):
                     g[i], differs = level.read_own(inner.g.flat.outputs[i], g[i])
-                    self._differing.update([theirs.results[i]] if differs else [])
+                    self.differing.update([theirs.results[i]] if differs else [])
             return (f[:f_count], {i: g[i - start] for i in carried}), (f[f_count:], g[count:], level.record())
 
         init = f_operands[f_start:f_end], {i: g_operands[i] for i in carried}
@@ -136,7 +137,7 @@ class _Level:
         if isinstance(value, Literal):
             return found, False
         exit, casts = flat.find_exit(value)
-        if exit not in flat.makers or flat.find_origin(exit) not in alignment.pairs:
+        if exit not in flat.makers or exit not in self._g or flat.find_origin(exit) not in alignment.pairs:
             return found, False
         own = self._g[exit]
         if own is self._f[find_partner(alignment, exit)]:

@@ -1,13 +1,15 @@
 """Flattens a jaxpr into equations by scope, and finds the values that pass from one scope to another."""
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ..._jaxpr import (
     CALLED,
+    MOVING,
     Atom,
     Fact,
     ModulePaths,
@@ -130,20 +132,15 @@ class Flat:
                 current.add(node.scope)
             node.scope = node.scope._replace(call=counts[node.scope])
 
-    def count_calls(self) -> dict[Scope, int]:
+    def count_calls(self) -> collections.Counter[Scope]:
         """Returns the number of calls of each scope."""
-        counts: dict[Scope, int] = {}
-        for node in self.nodes:
-            if node.scope is not None:
-                first = node.scope._replace(call=0)
-                counts[first] = max(counts.get(first, 0), node.scope.call + 1)
-        return counts
+        scopes = {node.scope for node in self.nodes if node.scope is not None}
+        return collections.Counter(scope._replace(call=0) for scope in scopes)
 
-    def join_calls(self, scopes: Iterable[Scope]) -> None:
+    def join_calls(self, scopes: Container[Scope]) -> None:
         """Makes one scope of all calls."""
-        joined = set(scopes)
         for node in self.nodes:
-            if node.scope is not None and node.scope._replace(call=0) in joined:
+            if node.scope is not None and node.scope._replace(call=0) in scopes:
                 node.scope = node.scope._replace(call=0)
 
     def release_casts(self) -> None:
@@ -171,6 +168,100 @@ class Flat:
         while value in self.makers and is_cast(self.makers[value]):
             [value] = list_values(self.makers[value].operands)
         return value
+
+
+RESIDUAL = "residual"
+"""The label of an output of a scan that only its backward pass reads."""
+
+Source = tuple[Flat, int]
+"""The jaxpr of another loop, and the value in it that is an input of an iteration."""
+
+
+class Side:
+    """One program, with the values that leave its scopes, and their readers."""
+
+    def __init__(self, flat: Flat, labels: Sequence[Hashable]):
+        self.flat, self.labels = flat, list(labels)
+        self.readers: dict[int, set[Any]] = {}  # by origin, the value before all casts
+        self.exits: dict[int, list[int]] = {}  # by origin: the values that other scopes read, before or after a cast
+        self.reads: dict[Scope, list[int]] = {}  # values that a scope reads from elsewhere
+        self.nodes: dict[Scope, list[Node]] = {}
+        self.sources: Mapping[Any, Source] = {}
+        for node in flat.nodes:
+            if node.scope is not None:
+                self.nodes.setdefault(node.scope, []).append(node)
+                for value in list_values(node.operands):
+                    self._add_read(value, node.scope)
+        for value, label in zip(flat.outputs, labels, strict=True):
+            if not isinstance(value, Literal):
+                self._add_read(value, label)
+        self.made: dict[Scope, list[int]] = {}  # origins that a scope makes and others read, in order
+        for origin in flat.makers:
+            scope = flat.find_scope(origin)
+            if origin in self.readers and scope is not None:
+                self.made.setdefault(scope, []).append(origin)
+
+    def _add_read(self, value: int, reader: Any) -> None:
+        origin = self.flat.find_origin(value)
+        is_scope = isinstance(reader, Scope)
+        if is_scope and self.flat.find_scope(origin) == reader:
+            return
+        self.readers.setdefault(origin, set()).add((reader.path, reader.direction) if is_scope else reader)
+        exit, _ = self.flat.find_exit(value)
+        exits = self.exits.setdefault(origin, [])
+        if exit not in exits:
+            exits.append(exit)
+        if is_scope and value not in self.reads.setdefault(reader, []):
+            self.reads[reader].append(value)
+
+    def list_shared(self, scope: Scope) -> list[int]:
+        """Lists the values that leave a scope, except residuals that only other passes of it read."""
+        others = {(scope.path, name) for name in ("forward", "recomputed", "backward") if name != scope.direction}
+        return [value for value in self.made.get(scope, []) if not self.readers[value] <= others]
+
+    def computes(self, scope: Scope) -> bool:
+        """True if a scope does more than move the elements of arrays."""
+        return any(not moves(node) for node in self.nodes[scope])
+
+    def is_residual(self, origin: int, scope: Scope) -> bool:
+        """True for a value that another pass of the same scope made."""
+        maker = self.find_maker(origin)
+        return maker is not None and maker.path == scope.path and maker.direction != scope.direction
+
+    def find_maker(self, origin: int) -> Scope | None:
+        """Returns the scope that makes a value, which may be in an iteration of another loop."""
+        flat, value = self.sources.get(origin, (self.flat, origin))
+        return flat.find_scope(value)
+
+    def name_stacked(self, node: Node, scope: Scope, i: int) -> str:
+        """Labels an output of all iterations: a residual if other passes alone read it."""
+        readers = self.readers.get(node.results[i], set())
+        is_residual = all(isinstance(reader, tuple) and reader[1] != scope.direction for reader in readers)
+        return RESIDUAL if is_residual else "stacked"
+
+    def hash_values(self, scope: Scope, tokens: Mapping[int, Hashable]) -> dict[int, int]:
+        """Hashes the computation of each value of a scope, without dtypes and constants."""
+        hashes: dict[int, int] = {}
+        flat = self.flat
+
+        def look_up(operand: int | Literal) -> Hashable:
+            if isinstance(operand, Literal):
+                return "literal"
+            origin = flat.find_origin(operand)
+            return tokens.get(origin) or hashes.get(origin) or ("outside", flat.types[origin].shape)
+
+        for node in self.nodes[scope]:
+            operands = [hash(look_up(operand)) for operand in node.operands]
+            if node.eqn.primitive.name in ("add", "mul", "add_any", "max", "min"):
+                operands.sort()
+            start = node.eqn.params.get("start_indices")
+            for i, result in enumerate(node.results):
+                hashes[result] = hash((node.eqn.primitive.name, i, start, *operands))
+        return hashes
+
+
+def moves(node: Node) -> bool:
+    return node.eqn.primitive.name in MOVING or is_cast(node) or not any(map(is_float, node.eqn.outvars))
 
 
 def split_loop(node: Node) -> tuple[int, int]:

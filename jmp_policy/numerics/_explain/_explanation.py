@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..._base import list_paths_to
+from ..._base import group_by_key, list_paths_to
 from ..._jaxpr import REMEDY
 from ...policy import Policy
 from ...report import (
@@ -155,8 +155,14 @@ class Explanation(Report):
         size = "no parameters"
         if float32:
             size = f"parameters: {format_bytes(total)}, {total / float32:.0%} of what they would take in float32"
-        found = *_describe_leaks(self), *_describe_output_casts(self), *_describe_half_sums(self)
-        return [size, *found, *self.unused, *self.unknown]
+        casts = [
+            f"{row.path} returns {shorten_dtypes(row.output_dtypes)}, and the output dtype of the whole model casts it "
+            f"to {shorten_dtypes((row.output_cast,))}; give the model an output dtype of {row.output_dtypes[0]} to "
+            "keep it"
+            for row in self.rows
+            if row.output_cast
+        ]
+        return [size, *_describe_leaks(self), *casts, *_describe_half_sums(self), *self.unused, *self.unknown]
 
 
 Rule = tuple[str, Policy | None]
@@ -192,12 +198,10 @@ def _make_module_table(
     """Returns a table of modules; `cells` replaces functions of `_CELLS`."""
     columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
     said = _CELLS | cells
-    texts = [[said[header](row) for header in headers] for row in rows]
-    return Table(columns, texts, gap)
+    return Table(columns, [[said[header](row) for header in headers] for row in rows], gap)
 
 
 def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
-    """Returns a table of rules and their policies."""
     counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
     cells = [
         (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
@@ -208,10 +212,7 @@ def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
 
 def _make_quantization_table(rows: Sequence[Row]) -> Table:
     """Returns a table of formats, and of reasons why a weight is not quantized."""
-    places: dict[str, list[str]] = {}
-    for row in rows:
-        if row.quantization:
-            places.setdefault(row.quantization, []).append(name_place(row.path))
+    places = group_by_key((row.quantization, name_place(row.path)) for row in rows if row.quantization)
     cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
     return Table([Column("quantization", wraps=True), Column("modules", wraps=True)], cells)
 
@@ -225,10 +226,7 @@ def _indent(row: Row, paths: set[str]) -> str:
 
 def _describe_leaks(explanation: Explanation) -> list[str]:
     """Returns a sentence for each rule whose modules leak."""
-    by_rule: dict[tuple[str, Policy | None], list[Row]] = {}
-    for row in explanation.rows:
-        if row.leaks_into:
-            by_rule.setdefault((row.rule, row.policy), []).append(row)
+    by_rule = group_by_key(((row.rule, row.policy), row) for row in explanation.rows if row.leaks_into)
     return [_describe_leak(explanation, rows) for rows in by_rule.values()]
 
 
@@ -244,21 +242,7 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
     return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
 
 
-def _describe_output_casts(explanation: Explanation) -> list[str]:
-    """Returns a sentence for each module whose float32 output the root casts down."""
-    return [
-        f"{row.path} returns {shorten_dtypes(row.output_dtypes)}, and the output dtype of the whole model casts it to "
-        f"{shorten_dtypes((row.output_cast,))}; give the model an output dtype of {row.output_dtypes[0]} to keep it"
-        for row in explanation.rows
-        if row.output_cast
-    ]
-
-
 def _describe_half_sums(explanation: Explanation) -> list[str]:
-    """Returns a sentence for each sum."""
-    by_sum: dict[str, list[str]] = {}
-    for row in explanation.rows:
-        for half_sum in row.half_sums:
-            by_sum.setdefault(half_sum, []).append(row.path)
+    by_sum = group_by_key((half_sum, row.path) for row in explanation.rows for half_sum in row.half_sums)
     growing = "whose error grows with their count"
     return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import LIST_WEIGHTS, ROUNDING_SCOPE, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
+from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, is_floating_dtype, list_paths_to
+from ..._jaxpr import LIST_WEIGHTS, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8, Policy

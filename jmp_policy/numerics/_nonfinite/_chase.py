@@ -56,16 +56,13 @@ _PROGRAM = 3
 def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
     """Returns the value whose operands were all finite, and the last nan on the way that was made of an infinity."""
 
-    def goes_on(state: tuple[Place, Place, Place]) -> jax.Array:
-        return state[1].kind != FINITE
-
     def go(state: tuple[Place, Place, Place]) -> tuple[Place, Place, Place]:
         _, here, made = state
         operand = _choose(graph, record, here)
         return here, operand, _select((here.kind == NAN) & (operand.kind == INFINITE), here, made)
 
     nowhere = start._replace(kind=jnp.full_like(start.kind, FINITE))
-    root, _, made = lax.while_loop(goes_on, go, (nowhere, start, nowhere))
+    root, _, made = lax.while_loop(lambda state: state[1].kind != FINITE, go, (nowhere, start, nowhere))
     return root._replace(kind=jnp.where(root.kind == _PROGRAM, FINITE, root.kind)), made
 
 
@@ -107,8 +104,7 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
 
     def consider(edge: jax.Array, best: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
         for found in _weigh(graph, record, place, edge):
-            is_better = found[0] > best[0]
-            best = _select(is_better, found, best)
+            best = _select(found[0] > best[0], found, best)
         return best
 
     nowhere = jnp.zeros_like(place.kind), place._replace(kind=jnp.full_like(place.kind, FINITE))

@@ -19,7 +19,9 @@ MOST_LOOPS = 3
 MOST_SPLIT = 64
 """A loop with at most this many iterations has one row per iteration."""
 
-NEVER = np.iinfo(np.int32).max
+_LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+NEVER = _MOST
 """Iteration of an event that did not happen."""
 
 INFINITY = 0x7F800000
@@ -83,10 +85,9 @@ class ExtremesRecorder(Recorder):
         return Extremes(jnp.min(low, 0), jnp.max(high, 0), kept, jnp.ones(low.shape[1:], jnp.int32))
 
     def empty(self, rows: int) -> Extremes:
-        least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
         return Extremes(
-            jnp.full(rows, most, jnp.int32),
-            jnp.full(rows, least, jnp.int32),
+            jnp.full(rows, _MOST, jnp.int32),
+            jnp.full(rows, _LEAST, jnp.int32),
             jnp.full((rows, 2, MOST_LOOPS), NEVER, jnp.int32),
             jnp.zeros(rows, jnp.int32),
         )
@@ -100,24 +101,21 @@ def find_extremes(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         (low, high), (other_low, other_high) = find_extremes(value.real), find_extremes(value.imag)
         return jnp.minimum(low, other_low), jnp.maximum(high, other_high)
-    keys = encode_keys(value)
-    limits = np.iinfo(np.int32)
-    start = np.int32(limits.max), np.int32(limits.min)
-    return lax.reduce((keys, keys), start, _join_extremes, tuple(range(keys.ndim)))
+    keys, start = encode_keys(value), (np.int32(_MOST), np.int32(_LEAST))
+    join = lambda one, other: (lax.min(one[0], other[0]), lax.max(one[1], other[1]))
+    return lax.reduce((keys, keys), start, join, tuple(range(keys.ndim)))
 
 
 def encode_keys(value: jax.Array) -> jax.Array:
     """Returns int32 keys in the order of the elements."""
     if value.dtype == jnp.float16:
         bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32)
-        magnitude, sign = ((bits & 0x7FFF) << _HALF_SHIFT) + _HALF_OFFSET, bits
+        return (((bits & 0x7FFF) << _HALF_SHIFT) + _HALF_OFFSET) ^ (bits >> 31)
+    if value.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32) << 16
     else:
-        if value.dtype == jnp.bfloat16:
-            bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32) << 16
-        else:
-            bits = lax.bitcast_convert_type(_make_single(value), jnp.int32)
-        magnitude, sign = bits & 0x7FFFFFFF, bits
-    return magnitude ^ (sign >> 31)
+        bits = lax.bitcast_convert_type(_make_single(value), jnp.int32)
+    return (bits & 0x7FFFFFFF) ^ (bits >> 31)
 
 
 def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
@@ -172,10 +170,10 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
         return Telling(result)
     if name == "neg":
         return Telling(0, -1.0)
-    numbers = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
-    if len(numbers) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[numbers[0]]):
+    places = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
+    if len(places) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[places[0]]):
         return None
-    [place] = numbers
+    [place] = places
     number = float(eqn.invars[place].val)  # pyright: ignore[reportAttributeAccessIssue]
     limits = jnp.finfo(eqn.outvars[result].aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     is_little = abs(number) < float(limits.max) * float(limits.eps) / 8  # cannot overflow the largest
@@ -205,14 +203,10 @@ def _make_single(value: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(value), jnp.clip(value, -largest, largest), value).astype(jnp.float32)
 
 
-def _join_extremes(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-    return lax.min(one[0], other[0]), lax.max(one[1], other[1])
-
-
 def _leave_out_nan(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Drops the extremes of iterations with a nan, so that ranges are of the iterations before."""
-    limits, has_nan = np.iinfo(np.int32), (low < ~INFINITY) | (high > INFINITY)
-    return jnp.where(has_nan, limits.max, low), jnp.where(has_nan, limits.min, high)
+    has_nan = (low < ~INFINITY) | (high > INFINITY)
+    return jnp.where(has_nan, _MOST, low), jnp.where(has_nan, _LEAST, high)
 
 
 def _has_happened(first: jax.Array) -> jax.Array:

@@ -196,8 +196,10 @@ def _make_search(
     program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
 ) -> Callable[..., NonfiniteOrigin] | None:
     """Makes the function that runs a program again and finds the origin, or None if the program has no floats."""
-    _check_repeatable(program.jaxpr)
-    replay: Any = prepare_replay(_keep_results(program, marks))
+    body = program.jaxpr
+    _check_repeatable(body)
+    kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
+    replay: Any = prepare_replay(ClosedJaxpr(kept, program.consts))
     body = replay.jaxpr
     recorder = ExtremesRecorder()
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
@@ -241,12 +243,6 @@ def _detach_constants(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     detached: Any = replace_variables(body, invars, body.eqns, outvars)
     values = [jnp.asarray(atom.val, atom.aval.dtype) for atom in numbers.values()]
     return ClosedJaxpr(detached.replace(constvars=[]), ()), [*program.consts, *values]
-
-
-def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
-    body = program.jaxpr
-    kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
-    return ClosedJaxpr(kept, program.consts)
 
 
 def _check_repeatable(program: Jaxpr) -> None:

@@ -1,5 +1,6 @@
 """The dataflow of a jaxpr as integer tables, which a compiled program can search."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,8 +110,8 @@ class _EdgeFinder:
             (_key(line.step.around), line.turns, id(line.step.eqn.outvars[line.result])): len(arguments) + row
             for row, line in enumerate(lines)
         }
-        self._makers: dict[int, dict[Var, tuple[JaxprEqn, int]]] = {}
-        self._bodies: dict[int, list[SubJaxpr]] = {}
+        self._list_makers = functools.cache(_list_makers)
+        self._list_bodies = functools.cache(sub_jaxprs)
         self._found: dict[Any, list[Edge]] = {}
         # True to follow integers to the floats that they were computed from, as the scales of a block-scaled format.
         self._reads_bits = False
@@ -121,14 +122,13 @@ class _EdgeFinder:
         return name == "while" or (name == "scan" and not self._recorder.splits(eqn.params["length"]))
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
-        """Lists the rows that the value of a line was computed from."""
         self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
-        found = self._join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        found = _join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
         self._reads_bits = False
         return found
 
     def find_results(self) -> list[Edge]:
-        return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
+        return _join(self._follow(atom, (), ()) for atom in self._program.outvars)
 
     def list_operands(self, line: RecordedOp) -> list[tuple[int, float, float]]:
         """Lists rows, scales and shifts of the first operands of a line."""
@@ -175,7 +175,7 @@ class _EdgeFinder:
         if made is not None:
             eqn, i = made
             if not is_measurable(var) and eqn.primitive.name not in _ENTERED:
-                return self._join(self._follow(atom, around, turns) for atom in eqn.invars)
+                return _join(self._follow(atom, around, turns) for atom in eqn.invars)
             telling = find_telling_operand(eqn, i)
             if telling is not None:
                 _, scale, shift = telling
@@ -203,7 +203,7 @@ class _EdgeFinder:
             for inner in after
         ]
         start = [self._follow(_find_start(bodies[0], i), around, turns)] if name == "while" else []
-        return self._join([*found, *start])
+        return _join([*found, *start])
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues outside a sub-jaxpr, from its argument `i`."""
@@ -212,7 +212,7 @@ class _EdgeFinder:
         given, is_carry, n = body.inputs[i][0], i in body.carry, i - body.carry.start
         if eqn.primitive.name != "scan" or self.is_merged(eqn):
             start = self._follow(given, outside, turns)
-            return self._join([self._carry(n, around, turns), start]) if is_carry else start
+            return _join([self._carry(n, around, turns), start]) if is_carry else start
         order, turn = _list_order(eqn), turns[-1]
         if is_carry and turn != order[0]:
             before = order[order.index(turn) - 1]
@@ -238,18 +238,13 @@ class _EdgeFinder:
         levels = [level if edge.carried is None else min(edge.carried, level) for edge in edges]
         return [edge._replace(carried=level) for edge, level in zip(edges, levels, strict=True)]
 
-    def _list_makers(self, body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
-        if id(body) not in self._makers:
-            self._makers[id(body)] = {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
-        return self._makers[id(body)]
 
-    def _list_bodies(self, eqn: JaxprEqn) -> list[SubJaxpr]:
-        if id(eqn) not in self._bodies:
-            self._bodies[id(eqn)] = sub_jaxprs(eqn)
-        return self._bodies[id(eqn)]
+def _list_makers(body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
+    return {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
 
-    def _join(self, found: Iterable[list[Edge]]) -> list[Edge]:
-        return list(dict.fromkeys(edge for edges in found for edge in edges))
+
+def _join(found: Iterable[list[Edge]]) -> list[Edge]:
+    return list(dict.fromkeys(edge for edges in found for edge in edges))
 
 
 _ENTERED = {*CALLED, "scan", "while", "cond"}

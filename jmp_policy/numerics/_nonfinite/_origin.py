@@ -197,14 +197,10 @@ def _say_what_happened(one: NonfiniteOrigin) -> str:
     code = f": `{one.code}`" if one.code else ""
     where = ", ".join(filter(None, place))
     sentence = f"{kind} was made by {one.primitive} ({one.dtype}) in {passes[one.direction]}"
-    return f"{sentence}{', ' if where else ''}{where}{code}.{_say_ranges(one)}"
-
-
-def _say_ranges(one: NonfiniteOrigin) -> str:
+    sentence += f"{', ' if where else ''}{where}{code}."
     ranges = [f"{pair[0]:.4g} to {pair[1]:.4g}" for pair in one.operands if pair is not None]
-    if not ranges:
-        return ""
-    return f" Its operand{' ranges' if len(one.operands) == 1 else 's range'} from {' and '.join(ranges)}."
+    subject = "Its operand ranges" if len(one.operands) == 1 else "Its operands range"
+    return f"{sentence} {subject} from {' and '.join(ranges)}." if ranges else sentence
 
 
 def _read(origin: NonfiniteOrigin) -> NonfiniteOrigin:

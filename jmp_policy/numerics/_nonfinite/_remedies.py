@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from ..._base import group_by_key
 from ..._jaxpr import Fact, Step, having, walk
 
 GUARDED = "where"
@@ -67,10 +68,7 @@ def find_roles(program: Jaxpr) -> dict[int, str]:
     [('div', 'sqrt')]
     """
     steps = list(walk(program))
-    makers: dict[int, list[Step]] = {}
-    for step in steps:
-        for var in step.results:
-            makers.setdefault(id(var), []).append(step)
+    makers = group_by_key((id(var), step) for step in steps for var in step.results)
     roles = {id(eqn): GUARDED for eqn in _list_guarded(steps, makers)}
     logarithms = {id(step.operands[0]) for step in steps if step.name == "log"}
     divisors = {id(step.operands[1]) for step in steps if step.name == "div"}

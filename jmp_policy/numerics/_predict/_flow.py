@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from ..._base import list_paths_to
-from ..._jaxpr import MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
+from ..._base import group_by_key, list_paths_to
+from ..._jaxpr import HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
-from .._stats import ObservedProgram, Row, Value, identify
-from ._trial import HALF, Written
+from .._stats import ObservedProgram, Row, identify
+from ._trial import Written
 
 _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES, Fact.EXACT) | {"convert_element_type"}
 
@@ -39,11 +39,7 @@ class Operation(NamedTuple):
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
-    """Lists the equations of a program in order."""
-    rows_of: dict[Value, list[int]] = {}
-    for index, value in enumerate(observed.values):
-        if value is not None:
-            rows_of.setdefault(value, []).append(index)
+    rows_of = group_by_key((value, index) for index, value in enumerate(observed.values))
     paths, program = ModulePaths(observed.modules), observed.program
     sources: dict[Any, tuple[int, ...]] = {var: tuple(rows_of.get(((), i), ())) for i, var in enumerate(program.invars)}
     found = []

@@ -1,7 +1,7 @@
 """Finds the dtype of each value of a jaxpr under a policy, without running or compiling it."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +9,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import list_paths_to
 from ..._jaxpr import (
+    HALF,
     AbstractValue,
     Atom,
     Fact,
     JaxprBuilder,
     ModulePaths,
-    Modules,
     Rewriter,
     Rewritten,
     Rule,
@@ -30,7 +30,6 @@ from ...policy import Policy, PolicyMap, match_policy
 from .._stats import ObservedProgram
 
 _FLOAT32 = np.dtype(np.float32)
-HALF = frozenset(map(np.dtype, ("float16", "bfloat16")))
 
 _NORMS = {name: way for name, way in FUNCTIONS.items() if name.startswith("flax.") and "Norm" in name}
 _SUMS = having(Fact.SUMS) | {"add_any"}
@@ -54,9 +53,9 @@ class _LayerState(NamedTuple):
 class LayerRule(Rule):
     """Dtypes of values under `with_policy`. If `traced_half`, the values that were traced in half precision stay so."""
 
-    def __init__(self, policy: Policy | PolicyMap, modules: Modules, types: Mapping[str, type], traced_half: bool):
-        self._policy, self._types, self._traced_half = policy, dict(types), traced_half
-        self._paths, self._norms = ModulePaths(modules), Functions(_NORMS)
+    def __init__(self, policy: Policy | PolicyMap, observed: ObservedProgram, traced_half: bool):
+        self._policy, self._types, self._traced_half = policy, observed.list_types(), traced_half
+        self._paths, self._norms = ModulePaths(observed.modules), Functions(_NORMS)
 
     def contexts(self, outer: LayerPlace, program: Jaxpr) -> list[LayerPlace]:
         return [self._find_place(outer, eqn) for eqn in program.eqns]
@@ -139,28 +138,20 @@ Chain = tuple[int, ...]
 def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -> dict[Chain, Written]:
     """Finds the dtypes of each equation under a policy, by the ids of the equations around it and of itself."""
     # A jaxpr with half precision was traced under a policy: the new one is taken to leave the same values in float32.
-    program, rule = observed.program, _make_casting_rule(observed, policy)
-    start: Any = EquationPlace()
-    if by == "with_policy" or has_half(program):
-        rule = LayerRule(policy, observed.modules, observed.list_types(), has_half(program))
-        start = LayerPlace()
+    program, start = observed.program, EquationPlace()
+    inside = (atom for step in walk(program) for atom in step.results)
+    traced_half = any(float_dtype(atom) in HALF for atom in (*program.invars, *inside))
+    if by == "with_policy" or traced_half:
+        rule, start = LayerRule(policy, observed, traced_half), LayerPlace()
+    else:
+        scoped = observed.modules._replace(types=tuple(observed.list_types().items()))
+        scoped = scoped if isinstance(policy, PolicyMap) else None
+        rule = make_casting_rule(policy, root_policy(policy), AutocastRules(), "opaque", scoped)
+        rule.rewritten = weakref.WeakKeyDictionary()
     watcher = _Watcher(rule)
     kinds = [rule.argument(float_dtype(var)) for var in program.invars]
     watcher.rewrite(program, kinds, start, [float_dtype(var) for var in program.outvars])
     return watcher.found
-
-
-def has_half(program: Jaxpr) -> bool:
-    inside = (atom for step in walk(program) for atom in step.results)
-    return any(is_float(atom) and float_dtype(atom) in HALF for atom in (*program.invars, *inside))
-
-
-def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) -> Rule:
-    modules = observed.modules._replace(types=tuple(observed.list_types().items()))
-    scoped = modules if isinstance(policy, PolicyMap) else None
-    rule = make_casting_rule(policy, root_policy(policy), AutocastRules(), "opaque", scoped)
-    rule.rewritten = weakref.WeakKeyDictionary()
-    return rule
 
 
 class _Watcher(Rewriter):

@@ -16,8 +16,10 @@ from ..._jaxpr import (
     Fact,
     ModulePaths,
     Modules,
+    Order,
     Program,
     RecordedOp,
+    Recorder,
     Step,
     body_of,
     find_direction,
@@ -29,7 +31,8 @@ from ..._jaxpr import (
     sub_jaxprs,
     walk,
 )
-from ._measure import StatsSpec
+from ._measure import PartialStats, StatsSpec
+from ._record import Record, fold, join, merge
 from ._row import Direction, Layout
 from ._what_if import parse_format
 
@@ -47,73 +50,83 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The values to measure: those whose operation, path and pass are all chosen.
+class StatsRecorder(Recorder):
+    """Measures the values whose operation, path and pass are all chosen."""
 
-    Attributes:
-      operations: `"matmuls"` and names of primitives; empty for all.
-      patterns: patterns of paths; empty for all.
-      passes: some of `PASSES`.
-      modules: distinguishes the paths of modules from other names, where there are patterns.
-    """
+    spec: StatsSpec
+    loops: str  # one of `LOOPS`
+    operations: frozenset[str]  # `"matmuls"` and names of primitives; empty for all
+    patterns: tuple[str, ...]  # of paths; empty for all
+    passes: frozenset[str]  # some of `PASSES`
+    modules: Modules  # distinguishes the paths of modules from other names, where there are patterns
 
-    operations: frozenset[str]
-    patterns: tuple[str, ...]
-    passes: frozenset[str]
-    modules: Modules
-
-    def find_place(self, outer: Place, eqn: JaxprEqn) -> Place:
-        """Returns the place of an equation in a sub-jaxpr at `outer`."""
+    def enter(self, outer: Place, eqn: JaxprEqn) -> Place:
         direction = find_direction(name_stack(eqn), outer.direction)
-        path = _read_paths(self.modules).find(outer.path, eqn) if self.patterns else ""
-        return Place(direction, path)
+        return Place(direction, _read_paths(self.modules).find(outer.path, eqn) if self.patterns else "")
 
-    def list_measured(self, eqn: JaxprEqn, place: Place) -> Sequence[int]:
-        """Returns the indices of the outputs of an equation to measure."""
-        if place.direction not in self.passes or is_recorded(eqn) or not self._is_operation_chosen(eqn):
+    def choose(self, eqn: JaxprEqn, context: Place) -> Sequence[int]:
+        if context.direction not in self.passes or is_recorded(eqn):
             return ()
-        if self.patterns and not any(_covers(pattern, place.path) for pattern in self.patterns):
+        if self.operations and not any(map(self._is_chosen, _list_inner(eqn))):
             return ()
-        return [i for i, var in enumerate(eqn.outvars) if float_dtype(var) is not None and not _is_dropped(var)]
-
-    def _is_operation_chosen(self, eqn: JaxprEqn) -> bool:
-        """True if the operation of an equation, or of one in its sub-jaxprs, is chosen."""
-        return not self.operations or any(self._is_chosen(inner) for inner in _list_inner(eqn))
+        around = list_paths_to(context.path)
+        if self.patterns and not any(re.fullmatch(pattern, path) for pattern in self.patterns for path in around):
+            return ()
+        return [i for i, var in enumerate(eqn.outvars) if float_dtype(var) is not None and str(var) != "_"]
 
     def _is_chosen(self, eqn: JaxprEqn) -> bool:
         name = eqn.primitive.name
-        if MATMUL in self.operations and name in MATMULS and not multiplies_only(eqn):
-            return True
-        return name in self.operations
+        is_matmul = MATMUL in self.operations and name in MATMULS and not multiplies_only(eqn)
+        return is_matmul or name in self.operations
 
+    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
+        # Block-scaled formats need the magnitudes in the same places.
+        if eqn.primitive.name not in (_TWINS - _MOVES if self.spec.has_blocks else _TWINS) or result >= len(eqn.invars):
+            return None
+        old, new = (getattr(atom, "aval", None) for atom in (eqn.invars[result], eqn.outvars[result]))
+        is_same = all(getattr(old, name, None) == getattr(new, name, "") for name in ("size", "dtype"))
+        return result if is_same else None
 
-def find_twin(eqn: JaxprEqn, result: int, has_blocks: bool) -> int | None:
-    """Finds the operand with the magnitudes of an output. With `has_blocks` they must be in the same places."""
-    if eqn.primitive.name not in (_TWINS - _MOVES if has_blocks else _TWINS) or result >= len(eqn.invars):
-        return None
-    old, new = (getattr(atom, "aval", None) for atom in (eqn.invars[result], eqn.outvars[result]))
-    is_same = all(getattr(old, name, None) == getattr(new, name, "") for name in ("size", "dtype"))
-    return result if is_same else None
+    def splits(self, turns: int) -> bool:
+        return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
+
+    def measure(self, value: Any) -> PartialStats | Record:
+        return self.spec.look(value)
+
+    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
+        return self.spec.gather(measured)
+
+    def join(self, records: Sequence[Record]) -> Record:
+        return join(records)
+
+    def merge(self, one: Record, other: Record) -> Record:
+        return merge(one, other)
+
+    def fold(self, record: Record, order: Order) -> Record:
+        return fold(record)
+
+    def empty(self, rows: int) -> Record:
+        return self.spec.empty(rows)
 
 
 _MOVES = having(Fact.MOVES)
 _TWINS = having(Fact.KEEPS) | {"neg", "abs"}
 
 
-def make_choice(where: Sequence[str], of: Iterable[str], program: Jaxpr, modules: Modules) -> Choice:
+def make_recorder(request: "Request", spec: StatsSpec, program: Jaxpr, modules: Modules) -> StatsRecorder:
     """Reads `where` and `of` for a jaxpr; a name that it lacks is a ValueError with the nearest one that it has."""
     named = modules._replace(types=())
     operations, patterns = set[str](), []
-    others = [entry for entry in where if entry not in (MATMUL, ALL)]
+    others = [entry for entry in request.where if entry not in (MATMUL, ALL)]
     primitives, paths = _list_names(program, named) if others else (set(), [])
-    for entry in where:
+    for entry in request.where:
         if entry == MATMUL or entry in primitives:
             operations.add(entry)
         elif entry != ALL:
             _check_pattern(entry, primitives, paths)
             patterns.append(entry)
-    chosen = frozenset() if ALL in where else frozenset(operations)
-    return Choice(chosen, tuple(patterns), frozenset(of), named)
+    chosen = frozenset() if ALL in request.where else frozenset(operations)
+    return StatsRecorder(spec, request.loops, chosen, tuple(patterns), frozenset(request.of), named)
 
 
 def _list_names(program: Jaxpr, modules: Modules) -> tuple[set[str], list[str]]:
@@ -140,40 +153,23 @@ def _check_pattern(entry: str, primitives: Iterable[str], paths: Sequence[str]) 
     )
 
 
-def _covers(pattern: str, path: str) -> bool:
-    return any(re.fullmatch(pattern, outer) for outer in list_paths_to(path))
-
-
 @functools.lru_cache(maxsize=64)
 def _read_paths(modules: Modules) -> ModulePaths:
     return ModulePaths(modules)
 
 
 def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Returns an equation and those in its sub-jaxprs."""
     steps: Iterable[Step] = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
     return [eqn, *(step.eqn for step in steps if step.name == step.eqn.primitive.name)]
 
 
-def _is_dropped(var: object) -> bool:
-    """True if an output is unused."""
-    return str(var) == "_"
-
-
 LOOPS = ("auto", "split", "merge")
+MOST_TURNS = 64
+"""With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The arguments of `collect`.
-
-    Attributes:
-      spec: what to measure of each tensor.
-      where: operations and paths.
-      of: passes, and whether arguments and results.
-      loops: one of `LOOPS`.
-      every: the number of steps between two measurements.
-    """
+class Request(NamedTuple):
+    """The checked arguments of `collect`."""
 
     spec: StatsSpec
     where: tuple[str, ...]
@@ -191,12 +187,17 @@ def make_request(
     every: int | None,
     sample: int | None,
 ) -> Request:
-    """Reads and checks the arguments of `collect`."""
     names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
     known = tuple(dict.fromkeys(parse_format(name).name for name in names))
     spec = StatsSpec(known, bool(histogram), sample=_parse_count("sample", sample, 4096))
     every = _parse_count("every", every, 100)
-    return Request(spec, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), every)
+    if loops not in LOOPS:
+        raise ValueError(f"Unknown loops {loops!r}. {did_you_mean(loops, LOOPS)} For example: loops='split'.")
+    passes = _list_entries("of", of)
+    for entry in passes:
+        if entry not in PASSES:
+            raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of={_EXAMPLES['of']}.")
+    return Request(spec, _list_entries("where", where), passes, loops, every)
 
 
 def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
@@ -211,20 +212,6 @@ def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
             "For example: collect(train_step, every=100)(step, state, batch)."
         )
     return step, args[1:]
-
-
-def _parse_passes(of: str | Sequence[str]) -> tuple[str, ...]:
-    entries = _list_entries("of", of)
-    for entry in entries:
-        if entry not in PASSES:
-            raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of={_EXAMPLES['of']}.")
-    return entries
-
-
-def _parse_loops(loops: str) -> str:
-    if loops not in LOOPS:
-        raise ValueError(f"Unknown loops {loops!r}. {did_you_mean(loops, LOOPS)} For example: loops='split'.")
-    return loops
 
 
 def _parse_count(name: str, count: int | None, example: int) -> int | None:
@@ -252,19 +239,12 @@ An argument of the whole jaxpr has no equations."""
 
 
 class ObservedProgram(NamedTuple):
-    """A traced jaxpr, and the values that the rows of statistics are of.
+    """A traced jaxpr, and the values that the rows of statistics are of."""
 
-    Attributes:
-      program: the jaxpr without its constants.
-      modules: the modules that it calls, without their types.
-      types: the types by path, held weakly, so that statistics do not keep a user's classes alive.
-      values: the value of each row; `None` for a result of the whole function.
-    """
-
-    program: Jaxpr
-    modules: Modules
-    types: tuple[tuple[str, "weakref.ref[type]"], ...]
-    values: tuple[Value | None, ...]
+    program: Jaxpr  # without its constants
+    modules: Modules  # the modules that it calls, without their types
+    types: tuple[tuple[str, "weakref.ref[type]"], ...]  # by path; weak, so as not to keep a user's classes alive
+    values: tuple[Value | None, ...]  # the value of each row; `None` for a result of the whole function
 
     def list_types(self) -> dict[str, type]:
         """Returns the types of modules by path, if they still exist."""
@@ -284,7 +264,9 @@ def remember_program(
     values += [(identify(line.step.around, line.step.eqn), line.result) for line in lines]
     values += [None] * results
     types = tuple((path, weakref.ref(kind)) for path, kind in modules.types)
-    body = _drop_constants(body_of(program))
+    body = body_of(program)
+    consts = getattr(body, "consts", ())  # from JAX 0.11 on they are a part of it
+    body = body.replace(consts=[None] * len(consts)) if consts else body
     _PROGRAMS[layout] = ObservedProgram(body, modules._replace(types=()), types, tuple(values))
 
 
@@ -303,12 +285,6 @@ def find_program(layout: Layout) -> ObservedProgram | None:
 def identify(around: Sequence[tuple[Any, Any]], eqn: Any) -> tuple[int, ...]:
     """Returns the ids of the equations around an equation, and of itself."""
     return (*(id(outer) for outer, _ in around), id(eqn))
-
-
-def _drop_constants(program: Jaxpr) -> Jaxpr:
-    """Replaces the constants of a jaxpr by None; from JAX 0.11 on they are a part of it."""
-    consts = getattr(program, "consts", ())
-    return program.replace(consts=[None] * len(consts)) if consts else program
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[Layout, ObservedProgram] = weakref.WeakKeyDictionary()

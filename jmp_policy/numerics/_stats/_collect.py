@@ -10,15 +10,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
-    Order,
     RecordedOp,
-    Recorder,
     Register,
     evaluate,
     explain_tracing,
@@ -36,16 +34,14 @@ from ..._jaxpr import (
     walk,
 )
 from .._ends import Results, check_function, find_signature, name_arguments, name_results
-from ._choice import Choice, Place, Request, find_twin, make_choice, make_request, remember_program, take_step
-from ._measure import PartialStats, StatsSpec
-from ._record import Record, fold, join, merge
+from ._choice import Place, Request, make_recorder, make_request, remember_program, take_step
+from ._measure import StatsSpec
+from ._record import Record
 from ._row import Direction, Layout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MANY_ROWS, _SECONDS_PER_ROW = 500, 0.02  # of a CPU: see `benchmarks/numerics.py`
-MOST_TURNS = 64
-"""With `loops="auto"`, each iteration of a loop of at most this length has its own rows."""
 
 
 def collect(
@@ -144,45 +140,6 @@ def collect(
     return run_collect
 
 
-@dataclasses.dataclass(frozen=True)
-class _StatsRecorder(Recorder):
-    """Measures the chosen values."""
-
-    spec: StatsSpec
-    choice: Choice
-    loops: str
-
-    def enter(self, outer: Place, eqn: JaxprEqn) -> Place:
-        return self.choice.find_place(outer, eqn)
-
-    def choose(self, eqn: JaxprEqn, context: Place) -> Sequence[int]:
-        return self.choice.list_measured(eqn, context)
-
-    def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
-        return find_twin(eqn, result, self.spec.has_blocks)
-
-    def splits(self, turns: int) -> bool:
-        return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
-
-    def measure(self, value: Any) -> PartialStats | Record:
-        return self.spec.look(value)
-
-    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
-        return self.spec.gather(measured)
-
-    def join(self, records: Sequence[Record]) -> Record:
-        return join(records)
-
-    def merge(self, one: Record, other: Record) -> Record:
-        return merge(one, other)
-
-    def fold(self, record: Record, order: Order) -> Record:
-        return fold(record)
-
-    def empty(self, rows: int) -> Record:
-        return self.spec.empty(rows)
-
-
 class _Run:
     """One call of an observed function; `stats` is set by `trace_and_run`."""
 
@@ -198,25 +155,19 @@ class _Run:
         program, modules = traced.program, self._register.list_modules()
 
         # Choose the values.
-        choice = make_choice(request.where, request.of, program.jaxpr, modules)
-        recorder = _StatsRecorder(_widen(request.spec, program.jaxpr), choice, request.loops)
+        recorder = make_recorder(request, _widen(request.spec, program.jaxpr), program.jaxpr, modules)
         names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
         results = name_results(ends.list_paths(), is_lifted=is_lifted)
-        measured = [
-            _list_measured(of in request.of, given, atoms)
-            for of, given, atoms in (
-                ("arguments", names, program.jaxpr.invars),
-                ("results", results, program.jaxpr.outvars),
-            )
-        ]
-        new, lines, _ = record_program(program, recorder, Place(), arguments=measured[0], results=measured[1])
+        invars, outvars = program.jaxpr.invars, program.jaxpr.outvars
+        arguments = _list_measured(names, invars) if "arguments" in request.of else []
+        outputs = _list_measured(results, outvars) if "results" in request.of else []
+        new, lines, _ = record_program(program, recorder, Place(), arguments=arguments, results=outputs)
 
         # Describe the rows.
         paths = ModulePaths(modules)
-        sites = [_describe_end(names[i], program.jaxpr.invars[i], "argument") for i in measured[0]]
+        sites = [_describe_end(names[i], invars[i], "argument") for i in arguments]
         sites += [_describe_line(line, paths) for line in lines]
-        sites += [_describe_end(str(results[i]), program.jaxpr.outvars[i], "result") for i in measured[1]]
-
+        sites += [_describe_end(str(results[i]), outvars[i], "result") for i in outputs]
         if len(sites) > _MANY_ROWS:
             warn_user(
                 f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
@@ -224,14 +175,14 @@ class _Run:
             )
 
         # The new program returns the record after its results.
-        count = len(program.jaxpr.outvars)
+        count = len(outvars)
         if self._step is None:
             made = evaluate(new, *traced.leaves)
         else:
             made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
         layout = Layout(sites, recorder.spec)
-        remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
+        remember_program(layout, program, modules, arguments, lines, len(outputs))
         self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
 
@@ -246,9 +197,9 @@ class _Run:
         )
 
 
-def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
+def _list_measured(names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
     pairs = enumerate(zip(names, atoms, strict=True))
-    return [i for i, (name, atom) in pairs if is_chosen and name is not None and is_float(atom)]
+    return [i for i, (name, atom) in pairs if name is not None and is_float(atom)]
 
 
 def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:

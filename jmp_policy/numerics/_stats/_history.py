@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 
 from ..._base import did_you_mean, quote
-from ...report import KEPT, OTHER_STYLES, FormatRange, make_figure, make_note, plot_heat_map
+from ...report import KEPT, OTHER_STYLES, make_figure, make_note, plot_heat_map
 from ._counting import HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
-from ._row import DIRECTIONS, Layout, Row, TensorInfo, check_direction
+from ._row import DIRECTIONS, Layout, Row, TensorInfo, check_direction, list_turns
 from ._stats import Stats
 from ._stats_report import list_ranges
 from ._what_if import parse_format
@@ -35,180 +35,6 @@ _LEGEND_CHARACTERS = 22
 Steps = Sequence[tuple[int, Sequence[Row]]]
 Panels = dict[str, dict[str, list[float]]]
 """By direction and layer, a number for each step; nan where nothing was measured."""
-
-
-def plot_underflow(steps: Steps, format: str, direction: str | None) -> "Figure":
-    """Draws the share of elements that a format rounds to zero, layer by step."""
-    check_direction(direction)
-    name = parse_format(format).name
-    measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
-    if measured and name not in measured:
-        raise ValueError(f"The format {name!r} was not measured. {did_you_mean(name, measured)}")
-    found = _tabulate(steps, direction, lambda rows: _pool_underflow(rows, name))
-    peaks = {(way, row): _find_peak(shares) for way, part in found.items() for row, shares in part.items()}
-    chosen = sorted((place for place in peaks if peaks[place] > 0), key=lambda place: -peaks[place])[:MOST_ROWS]
-    if peaks and not chosen:
-        return make_note(f"{name} makes none of the {len(peaks)} rows lose a number to zero.")
-    panels, idle = {}, []
-    for title, part in found.items():
-        shown = {row: shares for row, shares in part.items() if (title, row) in chosen}
-        if shown:
-            panels[_count_left_out(title, part, len(shown))] = shown
-        else:
-            idle.append(title)
-    title = f"{name}: what becomes zero" + (f" (nothing in: {', '.join(idle)})" if idle else "")
-    return plot_heat_map(title, "share of all numbers", "step", [str(step) for step, _ in steps], panels)
-
-
-def plot_amax(steps: Steps, formats: Sequence[str] | None, direction: str | None) -> "Figure":
-    """Draws the largest magnitude of each layer over the steps."""
-    check_direction(direction)
-    measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
-    ranges = list(list_ranges(measured if formats is None else formats).values())
-    panels = _tabulate(steps, direction, _find_exponent)
-    if not panels:
-        return make_note("Nothing was measured.")
-    longest = max(len(name) for curves in panels.values() for name in curves)
-    figure = make_figure(_WIDTH + _CHARACTER_WIDTH * max(longest, _LEGEND_CHARACTERS), _HEIGHT * len(panels))
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
-        axes.set_title(f"{name}: largest magnitude", loc="left", fontsize=10)
-        _draw_curves(axes, [step for step, _ in steps], curves)
-        _draw_limits(axes, max(map(_find_peak, curves.values())), ranges)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-    all_axes[-1].set_xlabel("step")
-    return figure
-
-
-def _count_left_out(title: str, rows: dict[str, list[float]], shown: int) -> str:
-    """Returns the title of a panel, with the number of rows that lose nothing, or less than those drawn."""
-    idle = sum(_find_peak(shares) == 0 for shares in rows.values())
-    counts = {"lose nothing": idle, "lose less": len(rows) - idle - shown}
-    return "; ".join([title, *(f"{count} of {len(rows)} rows {what}" for what, count in counts.items() if count)])
-
-
-def _draw_curves(axes: "Axes", steps: Sequence[int], curves: dict[str, list[float]]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    highest = sorted(curves, key=lambda name: _find_peak(curves[name]), reverse=True)[: len(OTHER_STYLES)]
-    named = dict(zip(highest, OTHER_STYLES, strict=False))
-    marker = "." if len(steps) < 3 else ""  # one step alone makes no line
-    for name, exponents in curves.items():
-        if name not in named:
-            axes.plot(steps, exponents, color=KEPT, linewidth=0.7, alpha=0.6, marker=marker)
-    for name, style in named.items():
-        axes.plot(steps, curves[name], **style.line, marker=marker, label=name)
-    if others := len(curves) - len(named):
-        axes.plot([], [], color=KEPT, linewidth=0.7, label=f"{others} other{'s' if others > 1 else ''}")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:g}}}$"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(steps) == 1:
-        axes.set_xlim(steps[0] - 1, steps[0] + 1)
-    axes.grid(axis="y", alpha=0.25)
-
-
-def _draw_limits(axes: "Axes", peak: float, ranges: Iterable[FormatRange]) -> None:
-    for of_format in ranges:
-        if of_format.most <= max(20, peak + _FAR):
-            line = of_format.style.line | {"linewidth": 1.3}
-            axes.axhline(of_format.most, **line, label=f"largest {of_format.name}")
-
-
-def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], float]) -> Panels:
-    """Applies `read` to the rows of each layer at each step, in the order of the program."""
-    panels: Panels = {name: {} for name in DIRECTIONS}
-    for column, (_, rows) in enumerate(steps):
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
-            if row.times and direction in (None, row.direction):
-                groups.setdefault((row.direction, _name_layer(row)), []).append(row)
-        for (way, name), group in groups.items():
-            panels[way].setdefault(name, [math.nan] * len(steps))[column] = read(group)
-    return {way: part for way, part in panels.items() if part}
-
-
-def _name_layer(row: Row) -> str:
-    turns = row.turn if isinstance(row.turn, tuple) else () if row.turn is None else (row.turn,)
-    return (row.path or row.primitive or "(no module)") + "".join(f"[{turn}]" for turn in turns)
-
-
-def _pool_underflow(rows: list[Row], format: str) -> float:
-    count = sum(row.count for row in rows)
-    return sum(row.formats[format].underflow * row.count for row in rows) / max(1, count)
-
-
-def _find_exponent(rows: list[Row]) -> float:
-    """Returns the logarithm of the largest amax; nan if all elements are zero."""
-    amax = max(row.amax for row in rows)
-    return math.log2(amax) if amax > 0 else math.nan
-
-
-def _find_peak(values: Iterable[float]) -> float:
-    return max((value for value in values if not math.isnan(value)), default=-math.inf)
-
-
-_FLOAT64 = np.dtype(np.float64)
-
-
-def merge_rows(steps: Sequence[Sequence[Row]]) -> Stats:
-    """Puts the rows of steps back into arrays with a leading axis of steps.
-
-    Counts come back exactly, and sums up to the rounding of float64. A row that a step lacks counts as not measured.
-    Formats and histograms that some row lacks are left out.
-    """
-    keyed = [dict(_tell_apart(rows)) for rows in steps]
-    keys = list(dict.fromkeys(key for rows in keyed for key in rows))
-    every = [row for rows in steps for row in rows]
-    formats = tuple(name for name in (every[0].formats if every else ()) if all(name in row.formats for row in every))
-    sample = max((row.sampled // row.times for row in every if row.sampled < row.count), default=None)
-    spec = StatsSpec(formats, all(row.histogram is not None for row in every), _FLOAT64, sample)
-    shape = len(steps), len(keys)
-    counts = np.zeros((*shape, 2, spec.columns), np.uint32)
-    extremes = np.broadcast_to([0.0, math.inf], (*shape, 2)).copy()
-    exponents = np.full(shape, -1074, np.int32)  # below all of float64
-    sums = np.zeros((*shape, 1 + 2 * len(formats), 2))
-    for i, rows in enumerate(keyed):
-        for j, key in enumerate(keys):
-            if (row := rows.get(key)) is not None:
-                words = np.array(_list_counts(row, spec), np.uint64)
-                counts[i, j] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
-                extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
-                exponents[i, j] = math.frexp(row.amax)[1]
-                sums[i, j, :, 0] = _list_sums(row, spec)
-    return Stats(Record(counts, extremes, exponents, sums), Layout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
-
-
-def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[TensorInfo, int], Row]]:
-    """Yields the rows with their tensors, numbered where several rows are of one."""
-    seen: dict[TensorInfo, int] = {}
-    for row in rows:
-        info = TensorInfo(
-            row.path, row.primitive, row.source, row.function, row.direction, row.turn, row.dtype,
-            math.prod(row.shape), row.shape,
-        )  # fmt: skip
-        yield (info, seen.setdefault(info, 0)), row
-        seen[info] += 1
-
-
-def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
-    shares = [row.formats[name] for name in spec.formats]
-    parts = [part for share in shares for part in (share.underflow, share.subnormal, share.overflow)]
-    bins = [] if not spec.histogram or row.histogram is None else row.histogram.tolist()
-    assert len(bins) in (0, HISTOGRAM_BINS)
-    sampled = row.times * spec.count_sampled(row.shape)
-    lost = [round(part * sampled) for part in parts]
-    bins = [round(count * sampled / max(1, row.count)) for count in bins]
-    return [row.times, round(row.zeros * row.count), row.nans, row.infs, *lost, *bins]
-
-
-def _list_sums(row: Row, spec: StatsSpec) -> list[float]:
-    """Returns the sum of squares and the sums of squared errors, in units of the square of the largest binade."""
-    unit = math.frexp(row.amax)[1]
-    finite = (row.count - row.nans - row.infs) * spec.count_sampled(row.shape) * row.times / max(1, row.count)
-    square = math.ldexp(row.rms, -unit) ** 2 * finite
-    errors = [error for name in spec.formats for error in (row.formats[name].error, row.formats[name].scaled_error)]
-    return [square, *(error**2 * square for error in errors)]
 
 
 class StatsHistory:
@@ -298,9 +124,32 @@ class StatsHistory:
     def merge(self) -> Stats:
         """Merges all steps into one `Stats`.
 
-        A row that some steps lack, as after a change of the program, is merged over the other steps.
+        A row that some steps lack, as after a change of the program, is merged over the other steps. Formats and
+        histograms that some row lacks are left out.
         """
-        return merge_rows([rows for _, rows in self])
+        # Arrays with a leading axis of steps. Counts come back exactly, and sums up to the rounding of float64.
+        steps = [rows for _, rows in self]
+        keyed = [dict(_tell_apart(rows)) for rows in steps]
+        keys = list(dict.fromkeys(key for rows in keyed for key in rows))
+        every = [row for rows in steps for row in rows]
+        first = every[0].formats if every else ()
+        formats = tuple(name for name in first if all(name in row.formats for row in every))
+        sample = max((row.sampled // row.times for row in every if row.sampled < row.count), default=None)
+        spec = StatsSpec(formats, all(row.histogram is not None for row in every), np.dtype(np.float64), sample)
+        shape = len(steps), len(keys)
+        counts = np.zeros((*shape, 2, spec.columns), np.uint32)
+        extremes = np.broadcast_to([0.0, math.inf], (*shape, 2)).copy()
+        exponents = np.full(shape, -1074, np.int32)  # below all of float64
+        sums = np.zeros((*shape, 1 + 2 * len(formats), 2))
+        for i, rows in enumerate(keyed):
+            for j, key in enumerate(keys):
+                if (row := rows.get(key)) is not None:
+                    words = np.array(_list_counts(row, spec), np.uint64)
+                    counts[i, j] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
+                    extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
+                    exponents[i, j] = math.frexp(row.amax)[1]
+                    sums[i, j, :, 0] = _list_sums(row, spec)
+        return Stats(Record(counts, extremes, exponents, sums), Layout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
 
     def plot_underflow(self, format: str = "float16", *, direction: str | None = None) -> "Figure":
         """Draws the share of elements that a format rounds to zero as a heat map of layers over steps.
@@ -319,7 +168,26 @@ class StatsHistory:
           ValueError: the format was not measured, or the direction is unknown.
           ImportError: matplotlib is not installed.
         """
-        return plot_underflow(list(self), format, direction)
+        check_direction(direction)
+        steps = list(self)
+        name = parse_format(format).name
+        measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
+        if measured and name not in measured:
+            raise ValueError(f"The format {name!r} was not measured. {did_you_mean(name, measured)}")
+        found = _tabulate(steps, direction, lambda rows: _pool_underflow(rows, name))
+        peaks = {(way, row): _find_peak(shares) for way, part in found.items() for row, shares in part.items()}
+        chosen = sorted((place for place in peaks if peaks[place] > 0), key=lambda place: -peaks[place])[:MOST_ROWS]
+        if peaks and not chosen:
+            return make_note(f"{name} makes none of the {len(peaks)} rows lose a number to zero.")
+        panels, idle = {}, []
+        for title, part in found.items():
+            shown = {row: shares for row, shares in part.items() if (title, row) in chosen}
+            if shown:
+                panels[_count_left_out(title, part, len(shown))] = shown
+            else:
+                idle.append(title)
+        title = f"{name}: what becomes zero" + (f" (nothing in: {', '.join(idle)})" if idle else "")
+        return plot_heat_map(title, "share of all numbers", "step", [str(step) for step, _ in steps], panels)
 
     def plot_amax(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
         """Draws the largest magnitudes over the steps, and the largest numbers of formats as lines.
@@ -339,7 +207,113 @@ class StatsHistory:
           ValueError: a format or direction is unknown.
           ImportError: matplotlib is not installed.
         """
-        return plot_amax(list(self), formats, direction)
+        check_direction(direction)
+        steps = list(self)
+        measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
+        ranges = list(list_ranges(measured if formats is None else formats).values())
+        panels = _tabulate(steps, direction, _find_exponent)
+        if not panels:
+            return make_note("Nothing was measured.")
+        longest = max(len(name) for curves in panels.values() for name in curves)
+        figure = make_figure(_WIDTH + _CHARACTER_WIDTH * max(longest, _LEGEND_CHARACTERS), _HEIGHT * len(panels))
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (name, curves) in zip(all_axes, panels.items(), strict=True):
+            axes.set_title(f"{name}: largest magnitude", loc="left", fontsize=10)
+            _draw_curves(axes, [step for step, _ in steps], curves)
+            peak = max(map(_find_peak, curves.values()))
+            for limit in (each for each in ranges if each.most <= max(20, peak + _FAR)):
+                axes.axhline(limit.most, **limit.style.line | {"linewidth": 1.3}, label=f"largest {limit.name}")
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+        all_axes[-1].set_xlabel("step")
+        return figure
+
+
+def _count_left_out(title: str, rows: dict[str, list[float]], shown: int) -> str:
+    """Returns the title of a panel, with the number of rows that lose nothing, or less than those drawn."""
+    idle = sum(_find_peak(shares) == 0 for shares in rows.values())
+    counts = {"lose nothing": idle, "lose less": len(rows) - idle - shown}
+    return "; ".join([title, *(f"{count} of {len(rows)} rows {what}" for what, count in counts.items() if count)])
+
+
+def _draw_curves(axes: "Axes", steps: Sequence[int], curves: dict[str, list[float]]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    highest = sorted(curves, key=lambda name: _find_peak(curves[name]), reverse=True)[: len(OTHER_STYLES)]
+    named = dict(zip(highest, OTHER_STYLES, strict=False))
+    marker = "." if len(steps) < 3 else ""  # one step alone makes no line
+    for name, exponents in curves.items():
+        if name not in named:
+            axes.plot(steps, exponents, color=KEPT, linewidth=0.7, alpha=0.6, marker=marker)
+    for name, style in named.items():
+        axes.plot(steps, curves[name], **style.line, marker=marker, label=name)
+    if others := len(curves) - len(named):
+        axes.plot([], [], color=KEPT, linewidth=0.7, label=f"{others} other{'s' if others > 1 else ''}")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:g}}}$"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], float]) -> Panels:
+    """Applies `read` to the rows of each layer at each step, in the order of the program."""
+    panels: Panels = {name: {} for name in DIRECTIONS}
+    for column, (_, rows) in enumerate(steps):
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row.times and direction in (None, row.direction):
+                name = row.path or row.primitive or "(no module)"
+                name += "".join(f"[{turn}]" for turn in list_turns(row.turn))
+                groups.setdefault((row.direction, name), []).append(row)
+        for (way, name), group in groups.items():
+            panels[way].setdefault(name, [math.nan] * len(steps))[column] = read(group)
+    return {way: part for way, part in panels.items() if part}
+
+
+def _pool_underflow(rows: list[Row], format: str) -> float:
+    count = sum(row.count for row in rows)
+    return sum(row.formats[format].underflow * row.count for row in rows) / max(1, count)
+
+
+def _find_exponent(rows: list[Row]) -> float:
+    """Returns the logarithm of the largest amax; nan if all elements are zero."""
+    amax = max(row.amax for row in rows)
+    return math.log2(amax) if amax > 0 else math.nan
+
+
+def _find_peak(values: Iterable[float]) -> float:
+    return max((value for value in values if not math.isnan(value)), default=-math.inf)
+
+
+def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[TensorInfo, int], Row]]:
+    """Yields the rows with their tensors, numbered where several rows are of one."""
+    seen: dict[TensorInfo, int] = {}
+    for row in rows:
+        where = row.path, row.primitive, row.source, row.function, row.direction, row.turn
+        info = TensorInfo(*where, row.dtype, math.prod(row.shape), row.shape)
+        yield (info, seen.setdefault(info, 0)), row
+        seen[info] += 1
+
+
+def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
+    shares = [row.formats[name] for name in spec.formats]
+    parts = [part for share in shares for part in (share.underflow, share.subnormal, share.overflow)]
+    bins = [] if not spec.histogram or row.histogram is None else row.histogram.tolist()
+    assert len(bins) in (0, HISTOGRAM_BINS)
+    sampled = row.times * spec.count_sampled(row.shape)
+    lost = [round(part * sampled) for part in parts]
+    bins = [round(count * sampled / max(1, row.count)) for count in bins]
+    return [row.times, round(row.zeros * row.count), row.nans, row.infs, *lost, *bins]
+
+
+def _list_sums(row: Row, spec: StatsSpec) -> list[float]:
+    """Returns the sum of squares and the sums of squared errors, in units of the square of the largest binade."""
+    unit = math.frexp(row.amax)[1]
+    finite = (row.count - row.nans - row.infs) * spec.count_sampled(row.shape) * row.times / max(1, row.count)
+    square = math.ldexp(row.rms, -unit) ** 2 * finite
+    errors = [error for name in spec.formats for error in (row.formats[name].error, row.formats[name].scaled_error)]
+    return [square, *(error**2 * square for error in errors)]
 
 
 def _read_step(step: SupportsIndex) -> int:

@@ -13,17 +13,18 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import at_least_float32
-from ._block_errors import BlockErrors, add_block_errors
 from ._counting import (
     FIRST_COUNTS,
     HISTOGRAM_BINS,
+    BlockErrors,
     Extremes,
+    add_block_errors,
     convert_square,
     count_losses,
     find_extremes,
     make_empty_extremes,
 )
-from ._record import Record, float_dtype, join, make_empty, mantissa_bits
+from ._record import Record, exponent_bias, join, mantissa_bits
 from ._what_if import (
     FloatFormat,
     Format,
@@ -41,56 +42,35 @@ _COUNTED, _SUMMED = 4096, 128  # elements of a block; a sum of more squares woul
 _LARGEST_NUMBER = 2**31
 
 
-class Losses(NamedTuple):
-    """The counts of `count_losses` and the sums of `add_squares`."""
-
-    counts: jax.Array
-    sums: Sums
+Losses = tuple[jax.Array, Sums]
+"""The counts of `count_losses` and the sums of `add_squares`."""
 
 
 class Sample(NamedTuple):
-    """Elements whose losses are still to be counted.
+    """Elements whose losses are still to be counted."""
 
-    Attributes:
-      values: the elements, filled up with nan.
-      padding: the number of these nan, uint32.
-      weight: the elements of the tensor per element of the sample. If it is 1, the tensor has no other `Extremes`.
-    """
-
-    values: jax.Array
-    padding: jax.Array
+    values: jax.Array  # filled up with nan
+    padding: jax.Array  # the number of these nan, uint32
+    # The elements of the tensor per element of the sample. If it is 1, the tensor has no other `Extremes`.
     weight: jax.Array
 
 
 class PartialStats(NamedTuple):
-    """The part of a measurement that needs the tensor. Its shapes depend on the dtype alone.
+    """The part of a measurement that needs the tensor. Its shapes depend on the dtype alone."""
 
-    Attributes:
-      extremes: of all elements.
-      values: the losses of all elements, or a sample.
-      errors: the losses in each block-scaled format.
-    """
-
-    extremes: Extremes
-    values: Losses | Sample
-    errors: list[BlockErrors]
+    extremes: Extremes  # of all elements
+    values: Losses | Sample  # the losses of all elements, or a sample
+    errors: list[BlockErrors]  # in each block-scaled format
 
 
 @dataclasses.dataclass(frozen=True)
 class StatsSpec:
-    """Formats and counts to measure of each tensor.
+    """Formats and counts to measure of each tensor."""
 
-    Attributes:
-      formats: canonical names, as of `parse_format`.
-      histogram: whether to count exponents.
-      dtype: of extremes and sums: float64 where a program has float64 values, else float32.
-      sample: the number of elements for formats and histogram, `None` for all.
-    """
-
-    formats: tuple[str, ...]
-    histogram: bool = True
-    dtype: np.dtype = _FLOAT32
-    sample: int | None = None
+    formats: tuple[str, ...]  # canonical names, as of `parse_format`
+    histogram: bool = True  # whether to count exponents
+    dtype: np.dtype = _FLOAT32  # of extremes and sums: float64 where a program has float64 values, else float32
+    sample: int | None = None  # the number of elements for formats and histogram, `None` for all
 
     @property
     def columns(self) -> int:
@@ -113,7 +93,13 @@ class StatsSpec:
 
     def empty(self, rows: int) -> Record:
         """Returns the record of tensors that were never measured: the neutral element of `merge`."""
-        return make_empty(rows, self.columns, 1 + 2 * len(self.formats), self.dtype)
+        extremes = np.broadcast_to(np.array([0, np.inf], self.dtype), (rows, 2))
+        return Record(
+            jnp.zeros((rows, 2, self.columns), np.uint32),
+            jnp.asarray(extremes),
+            jnp.full((rows,), -exponent_bias(self.dtype), np.int32),
+            jnp.zeros((rows, 1 + 2 * len(self.formats), 2), self.dtype),
+        )
 
     def measure(self, x: jax.Array) -> Record:
         """Measures a tensor of any shape and real floating dtype, into one row.
@@ -210,7 +196,7 @@ class StatsSpec:
     def _count_along(self, x: jax.Array, most: jax.Array, *, keeps_last: bool = False) -> Losses:
         counts = count_losses(*split_blocks(x, _COUNTED, keeps_last=keeps_last), self._formats, self.histogram)
         floats = [each for each in self._formats if isinstance(each, FloatFormat)]
-        return Losses(counts, add_squares(*split_blocks(x, _SUMMED, keeps_last=keeps_last), most, floats))
+        return counts, add_squares(*split_blocks(x, _SUMMED, keeps_last=keeps_last), most, floats)
 
     def _finish(self, look: PartialStats, dtype: np.dtype) -> Record:
         """Returns the row of a tensor, without the leading axis; the passes ran in `dtype`."""
@@ -218,14 +204,14 @@ class StatsSpec:
         if isinstance(losses, Sample):
             extremes = _choose_extremes(losses, extremes)
         most = extremes.most
-        counted = self._count(losses.values, most) if isinstance(losses, Sample) else losses
+        counts, sums = self._count(losses.values, most) if isinstance(losses, Sample) else losses
         floats = [each for each in self._formats if isinstance(each, FloatFormat)]
         in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
         own = jnp.stack([jnp.stack([np.uint32(1), *extremes.low]), jnp.stack([np.uint32(0), *extremes.high])])
-        words = lax.concatenate([own, counted.counts], 1)
+        words = lax.concatenate([own, counts], 1)
         for i, each in zip(in_blocks, errors, strict=True):
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
-        sums = _join_sums(convert_units(counted.sums, most, floats), in_blocks, errors)
+        sums = _join_sums(convert_units(sums, most, floats), in_blocks, errors)
         if isinstance(losses, Sample):
             sums = lax.select(
                 lax.broadcast(losses.weight == 1, sums.shape), sums, _scale_up(sums, extremes, losses.weight)
@@ -279,7 +265,7 @@ def _scale_up(sums: jax.Array, extremes: Extremes, weight: jax.Array) -> jax.Arr
 
 def _join_sums(sums: Sums, in_blocks: Sequence[int], errors: Sequence[BlockErrors]) -> jax.Array:
     """Returns the parts of all sums, `(S, 2)`, in the order of the formats."""
-    floats = sums.high.shape[0] // 2 - 1
+    floats = sums[0].shape[0] // 2 - 1
     formats = iter(range(1, 1 + floats)), iter(range(2 + 2 * floats, 2 + 2 * floats + 2 * len(in_blocks), 2))
     order = [0]
     for i in range(floats + len(in_blocks)):
@@ -291,7 +277,7 @@ def _join_sums(sums: Sums, in_blocks: Sequence[int], errors: Sequence[BlockError
 
 def _convert_extremes(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     """Converts bits of floats to a dtype that may be wider, without flushing subnormal numbers."""
-    floats = lax.bitcast_convert_type(bits, float_dtype(bits))
+    floats = lax.bitcast_convert_type(bits, at_least_float32(bits.dtype))
     if floats.dtype == dtype:
         return floats
     subnormal = lax.convert_element_type(bits, dtype) * dtype.type(2.0**-149)

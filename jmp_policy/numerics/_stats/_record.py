@@ -13,20 +13,13 @@ from jax import lax
 
 
 class Record(NamedTuple):
-    """Measurements of `R` tensors, a row each; leading axes, as of a batch, may come first.
+    """Measurements of `R` tensors, a row each; leading axes, as of a batch, may come first."""
 
-    Attributes:
-      counts: uint32 `(..., R, 2, C)`, the low and the high words of each count.
-      extremes: float `(..., R, 2)`: the largest finite magnitude (0 if there is none), and the smallest nonzero one
-        (infinite if there is none).
-      exponents: int32 `(..., R)`: the sums are in units of `4**exponent`.
-      sums: float `(..., R, S, 2)`, the high and the low part of each sum.
-    """
-
-    counts: jax.Array
+    counts: jax.Array  # uint32 `(..., R, 2, C)`, the low and the high words of each count
+    # Float `(..., R, 2)`: the largest finite magnitude, or 0, and the smallest nonzero one, or infinity.
     extremes: jax.Array
-    exponents: jax.Array
-    sums: jax.Array
+    exponents: jax.Array  # int32 `(..., R)`: the sums are in units of `4**exponent`
+    sums: jax.Array  # float `(..., R, S, 2)`, the high and the low part of each sum
 
 
 def join(records: Sequence[Record]) -> Record:
@@ -48,7 +41,7 @@ def merge(a: Record, b: Record) -> Record:
     a_sums, b_sums = (_split(_align(record, exponents), -1) for record in (a, b))
     return Record(
         _pair(low, high, -2),
-        _floats_of(_pair(lax.max(*most), lax.min(*least), -1), a.extremes.dtype),
+        lax.bitcast_convert_type(_pair(lax.max(*most), lax.min(*least), -1), a.extremes.dtype),
         exponents,
         _pair(*add_parts(*a_sums, *b_sums), -1),
     )
@@ -66,20 +59,9 @@ def fold(record: Record, axis: int = 0) -> Record:
     sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(
         _pair(*words, -2),
-        _floats_of(_pair(most, least, -1), record.extremes.dtype),
+        lax.bitcast_convert_type(_pair(most, least, -1), record.extremes.dtype),
         exponents,
         _pair(*add_up(*_split(sums, -1), (axis,)), -1),
-    )
-
-
-def make_empty(rows: int, counts: int, sums: int, dtype: np.dtype) -> Record:
-    """Returns rows of tensors that were never measured: the neutral element of `merge`."""
-    extremes = np.broadcast_to(np.array([0, np.inf], dtype), (rows, 2))
-    return Record(
-        jax.numpy.zeros((rows, 2, counts), np.uint32),
-        jax.numpy.asarray(extremes),
-        jax.numpy.full((rows,), -exponent_bias(dtype), np.int32),
-        jax.numpy.zeros((rows, sums, 2), dtype),
     )
 
 
@@ -132,11 +114,6 @@ def bits_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, np.int64 if x.dtype.itemsize == 8 else np.int32)
 
 
-def float_dtype(bits: jax.Array) -> np.dtype:
-    """Returns the dtype of the floats that these integers encode."""
-    return np.dtype(np.float64 if bits.dtype.itemsize == 8 else np.float32)
-
-
 def bits_like(values: Sequence[float], dtype: np.dtype) -> np.ndarray:
     """Returns the bits of numbers in float32 or float64, as integers."""
     return np.array(values, dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)
@@ -155,7 +132,7 @@ def power_of_two(exponents: jax.Array, dtype: np.dtype) -> jax.Array:
     bias = exponent_bias(dtype)
     fields = lax.clamp(np.int32(0), exponents + np.int32(bias), np.int32(2 * bias))
     whole = lax.convert_element_type(fields, np.int64 if dtype.itemsize == 8 else np.int32)
-    return _floats_of(whole << whole.dtype.type(mantissa_bits(dtype)), dtype)
+    return lax.bitcast_convert_type(whole << whole.dtype.type(mantissa_bits(dtype)), dtype)
 
 
 _AXES_FROM_ROWS = (3, 2, 1, 3)  # for each array of a record, the number of its last axes that are not a batch
@@ -168,7 +145,6 @@ def _align(record: Record, exponents: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the two parts of an axis of length two."""
     first, second = (lax.index_in_dim(x, i, axis, keepdims=False) for i in (0, 1))
     return first, second
 
@@ -177,7 +153,3 @@ def _pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
     """Stacks two arrays along a new axis, counted from the end."""
     axis += first.ndim + 1
     return lax.concatenate([lax.expand_dims(part, (axis,)) for part in (first, second)], axis)
-
-
-def _floats_of(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(bits, dtype)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..._base import did_you_mean
-from ._counting import HISTOGRAM_BINS
+from ._counting import FIRST_COUNTS, HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
 from ._what_if import FloatFormat, parse_format
@@ -31,20 +31,7 @@ def check_direction(direction: str | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Static part of a row: the tensor, as known from tracing.
-
-    Attributes:
-      path: the module names and `jax.named_scope`s around it, or the path of an argument or a result in its tree,
-        joined by `/`; the root's is the empty string.
-      primitive: the name of the operation that made it; the empty string for an argument.
-      source: the user's line that it comes from, `"/home/me/train.py:12"`.
-      function: the function around that line.
-      direction: the pass that made it, or `"argument"` or `"result"`.
-      turn: the iteration of a loop, several for nested loops; `None` outside of loops, and where iterations are merged.
-      dtype: the name of its dtype.
-      size: its number of elements.
-      shape: its shape.
-    """
+    """Static part of a row: the tensor, as known from tracing, with the attributes of `Row`, and its `size`."""
 
     path: str
     primitive: str
@@ -64,9 +51,14 @@ class TensorInfo:
     @property
     def name(self) -> str:
         """Path, operation, pass and iteration, joined by `/`, for loggers; several tensors may share it."""
-        turns = (self.turn,) if isinstance(self.turn, int) else self.turn or ()
+        turns = list_turns(self.turn)
         turn = "_".join(["turn", *map(str, turns)]) if turns else ""
         return "/".join(piece for piece in (self.path, self.primitive, self.direction, turn) if piece)
+
+
+def list_turns(turn: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the iterations of `Row.turn`, outermost loop first."""
+    return (turn,) if isinstance(turn, int) else turn or ()
 
 
 class Layout:
@@ -132,8 +124,6 @@ class Layout:
 _INTERNED: weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], Layout] = weakref.WeakValueDictionary()
 
 
-_OWN_COUNTS = ("times", "zeros", "nans", "infs")
-_SHARES = ("underflow", "subnormal", "overflow")
 _LEAST_SHIFT = -1000
 """Terms that are more binades below the largest part of a sum do not change it, and would not fit an exponent."""
 
@@ -292,9 +282,9 @@ def _make_row(
     layout: Layout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
-    times, zeros, nans, infs = counts[: len(_OWN_COUNTS)]
+    times, zeros, nans, infs = counts[:FIRST_COUNTS]
     count, sampled = times * site.size, times * layout.meter.count_sampled(site.shape)
-    shares = np.array(counts[len(_OWN_COUNTS) : len(_OWN_COUNTS) + 3 * len(formats)], np.float64).reshape(-1, 3)
+    shares = np.array(counts[FIRST_COUNTS : FIRST_COUNTS + 3 * len(formats)], np.float64).reshape(-1, 3)
     shares /= max(1, sampled)
     if sampled < count:
         _raise_proven(shares, formats, amax, least, 1 / count)

@@ -4,13 +4,13 @@ import collections
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...report import Column, FormatRange, Histogram, Table, is_fitting, list_styles, plot_histograms
 from ._counting import FIRST_EXPONENT
-from ._row import DIRECTIONS, FormatShares, Row, check_direction
+from ._row import DIRECTIONS, FormatShares, Row, check_direction, list_turns
 from ._what_if import FloatFormat, parse_format
 
 if TYPE_CHECKING:
@@ -25,25 +25,8 @@ _DROPPED = ("rms", "dtype", "operation", "line")
 _DETAILS = {"subnormal": "subnormal", "error": "error", "scaled_error": "scaled error"}
 
 
-class RecordedOp(NamedTuple):
-    """A line of a table: the row with the largest loss among the iterations of a loop, and their number."""
-
-    row: Row
-    iterations: int
-
-    @property
-    def source(self) -> str:
-        """The file and line, without folders."""
-        return os.path.basename(self.row.source)
-
-    @property
-    def turn(self) -> str:
-        """The iteration that is shown, and the number of all of them."""
-        turn = self.row.turn
-        if turn is None:
-            return ""
-        text = ",".join(map(str, turn)) if isinstance(turn, tuple) else str(turn)
-        return f"{text} of {self.iterations}" if self.iterations > 1 else text
+Line = tuple[Row, int]
+"""A line of a table: the row with the largest loss among the iterations of a loop, and their number."""
 
 
 def rank_loss(row: Row) -> tuple[float, float, float]:
@@ -57,7 +40,7 @@ def rank_loss(row: Row) -> tuple[float, float, float]:
     return row.nonfinite, overflow, lost
 
 
-def list_lines(rows: Iterable[Row]) -> list[RecordedOp]:
+def list_lines(rows: Iterable[Row]) -> list[Line]:
     """Returns the lines of all measured rows, the largest loss first; the iterations of a loop share a line."""
     seen: collections.Counter[tuple[object, ...]] = collections.Counter()
     groups: dict[tuple[object, ...], list[Row]] = {}
@@ -66,31 +49,30 @@ def list_lines(rows: Iterable[Row]) -> list[RecordedOp]:
             key = (row.path, row.primitive, row.source, row.direction, row.dtype, row.shape)
             seen[*key, row.turn] += 1  # a second row of the same iteration is another operation of that line
             groups.setdefault((*key, row.turn is None, seen[*key, row.turn]), []).append(row)
-    lines = [RecordedOp(max(group, key=rank_loss), len(group)) for group in groups.values()]
-    return sorted(lines, key=lambda line: rank_loss(line.row), reverse=True)
+    lines = [(max(group, key=rank_loss), len(group)) for group in groups.values()]
+    return sorted(lines, key=lambda line: rank_loss(line[0]), reverse=True)
 
 
-def make_table(lines: Sequence[RecordedOp], formats: Sequence[str], width: int | None) -> Table:
+def make_table(lines: Sequence[Line], formats: Sequence[str], width: int | None) -> Table:
     """Returns the table for a terminal of this width, without the columns that have no room, or for a notebook."""
-    shown = lines[:MOST_LINES]
-    texts, numbers = _list_texts(shown), _list_numbers(shown, formats)
+    texts, rows = _list_texts(lines[:MOST_LINES]), [row for row, _ in lines[:MOST_LINES]]
+    numbers = _list_numbers(rows, formats)
     if width is None:
-        return _make_columns(texts, numbers | _list_details(shown, formats), ())
+        return _make_columns(texts, numbers | _list_details(rows, formats), ())
     tables = [_make_columns(texts, numbers, _DROPPED[:count]) for count in range(len(_DROPPED) + 1)]
     told_apart = len({tuple(cells) for cells in zip(*texts.values(), strict=True)})
     telling = [table for table in tables if _count_names(table) == told_apart]
     return next((table for table in telling if is_fitting(table, width)), telling[-1])
 
 
-def list_notes(lines: Sequence[RecordedOp], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
-    """Returns the notes below the table."""
+def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
     signs = [] if all(map(is_in_blocks, formats)) else ["↑ overflows, ↓ becomes zero"]
     signs += ["± relative error"] if any(map(is_in_blocks, formats)) else []
     legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"
     notes = [legend] if lines else []
     if len(lines) > MOST_LINES:
         notes.append(f"{len(lines) - MOST_LINES} lines of less loss are left out: `.rows()` has them.")
-    if any(line.iterations > 1 for line in lines):
+    if any(iterations > 1 for _, iterations in lines):
         notes.append("Of a loop, the worst turn is shown, counted from 0: `.rows()` has all of them.")
     if not rows:
         return [*notes, "Nothing was observed: the program has no tensor of the kind that was asked for."]
@@ -142,35 +124,33 @@ def _count_names(table: Table) -> int:
     return len({tuple(row[index] for index in texts) for row in table.rows})
 
 
-def _list_texts(lines: Sequence[RecordedOp]) -> dict[str, list[str]]:
+def _list_texts(lines: Sequence[Line]) -> dict[str, list[str]]:
+    turns = [",".join(map(str, list_turns(row.turn))) for row, _ in lines]
     texts = {
-        "tensor": [line.row.path for line in lines],
-        "operation": [line.row.primitive for line in lines],
-        "line": [line.source for line in lines],
-        "pass": [line.row.direction for line in lines],
-        "turn": [line.turn for line in lines],
-        "dtype": [line.row.dtype for line in lines],
+        "tensor": [row.path for row, _ in lines],
+        "operation": [row.primitive for row, _ in lines],
+        "line": [os.path.basename(row.source) for row, _ in lines],
+        "pass": [row.direction for row, _ in lines],
+        "turn": [turn + (f" of {count}" if count > 1 else "") for turn, (_, count) in zip(turns, lines, strict=True)],
+        "dtype": [row.dtype for row, _ in lines],
     }
     needed = {"turn": any(texts["turn"]), "dtype": len(set(texts["dtype"])) > 1}
     return {header: cells for header, cells in texts.items() if needed.get(header, True)}
 
 
-def _list_numbers(lines: Sequence[RecordedOp], formats: Sequence[str]) -> dict[str, list[str]]:
+def _list_numbers(rows: Sequence[Row], formats: Sequence[str]) -> dict[str, list[str]]:
     numbers = {
-        "amax": [f"{line.row.amax:.2g}" for line in lines],
-        "rms": [f"{line.row.rms:.2g}" for line in lines],
-        "nan/inf": [format_share(line.row.nonfinite) for line in lines],
+        "amax": [f"{row.amax:.2g}" for row in rows],
+        "rms": [f"{row.rms:.2g}" for row in rows],
+        "nan/inf": [format_share(row.nonfinite) for row in rows],
     }
     if not any(numbers["nan/inf"]):
         del numbers["nan/inf"]
-    return numbers | {
-        shorten_format(name): [_describe_loss(line.row.formats, name) for line in lines] for name in formats
-    }
+    return numbers | {shorten_format(name): [_describe_loss(row.formats, name) for row in rows] for name in formats}
 
 
-def _list_details(lines: Sequence[RecordedOp], formats: Sequence[str]) -> dict[str, list[str]]:
+def _list_details(rows: Sequence[Row], formats: Sequence[str]) -> dict[str, list[str]]:
     """Returns the columns that a notebook has in addition; a column without text is left out."""
-    rows = [line.row for line in lines]
     details = {
         f"{shorten_format(name)} {word}": [format_share(getattr(row.formats[name], key)) for row in rows]
         for name in formats

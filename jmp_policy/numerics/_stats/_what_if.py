@@ -70,19 +70,12 @@ DEFAULT_BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """A floating format, rounded to nearest, ties to even, with subnormal numbers.
+    """A floating format, rounded to nearest, ties to even, with subnormal numbers."""
 
-    Attributes:
-      name: canonical.
-      mantissa_bits: the number of bits below the leading one.
-      min_exponent: the exponent of the smallest normal number.
-      max: the largest finite number.
-    """
-
-    name: str
-    mantissa_bits: int
-    min_exponent: int
-    max: float
+    name: str  # canonical
+    mantissa_bits: int  # the number of bits below the leading one
+    min_exponent: int  # the exponent of the smallest normal number
+    max: float  # the largest finite number
 
     @property
     def max_exponent(self) -> int:
@@ -152,8 +145,13 @@ def parse_format(name: object) -> Format:
     ('bfloat16', 'int4', 'int8/64', 'nvfp4')
     """
     found = _IN_BLOCKS.fullmatch(name.strip().lower()) if isinstance(name, str) else None
-    if found is not None and (found[2] is None or int(found[2]) > 0):
-        return _make_format(found[1], None if found[2] is None else int(found[2]))
+    if found is not None and int(found[2] or 1) > 0:
+        kind, (dtype, default) = found[1], _SCALED.get(found[1], ("", DEFAULT_BLOCK))
+        block = int(found[2] or default)
+        spelled = kind if block == default else f"{kind}/{block}"
+        if kind in _INTEGERS:
+            return IntegerFormat(spelled, _INTEGERS[kind], block)
+        return ScaledFormat(spelled, dtype, block, has_tensor_scale=kind == "nvfp4")
     try:
         dtype = parse_dtype(name)  # pyright: ignore[reportArgumentType]: anything may come
     except ValueError:
@@ -163,15 +161,6 @@ def parse_format(name: object) -> Format:
         remedy = did_you_mean(name, [*known, *_INTEGERS, *_SCALED, "int8/64", "int4/32"])
         raise ValueError(f"Unknown format {quote(name)}. {remedy} For example: 'float16', 'float8_e4m3fn', 'int8/64'.")
     return _describe(dtype)
-
-
-def _make_format(kind: str, block: int | None) -> IntegerFormat | ScaledFormat:
-    dtype, default = _SCALED.get(kind, ("", DEFAULT_BLOCK))
-    block = default if block is None else block
-    name = kind if block == default else f"{kind}/{block}"
-    if kind in _INTEGERS:
-        return IntegerFormat(name, _INTEGERS[kind], block)
-    return ScaledFormat(name, dtype, block, has_tensor_scale=kind == "nvfp4")
 
 
 @functools.cache
@@ -189,11 +178,8 @@ def _round_down(bound: float, dtype: np.dtype, inclusive: bool) -> float:
     return float(found)
 
 
-class Sums(NamedTuple):
-    """High and low parts of sums, `(S,)` each."""
-
-    high: jax.Array
-    low: jax.Array
+Sums = tuple[jax.Array, jax.Array]
+"""High and low parts of sums, `(S,)` each."""
 
 
 def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
@@ -202,7 +188,7 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
     Returns twice the sum of squares and a sum for each format: first without scales, then with them. Their units
     differ: see `convert_units`. Blocks are short, since a block is summed in the dtype of its elements.
     """
-    grid = _make_grid(most, find_exponent(most, blocks.dtype), formats, blocks.dtype)
+    grid = _make_grid(most, formats, blocks.dtype)
     # The axis of sums stands before the axes of a block, so that a core reads a block once for all sums.
     row, count = axes[0], 1 + len(formats)
     shape = (*blocks.shape[:row], count, *blocks.shape[row:])
@@ -216,14 +202,14 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
         errors = _round(x, spread(grid.steps), spread(grid.floors), spread(grid.ceilings)) - x
         squares.append(errors * errors)
     sums = lax.concatenate(add_together(squares, tuple(axis + 1 for axis in axes)), row)
-    return Sums(*add_up(sums, lax.full_like(sums, 0), tuple(axis for axis in range(sums.ndim) if axis != row)))
+    return add_up(sums, lax.full_like(sums, 0), tuple(axis for axis in range(sums.ndim) if axis != row))
 
 
 def convert_units(sums: Sums, most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
     """Converts the sums to units of `4**find_exponent(most)`."""
-    dtype = sums.high.dtype
-    units = _make_grid(most, find_exponent(most, dtype), formats, dtype).squared_units
-    return Sums(sums.high * units, sums.low * units)
+    high, low = sums
+    units = _make_grid(most, formats, high.dtype).squared_units
+    return high * units, low * units
 
 
 def find_exponent(most: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -239,32 +225,25 @@ def read_units(x: jax.Array, units: jax.Array) -> jax.Array:
 
 
 class _Grid(NamedTuple):
-    """The numbers of a format, a row per sum.
+    """The numbers of a format, a row per sum."""
 
-    Attributes:
-      units: factors of magnitudes.
-      steps: added to the bits of an element's power of two; the last bit of that number is the last bit of the format.
-      floors: the bits of that number for subnormal elements.
-      ceilings: the largest number.
-      squared_units: factors of the sums of squares, for units that all rows share.
-    """
-
-    units: jax.Array
+    units: jax.Array  # factors of magnitudes
+    # Added to the bits of an element's power of two. The last bit of the result is the last bit of the format.
     steps: np.ndarray
-    floors: jax.Array
-    ceilings: jax.Array
-    squared_units: jax.Array
+    floors: jax.Array  # the bits of that result for subnormal elements
+    ceilings: jax.Array  # the largest number
+    squared_units: jax.Array  # factors of the sums of squares, for units that all rows share
 
 
-def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatFormat], dtype: np.dtype) -> _Grid:
+def _make_grid(most: jax.Array, formats: Sequence[FloatFormat], dtype: np.dtype) -> _Grid:
     """Scales the numbers of formats to a tensor.
 
     The best scale moves the largest magnitude into the last binade of the format, or one below if it exceeds the
     largest number there. The rows are those of `add_squares`: where squares are added up, zero is the only value of the
     format.
     """
-    width, bias = mantissa_bits(dtype), exponent_bias(dtype)
-    never = -4 * bias
+    width, bias, exponent = mantissa_bits(dtype), exponent_bias(dtype), find_exponent(most, dtype)
+    one, never = bits_like((1.0,), dtype)[0], -4 * bias
     # A format with as many bits loses nothing.
     kept = [never if each.mantissa_bits >= width else width - each.mantissa_bits for each in formats]
     largest = [never, *(each.max_exponent for each in formats)] * 2
@@ -273,7 +252,8 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     mantissas = [1.0, *(each.max / 2.0**each.max_exponent for each in formats)] * 2
     is_scaled = np.array([*[False] * (2 + len(formats)), *[True] * len(formats)])
     bounds = np.where(is_scaled, mantissas, np.inf).astype(dtype)
-    is_larger = lax.gt(lax.broadcast(_read_mantissa(most, dtype), bounds.shape), bounds)
+    mantissa = lax.bitcast_convert_type((most & (most.dtype.type(1 << width) - 1)) | one, dtype)  # between 1 and 2
+    is_larger = lax.gt(lax.broadcast(mantissa, bounds.shape), bounds)
     room = lax.broadcast(np.int32(bias - 1) - exponent, bounds.shape)  # at the end of a dtype the largest may saturate
     lowered = lax.min(lax.convert_element_type(is_larger, np.int32), room)
     # Exponents of units, floors, ceilings and squared units, shifted by the exponent of the tensor or by its scale.
@@ -285,7 +265,7 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     weights = np.repeat(np.array([[1], [0], [0], [-2]], np.int32), is_scaled.size, 1)
     moved += lax.broadcast(lowered, (4,)) * weights
     fields = lax.clamp(np.int32(1), powers - moved + np.int32(bias), np.int32(2 * bias))
-    fractions = bits_like(mantissas, dtype) - bits_like((1.0,), dtype)
+    fractions = bits_like(mantissas, dtype) - one
     below = np.stack([fractions * 0, fractions * 0, fractions, fractions * 0])
     bits = (lax.convert_element_type(fields, most.dtype) << most.dtype.type(width)) | below
     # Without the barrier XLA recomputes `bits` for each row, and compiles for longer.
@@ -294,12 +274,6 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     as_floats = lambda bits: lax.bitcast_convert_type(bits, dtype)
     steps = np.maximum(digits, -2 * bias).astype(most.dtype) << width
     return _Grid(as_floats(units), steps, floors, as_floats(ceilings), as_floats(squared_units))
-
-
-def _read_mantissa(most: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns the mantissa of a number, between 1 and 2, given its bits."""
-    one = bits_like((1.0,), dtype)[0]
-    return lax.bitcast_convert_type((most & (most.dtype.type(1 << mantissa_bits(dtype)) - 1)) | one, dtype)
 
 
 def _round(x: jax.Array, steps: jax.Array, floors: jax.Array, ceilings: jax.Array) -> jax.Array:

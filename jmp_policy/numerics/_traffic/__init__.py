@@ -1,5 +1,4 @@
 """Collectives between devices, read from a jaxpr or from the output of XLA's partitioner."""
 
-from ._collective import Collective as Collective
 from ._collectives import collectives as collectives
-from ._report import Collectives as Collectives
+from ._report import Collective as Collective, Collectives as Collectives

@@ -1,18 +1,20 @@
 """`numerics.collectives`: traces and partitions a program, and counts its collectives."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..._base import TRACING, Results, describe, flatten_function
-from ..._jaxpr import ModulePaths, Register, find_direction
+from ..._jaxpr import ModulePaths, Register, find_direction, walk
 from .._ends import check_function
-from ._collective import Collective, Meshes, OpLocation, add_up, find_meshes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
-from ._report import Collectives
+from ._report import Collective, Collectives
 from ._traced import read_program
 
 
@@ -71,8 +73,8 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
         with TRACING(register.token):
             traced = jax.jit(unique).trace(*arrays)
             program = traced.jaxpr.jaxpr
-            meshes, paths = find_meshes(program, arrays), ModulePaths(register.list_modules())
-            find_place = functools.cache(lambda stack: OpLocation(paths.read_stack(stack), find_direction(stack)))
+            meshes, paths = _find_meshes(program, arrays), ModulePaths(register.list_modules())
+            find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
             compiles = meshes.devices > 1 and _choose(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
@@ -80,12 +82,45 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             else:
                 rows, loops = read_program(program, find_place) if meshes.devices > 1 else ([], [])
                 _check_abstract(rows, meshes, compiled)
-        return Collectives(add_up(rows), meshes.devices, meshes.axes, compiles, tuple(loops))
+        return Collectives(_add_up(rows), meshes.devices, meshes.axes, compiles, tuple(loops))
 
     return find_collectives
 
 
-def _choose(compiled: bool | None, meshes: Meshes) -> bool:
+class _Meshes(NamedTuple):
+    """Meshes of more than one device. `abstract` has those without a concrete mesh of the same shape."""
+
+    concrete: tuple[Mesh, ...]
+    abstract: tuple[AbstractMesh, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(axis for mesh in (*self.concrete, *self.abstract) for axis in mesh.axis_names))
+
+    @property
+    def devices(self) -> int:
+        return max((mesh.size for mesh in (*self.concrete, *self.abstract)), default=1)
+
+
+def _find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> _Meshes:
+    """Finds the meshes of the arguments, the shard_maps and the sharding constraints of a jaxpr."""
+    shardings = [getattr(argument, "sharding", None) for argument in arguments]
+    for eqn in {id(step.eqn): step.eqn for step in walk(program)}.values():
+        shardings += [value for name in _MESH_PARAMETERS for value in jax.tree.leaves(eqn.params.get(name))]
+    shardings += [getattr(var.aval, "sharding", None) for var in program.invars]  # of an explicit mesh
+    shardings.append(jax.sharding.get_abstract_mesh())
+    found = [value.mesh if isinstance(value, NamedSharding) else value for value in shardings]
+    large = dict.fromkeys(mesh for mesh in found if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1)
+    concrete = [mesh for mesh in large if isinstance(mesh, Mesh)]
+    shapes = [dict(mesh.shape) for mesh in concrete]
+    abstract = [mesh for mesh in large if isinstance(mesh, AbstractMesh) and dict(mesh.shape) not in shapes]
+    return _Meshes(tuple(concrete), tuple(abstract))
+
+
+_MESH_PARAMETERS = ("mesh", "ctx_mesh", "sharding", "in_shardings", "out_shardings", "dst_sharding")
+
+
+def _choose(compiled: bool | None, meshes: _Meshes) -> bool:
     if compiled and not meshes.concrete:
         raise ValueError(
             f"compiled=True needs devices, but {_describe_mesh(meshes)} has none. Without it, the collectives in "
@@ -94,7 +129,7 @@ def _choose(compiled: bool | None, meshes: Meshes) -> bool:
     return bool(meshes.concrete) and not meshes.abstract if compiled is None else compiled
 
 
-def _check_abstract(rows: Sequence[Collective], meshes: Meshes, compiled: bool | None) -> None:
+def _check_abstract(rows: Sequence[Collective], meshes: _Meshes, compiled: bool | None) -> None:
     if compiled is None and meshes.abstract and not rows:
         raise ValueError(
             "The program has no explicit collectives, and XLA can only insert them for devices, which "
@@ -103,7 +138,17 @@ def _check_abstract(rows: Sequence[Collective], meshes: Meshes, compiled: bool |
         )
 
 
-def _describe_mesh(meshes: Meshes) -> str:
+def _describe_mesh(meshes: _Meshes) -> str:
     mesh = meshes.abstract[0]
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"the AbstractMesh of {sizes} ({mesh.size} devices; {jax.device_count()} are here)"
+
+
+def _add_up(rows: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Merges rows that differ only in their counts."""
+    table: dict[Collective, list[int]] = {}
+    for row in rows:
+        amounts = table.setdefault(dataclasses.replace(row, count=0, bytes=0), [0, 0])
+        amounts[0] += row.count
+        amounts[1] += row.bytes
+    return tuple(dataclasses.replace(row, count=count, bytes=bytes) for row, (count, bytes) in table.items())

@@ -1,14 +1,16 @@
 """Compiles a program up to XLA's SPMD partitioner, and parses its HLO text."""
 
 import dataclasses
+import math
 import re
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 # all-reduce-promotion runs after the partitioner on CPUs. It aborts the process on a shard_map with auto axes, where it
 # takes the copy at the end of a reduction function for the sum.
@@ -69,8 +71,6 @@ class Reference(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction."""
-
     name: str  # its name, without the percent sign
     type: str  # the output type as text
     opcode: str  # such as `"all-gather"`
@@ -115,7 +115,6 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parses HLO text."""
     module, current = Module(_read_frames(text)), None
     for line in text.splitlines():
         if (header := _HEADER.match(line)) is not None:
@@ -166,7 +165,6 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _split_closing(text: str) -> tuple[str, str]:
-    """Splits at the closing parenthesis."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -222,3 +220,74 @@ def _list_entries(text: str, table: str, pattern: str) -> Iterator[tuple[str, ..
     for line in found[1].splitlines() if found else ():
         if (entry := re.match(pattern, line)) is not None:
             yield entry.groups()
+
+
+def find_group(attributes: str, meshes: Iterable[Mapping[str, int]], devices: int) -> tuple[tuple[str, ...], int]:
+    """Finds the mesh axes of a device group and its size in the attributes of an instruction.
+
+    The first mesh (sizes by axis) that fits names the axes. There are none if the group does not match mesh axes.
+    """
+    pairs = re.search(r"source_target_pairs=(\{[\d{},]*\})", attributes)
+    groups = _read_groups(attributes, devices) if pairs is None else _read_lists(pairs[1])
+    members = {number for group in groups for number in group}
+    for mesh in meshes if members else ():
+        sizes = list(mesh.values())
+        if max(members) >= math.prod(sizes):
+            continue
+        coordinates = [np.transpose(np.unravel_index(group, sizes)) for group in groups]
+        axes = [i for i in range(len(sizes)) if any(np.ptp(group[:, i]) for group in coordinates)]
+        count = math.prod(sizes[i] for i in axes)
+        # A permute may leave out devices. Any other group must have all devices along its axes.
+        if pairs is not None or all(len(group) == count for group in groups):
+            return tuple(list(mesh)[i] for i in axes), count
+    return (), len(members) if pairs is not None else len(groups[0])
+
+
+def _read_groups(attributes: str, devices: int) -> list[list[int]]:
+    everyone = [list(range(devices))]
+    if (found := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes)) is not None:
+        return _read_mesh_groups(*found.groups()) or everyone
+    if (found := re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\])(?:T\(([\d,]+)\))?", attributes)) is not None:
+        return _read_iota(found[1], found[2], found[3])
+    found = re.search(r"replica_groups=(\{[\d{},]*\})", attributes)
+    return (_read_lists(found[1]) if found else []) or everyone
+
+
+def _read_lists(text: str) -> list[list[int]]:
+    return [[int(number) for number in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
+    """Parses groups written as a transposed and reshaped iota."""
+    dimensions = _read_numbers(sizes)
+    numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
+    if order:
+        numbers = numbers.transpose(_read_numbers(order))
+    return numbers.reshape(_read_numbers(groups)).tolist()
+
+
+def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
+    """Parses groups along named axes; `'x':(2)4` is a sub-axis of size 4, with 2 before it."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
+    numbers = np.arange(math.prod(sizes.values()))
+    if (found := re.search(r"(?:\[[\d,]+\]<=)?(\[[\d,]+\])(?:T\(([\d,]+)\))?", order)) is not None:
+        numbers = np.array(_read_iota(f"[{numbers.size}]", found[1], found[2]))
+    elif (found := re.search(r"\(([\d,]+)\)", order)) is not None:
+        numbers = np.array(_read_numbers(found[1]))
+    chosen, dimensions = [], []
+    parts = {name: (before, size) for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", axes)}
+    for name, size in sizes.items():
+        before, own = (int(n or 1) for n in parts.get(name, ("", "")))
+        if name in parts:
+            own = own if parts[name][1] else size
+            chosen.append(len(dimensions) + 1)
+            dimensions += [before, own, size // (before * own)]
+        else:
+            dimensions.append(size)
+    others = [i for i in range(len(dimensions)) if i not in chosen]
+    count = math.prod(dimensions[i] for i in chosen)
+    return numbers.reshape(dimensions).transpose(others + chosen).reshape(-1, count).tolist()
+
+
+def _read_numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

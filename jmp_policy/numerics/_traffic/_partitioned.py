@@ -4,9 +4,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..._base import group_by_key
 from ..._jaxpr import choose_line
-from ._collective import KINDS, REDUCING, Collective, find_group
-from ._hlo import Array, Computation, Instruction, Module, Reference
+from ._hlo import Array, Computation, Instruction, Module, Reference, find_group
+from ._report import KINDS, REDUCING, Collective
 from ._traced import PRIMITIVES, FindPlace, Flow, judge
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
@@ -107,18 +108,13 @@ def _complete_names(module: Module) -> None:
     for computation, scope in waiting:
         for name in module.computations[computation].names:
             made = module.instructions[name]
-            made = module.instructions[name] = made._replace(op_name=_join_names(scope, made.op_name))
+            if scope and made.op_name and made.op_name.partition("/")[0] != scope.partition("/")[0]:
+                made = module.instructions[name] = made._replace(op_name=f"{scope}/{made.op_name}")
             inner = made.op_name if made.opcode == "call" else scope
             for called in _list_called(made, (*_CALLS, "condition", "body")):
                 if called in module.computations and called not in reached:
                     reached.add(called)
                     waiting.append((called, inner))
-
-
-def _join_names(scope: str, name: str) -> str:
-    """Prepends a scope unless the name is empty or already has it."""
-    is_complete = not scope or not name or name.partition("/")[0] == scope.partition("/")[0]
-    return name if is_complete else f"{scope}/{name}"
 
 
 def _list_sites(
@@ -141,7 +137,6 @@ def _list_sites(
 
 
 def _list_called(instruction: Instruction, attributes: Sequence[str]) -> list[str]:
-    """Lists the names of the computations that an instruction calls."""
     branches = re.search(r"branch_computations=\{(.*?)\}", instruction.attributes)
     names = re.findall(r"%([\w.\-]+)", branches[1]) if branches else map(instruction.find_called, attributes)
     return [name for name in names if name]
@@ -152,10 +147,8 @@ class _Reader:
 
     def __init__(self, module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace):
         self._module, self._meshes, self._devices, self._find_place = module, meshes, devices, find_place
-        self._readers: dict[str, list[Instruction]] = {}
-        for instruction in module.instructions.values():
-            for operand in instruction.operands:
-                self._readers.setdefault(operand.name, []).append(instruction)
+        instructions = module.instructions.values()
+        self._readers = group_by_key((operand.name, reader) for reader in instructions for operand in reader.operands)
         self._flow = Flow()
         for instruction in module.instructions.values():
             self._follow(instruction)
@@ -163,25 +156,19 @@ class _Reader:
     def describe(self, instruction: Instruction, runs: int) -> list[Collective]:
         """Makes one row for each array of a collective."""
         kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
-        group = find_group(instruction.attributes, self._meshes, self._devices)
-        named = self._find_named(instruction)
-        primitive = named.op_name.rpartition("/")[2]
-        place, line = self._find_place(read_stack(named.op_name)), self.find_line(instruction)
+        axes, devices = find_group(instruction.attributes, self._meshes, self._devices)
+        name = self._find_named(instruction).op_name
+        inserted = name.rpartition("/")[2] not in PRIMITIVES
+        (path, direction), line = self._find_place(read_stack(name)), self.find_line(instruction)
         result = Reference(instruction.name, 0 if instruction.is_tuple else None)
-        operand = instruction.operands[0]
-        direction, is_gradient = judge(place.direction, kind, reduction, operand, result, self._flow)
+        direction, is_gradient = judge(direction, kind, reduction, instruction.operands[0], result, self._flow)
+        how = direction, is_gradient, inserted, line, path, runs
+        sent = _list_sent(instruction, kind, devices)
+        sizes = [runs * math.prod(array.shape) * array.bits // 8 for array in sent]
         return [
-            Collective(
-                kind, reduction, array.dtype, group.axes, group.devices, array.shape, direction,
-                is_gradient=is_gradient,
-                inserted=primitive not in PRIMITIVES,
-                source=line,
-                path=place.path,
-                count=runs,
-                bytes=runs * math.prod(array.shape) * array.bits // 8,
-            )
-            for array in _list_sent(instruction, kind, group.devices)
-        ]  # fmt: skip
+            Collective(kind, reduction, array.dtype, axes, devices, array.shape, *how, bytes=size)
+            for array, size in zip(sent, sizes, strict=True)
+        ]
 
     def find_line(self, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
@@ -229,16 +216,14 @@ class _Reader:
                         _join(flow, operand, body.parameters[i], self._module.instructions[body.parameters[i]])
                 _join(flow, Reference(body.root), made.name, made)
         elif made.opcode != "parameter":
-            direction = self._find_place(read_stack(made.op_name)).direction if made.op_name else None
+            direction = self._find_place(read_stack(made.op_name))[1] if made.op_name else None
             results = [Reference(made.name, part) for part in _list_parts(made)]
-            sizes = (self._measure_first(made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 1)
+            sizes = 0, 1
+            if made.opcode == "reduce":
+                name, part = operands[0]
+                arrays = self._module.instructions[name].arrays
+                sizes = _measure(arrays if part is None else arrays[part : part + 1]), _measure(made.arrays)
             flow.add(made.opcode, direction, results, list(operands), sizes)
-
-    def _measure_first(self, instruction: Instruction) -> int:
-        """Returns the number of elements of the first operand."""
-        name, part = instruction.operands[0]
-        arrays = self._module.instructions[name].arrays
-        return _measure(arrays if part is None else arrays[part : part + 1])
 
 
 def _join(flow: Flow, value: Reference, name: str, typed: Instruction) -> None:

@@ -1,16 +1,77 @@
-"""Report of the collectives of a program: tables, sums and assertions."""
+"""Collectives of a program, and their report: tables, sums and assertions."""
 
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._base import DTypeLike, did_you_mean, is_floating_dtype, parse_dtype
+from ..._base import DTypeLike, did_you_mean, group_by_key, is_floating_dtype, parse_dtype
+from ..._jaxpr import Pass
 from ...report import Report, Table, find_largest, format_bytes, list_lines, make_columns, make_plain, shorten_dtypes
-from ._collective import DIRECTIONS, KINDS, Collective
 
 MOST_ROWS = 40
 """Maximum number of rows in a table; `Collectives.rows` has all of them."""
+
+
+DIRECTIONS = ("forward", "recomputed", "backward")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+REDUCING = ("all-reduce", "reduce-scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """The collectives of one kind, dtype, shape and group of axes from one source line and module.
+
+    Attributes:
+      kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"` or
+        `"collective-broadcast"`.
+      reduction: `"sum"`, `"max"`, `"min"`, `"and"`, `"or"`, `"product"`, or empty for a collective that does not
+        reduce.
+      dtype: the dtype that is sent and reduced in.
+      axes: the mesh axes along which devices communicate; empty if the groups do not match mesh axes.
+      devices: the number of devices in a group.
+      shape: the output shape of a gather, or the input shape of any other collective, on one device.
+      direction: `"forward"`, `"recomputed"` or `"backward"`, as in `collect`. A sum of gradients is `"backward"`; ops
+        after it, such as the check for finite gradients, are `"forward"`.
+      is_gradient: True for a sum of gradients of parameters: in the backward pass, only casts and additions read its
+        result. Other sums of the backward pass are of activations.
+      inserted: True if XLA's partitioner inserted it, False if it is from a `shard_map`.
+      source: the user's line, `"train.py:12 (loss)"`.
+      path: the module names and `jax.named_scope`s around it, joined by `/`; empty for the root.
+      count: the number of arrays, over all iterations of a loop.
+      bytes: the total size of `count` arrays of `shape` on one device.
+
+    >>> from jmp_policy.numerics import Collective
+    >>> fields = {"direction": "backward", "is_gradient": True, "inserted": False, "source": "train.py:12", "path": ""}
+    >>> row = Collective("all-reduce", "sum", "float32", ("data",), 4, (256,), count=2, bytes=2048, **fields)
+    >>> row.moved_bytes
+    3072
+    """
+
+    kind: str
+    reduction: str
+    dtype: str
+    axes: tuple[str, ...]
+    devices: int
+    shape: tuple[int, ...]
+    direction: Pass
+    is_gradient: bool
+    inserted: bool
+    source: str
+    path: str
+    count: int
+    bytes: int
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that each device sends with a ring algorithm.
+
+        With n devices `bytes * (n - 1) / n`, twice this for an all-reduce, and `bytes` for a permute or broadcast.
+        """
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * self.bytes * (self.devices - 1) // self.devices
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -243,12 +304,9 @@ def _name_pass(row: Collective) -> str:
 
 def _make_sums_table(rows: Sequence[Collective]) -> Table:
     """Makes a table with one row per kind, dtype, axes and pass."""
-    groups: dict[tuple[str, ...], list[Collective]] = {}
-    for row in rows:
-        key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
-        groups.setdefault(key, []).append(row)
     cells = []
-    for key, group in groups.items():
+    name = lambda row: (_name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row))
+    for key, group in group_by_key((name(row), row) for row in rows).items():
         sizes = sum(row.bytes for row in group), sum(row.moved_bytes for row in group)
         cells.append((*key, str(_count(group)), *(format_bytes(size) or "0 B" for size in sizes)))
     return Table(make_columns("collective, dtype, axes, pass", "count, bytes, sent"), cells)

@@ -1,5 +1,6 @@
 """Collectives of a jaxpr, and the dataflow that shows which of them sum gradients of parameters."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, sub_jaxprs, walk
-from ._collective import REDUCING, Collective, Group, OpLocation
+from ._report import REDUCING, Collective
 
 Node = Hashable
 """A value of a jaxpr or an HLO module."""
@@ -40,7 +41,6 @@ class Flow:
     def __init__(self) -> None:
         self._sources: dict[Node, list[Node]] = {}
         self._makers: dict[Node, Maker] = {}
-        self._feeding: set[Node] | None = None
 
     def add(
         self,
@@ -62,12 +62,6 @@ class Flow:
     def join(self, result: Node, source: Node) -> None:
         """Adds an alias: `result` may be `source`, through a loop, a call or a tuple."""
         self._sources.setdefault(result, []).append(source)
-
-    def is_summed_on(self, node: Node) -> bool:
-        """True if the backward pass reads a value in a matmul or another sum."""
-        if self._feeding is None:
-            self._feeding = self._find_feeding()
-        return node in self._feeding
 
     def is_gradient(self, node: Node) -> bool:
         """True if the backward pass made a value, and it was only moved, cast, scaled or added since."""
@@ -94,8 +88,9 @@ class Flow:
         is_lookup = name == "gather" and not self._is_fixed(self._sources[node][-1])
         return name in _KEEPING and not is_lookup
 
-    def _find_feeding(self) -> set[Node]:
-        """Finds the values that reach a sum of the backward pass within that pass, not in an earlier training step."""
+    @functools.cached_property
+    def summed_on(self) -> set[Node]:
+        """The values that reach a sum of the backward pass within that pass, not in an earlier training step."""
         sums = [node for node, (_, direction) in self._makers.items() if direction == "backward" and self._is_sum(node)]
         operands = [source for node in sums for source in self._sources.get(node, ())]
         return set(self._trace(operands, lambda node: self._makers.get(node, ("", None))[1] in ("backward", None)))
@@ -127,8 +122,8 @@ PRIMITIVES = {name: made for made, names in _COLLECTIVES.items() for name in nam
 """HLO name and reduction by JAX primitive."""
 
 
-FindPlace = Callable[[str], OpLocation]
-"""Reads the place of an op from its name stack."""
+FindPlace = Callable[[str], tuple[str, Pass]]
+"""Reads the module path and the pass of an op from its name stack."""
 
 
 def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective], list[str]]:
@@ -162,7 +157,7 @@ def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flo
                 flow.join(results[0], operand)
         else:
             sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
-            flow.add(step.name, find_place(step.scope).direction, results, operands, (sizes[0], sizes[-1]))
+            flow.add(step.name, find_place(step.scope)[1], results, operands, (sizes[0], sizes[-1]))
         if step.name == "carry":  # the next iteration reads this value
             eqn, body = step.around[-1]
             if id(body) not in carried:
@@ -182,29 +177,17 @@ def _pair_iterations(eqn: Any, body: Jaxpr) -> dict[int, Any]:
 
 def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
     """Makes one row for each array of a collective, unless its group is one device."""
-    group = _find_group(step)
-    if group.devices == 1:
+    axes, devices = _find_group(step)
+    if devices == 1:
         return
     kind, reduction = PRIMITIVES[step.name]
-    place, line = find_place(step.scope), find_line(find_origin(step))
+    (path, own), line = find_place(step.scope), find_line(find_origin(step))
     for operand, result in zip(step.operands, step.results, strict=False):
         aval = result.aval if kind == "all-gather" else operand.aval
-        direction, is_gradient = judge(place.direction, kind, reduction, id(operand), id(result), flow)
-        yield Collective(
-            kind,
-            reduction,
-            str(aval.dtype),
-            group.axes,
-            group.devices,
-            tuple(aval.shape),
-            direction,
-            is_gradient,
-            inserted=False,
-            source=line,
-            path=place.path,
-            count=runs,
-            bytes=runs * math.prod(aval.shape) * aval.dtype.itemsize,
-        )
+        direction, is_gradient = judge(own, kind, reduction, id(operand), id(result), flow)
+        size = math.prod(aval.shape) * aval.dtype.itemsize
+        what = kind, reduction, str(aval.dtype), axes, devices, tuple(aval.shape)
+        yield Collective(*what, direction, is_gradient, False, line, path, count=runs, bytes=runs * size)
 
 
 def judge(direction: Pass, kind: str, reduction: str, operand: Node, result: Node, flow: Flow) -> tuple[Pass, bool]:
@@ -213,16 +196,17 @@ def judge(direction: Pass, kind: str, reduction: str, operand: Node, result: Nod
         return direction, False
     if direction == "forward" and flow.is_gradient(operand):
         direction = "backward"
-    return direction, direction == "backward" and not flow.is_summed_on(result)
+    return direction, direction == "backward" and result not in flow.summed_on
 
 
-def _find_group(step: Step) -> Group:
+def _find_group(step: Step) -> tuple[tuple[str, ...], int]:
+    """Returns the mesh axes and the size of a device group."""
     names = step.eqn.params.get("axes", step.eqn.params.get("axis_name", ()))
     listed = (names,) if isinstance(names, str) else tuple(names)
     sizes = {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
     axes = tuple(axis for axis in listed if axis in sizes)  # an integer is an axis of vmap
     groups = step.eqn.params.get("axis_index_groups")
-    return Group(axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes))
+    return axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
 
 
 def _list_shard_maps(step: Step) -> list[Any]:

@@ -3,17 +3,13 @@
 import heapq
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._base import escape_controls
 from ...policy import Policy, parse_quantization, stored_format_of
 from ...quant import QuantizedArray
-from ._layers import Layer, Model, write_example
-from ._ranking import Ranking
-from ._subject import Subject, assign_policies
-from ._trial_log import Trial, TrialLog
+from ._search import Ranking, Trial, TrialLog
+from ._subject import Layer, Model, Subject, assign_policies, write_example
 from ._tuning import BitRow, Tuning
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -44,82 +40,6 @@ def parse_formats(formats: Any, effective_bits: Any, policy: Policy, example: st
     if all(each.quantization is None for each in policies.values()):
         raise ValueError(f"No format quantizes, got {formats!r}. {example}")
     return policies
-
-
-def tune_bits(
-    subject: Subject,
-    policy: Policy,
-    policies: dict[str, Policy],
-    effective_bits: float,
-    metric: Callable[..., Any] | None,
-    budget: int | None,
-    log: TrialLog,
-    is_shown: bool,
-) -> Tuning:
-    """Finds the map as `tune` says under `effective_bits`. Formats come from `parse_formats`."""
-    if not subject.is_module:
-        example = write_example(subject.target)
-        raise ValueError(f"effective_bits is for the weights of a module, and {subject.name} is a function. {example}")
-    model = Model(subject, policy, metric)
-    layers = model.list_layers(policies)
-    size = sum(layer.weight.size for layer in layers)
-    totals = [sum(layer.bits[index] for layer in layers) for index in range(len(policies))]
-    order = sorted(range(len(policies)), key=totals.__getitem__)  # the smallest format first
-    layers = [layer.select(order) for layer in layers]
-    least = sum(min(layer.bits) for layer in layers) / size
-    if effective_bits < least:
-        raise ValueError(
-            f"The weights of {subject.name} take at least {least:.4g} bits, scales included, got effective_bits="
-            f"{effective_bits:g}. Pass more, or a smaller format. For example: effective_bits="
-            f"{math.ceil(10 * least) / 10:g}."
-        )
-    low = [*policies][order[0]]
-    search = _Search(subject, low, layers, model, log, budget, is_shown)
-    chosen = search.run(effective_bits * size)
-    names = search.name_formats(chosen)
-    wanted = {path: policies[name] for path, name in names.items()}
-    loss = _measure_map(subject, policy, metric, layers, chosen, wanted, policies[low])
-    error = (loss - search.reference) / abs(search.reference)
-    curve = search.make_curve(chosen, error, size)  # adds trials
-    return Tuning(
-        policy_map=assign_policies(wanted, policies[low]),
-        scopes=tuple(path for path in search.candidates if names[path] != low),
-        candidates=search.candidates,
-        error=error,
-        tolerance=math.inf,
-        trials=tuple(search.trials.values()),
-        is_minimal=search.is_finished,
-        loss_scale=1.0,
-        noise=0.0,
-        name=subject.name,
-        low=low,
-        kept="wider",
-        by="with_policy",
-        effective_bits=chosen.bits / size,
-        formats=search.name_stored(chosen),
-        curve=curve,
-    )
-
-
-def _measure_map(
-    subject: Subject,
-    policy: Policy,
-    metric: Callable[..., Any] | None,
-    layers: Sequence[Layer],
-    chosen: "Choice",
-    wanted: dict[str, Policy],
-    default: Policy,
-) -> float:
-    """Returns the loss under the map, in which formats may quantize inputs too."""
-    # The Params of an nnx model have the dtypes of the given policy.
-    policies = {path: each.replace(param_dtype=policy.param_dtype) for path, each in wanted.items()}
-    model = Model(subject, assign_policies(policies, default.replace(param_dtype=policy.param_dtype)), metric)
-    cast = {
-        layer.leaf: layer.read(index)
-        for layer, index in zip(layers, chosen.formats, strict=True)
-        if not isinstance(layer.stored[index], QuantizedArray)
-    }
-    return model.measure(cast)
 
 
 class Choice(NamedTuple):
@@ -166,75 +86,113 @@ def list_neighbors(
                 yield Choice(size, increase, tuple(new))
 
 
-class _Search:
-    """Measures choices, the best by prediction first, and remembers them."""
+class BitTuner:
+    """One call of `tune` under `effective_bits`. Measures choices, the best by prediction first, and remembers them."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        low: str,
-        layers: Sequence[Layer],
-        model: Model,
-        log: TrialLog,
-        budget: int | None,
-        is_shown: bool,
-    ):
-        self._low, self._layers, self._model, self._log = low, layers, model, log
-        self._name, self._budget, self._is_shown = subject.name, budget, is_shown
-        self.reference = model.measure({})
-        if not 0 < abs(self.reference) < math.inf:
-            example = write_example(subject.target)
-            raise ValueError(f"The loss of {self._name} is {self.reference:g} before quantization. {example}")
-        self._bits = [layer.bits for layer in layers]
-        self._predicted = model.predict(layers)
+    def __init__(self, subject: Subject, policy: Policy, policies: dict[str, Policy], metric: Any, log: TrialLog):
+        self._example = write_example(subject.target)
+        if not subject.is_module:
+            raise ValueError(
+                f"effective_bits is for the weights of a module, and {subject.name} is a function. {self._example}"
+            )
+        self._subject, self._policy, self._policies, self._metric, self._log = subject, policy, policies, metric, log
+        self._model = Model(subject, policy, metric)
+        layers = self._model.list_layers(policies)
+        totals = [sum(layer.bits[index] for layer in layers) for index in range(len(policies))]
+        order = sorted(range(len(policies)), key=totals.__getitem__)  # the smallest format first
+        self._low, self._layers = [*policies][order[0]], [layer.select(order) for layer in layers]
+        self._bits, self._size = [layer.bits for layer in self._layers], sum(layer.weight.size for layer in layers)
+        self._predicted: list[list[float]] = []
+        self._reference = 0.0
+        self._trials: dict[tuple[int, ...], Trial] = {}
+
+    def tune(self, effective_bits: float, budget: int | None) -> Tuning:
+        self._predict(effective_bits)
+        ranked = sorted(zip(self._predicted, self._layers, strict=True), key=lambda pair: -pair[0][0])
+        candidates = tuple(path for _, layer in ranked for path in layer.paths)
+        self._log.start(Ranking(candidates, 1.0))
+        front = find_front(self._bits, self._predicted)
+        best = [choice for choice in front if choice.bits <= effective_bits * self._size][-1]
+        chosen, is_finished = self._improve(best, effective_bits * self._size, budget)
+        names = self._name_formats(chosen)
+        wanted = {path: self._policies[name] for path, name in names.items()}
+        error = self._measure_map(chosen, wanted)
+        curve = self._make_curve(front, chosen, error, budget)  # adds trials
+        return Tuning(
+            policy_map=assign_policies(wanted, self._policies[self._low]),
+            scopes=tuple(path for path in candidates if names[path] != self._low),
+            candidates=candidates,
+            error=error,
+            tolerance=math.inf,
+            trials=tuple(self._trials.values()),
+            is_minimal=is_finished,
+            loss_scale=1.0,
+            noise=0.0,
+            name=self._subject.name,
+            low=self._low,
+            kept="wider",
+            by="with_policy",
+            effective_bits=chosen.bits / self._size,
+            formats=self._name_stored(chosen),
+            curve=curve,
+        )
+
+    def _predict(self, effective_bits: float) -> None:
+        """Measures the loss before quantization, and predicts its increase for each layer and format."""
+        name, least = self._subject.name, sum(map(min, self._bits)) / self._size
+        if effective_bits < least:
+            raise ValueError(
+                f"The weights of {name} take at least {least:.4g} bits, scales included, got effective_bits="
+                f"{effective_bits:g}. Pass more, or a smaller format. For example: effective_bits="
+                f"{math.ceil(10 * least) / 10:g}."
+            )
+        self._reference = self._model.measure({})
+        if not 0 < abs(self._reference) < math.inf:
+            raise ValueError(f"The loss of {name} is {self._reference:g} before quantization. {self._example}")
+        self._predicted = self._model.predict(self._layers)
         if not all(math.isfinite(increase) for row in self._predicted for increase in row):
             raise ValueError(
-                f"The gradients of the loss of {self._name} are not finite. Find the origin with "
-                "numerics.first_nonfinite."
+                f"The gradients of the loss of {name} are not finite. Find the origin with numerics.first_nonfinite."
             )
-        ranked = sorted(zip(self._predicted, layers, strict=True), key=lambda pair: -pair[0][0])
-        self.candidates = tuple(path for _, layer in ranked for path in layer.paths)
-        self._front = find_front(self._bits, self._predicted)
-        self.trials: dict[tuple[int, ...], Trial] = {}
-        self.is_finished = False
-        log.start(Ranking(self.candidates, 1.0))
 
-    def run(self, limit: float) -> Choice:
-        """Finds the choice with the smallest measured loss among the best one by prediction and its neighbors."""
-        best = [choice for choice in self._front if choice.bits <= limit][-1]
+    def _improve(self, best: Choice, limit: float, budget: int | None) -> tuple[Choice, bool]:
+        """Goes to neighbors with a smaller measured loss. Returns the last choice, and False if the budget ran out."""
         error = self._measure(best)
-        while self._has_budget():
+        while self._has_left(budget):
             fitting = (
                 choice
                 for choice in list_neighbors(best, self._bits, self._predicted)
-                if choice.bits <= limit and choice.formats not in self.trials
+                if choice.bits <= limit and choice.formats not in self._trials
             )
             unique = {choice.formats: choice for choice in fitting}
             nearest = heapq.nsmallest(_NEIGHBORS, unique.values(), key=lambda choice: choice.predicted)
-            errors = [(self._measure(choice), choice) for choice in nearest if self._has_budget()]
+            errors = [(self._measure(choice), choice) for choice in nearest if self._has_left(budget)]
             if not errors or min(errors)[0] >= error:
-                self.is_finished = len(errors) == len(nearest)
-                break
+                return best, len(errors) == len(nearest)
             error, best = min(errors)
-        return best
+        return best, False
 
-    def make_curve(self, chosen: Choice, error: float, size: int) -> tuple[BitRow, ...]:
+    def _make_curve(
+        self, front: Sequence[Choice], chosen: Choice, error: float, budget: int | None
+    ) -> tuple[BitRow, ...]:
         """Measures choices of the front at equal distances. Returns them and the chosen one, fewest bits first.
 
         `error` is that of the chosen map, which the trial of its weights alone does not have.
         """
-        first, last = self._front[0].bits, self._front[-1].bits
+        first, last = front[0].bits, front[-1].bits
         limits = [first + (last - first) * step / (_ROWS - 1) for step in range(_ROWS)]
-        choices = [[choice for choice in self._front if choice.bits <= limit][-1] for limit in limits]
+        choices = [[choice for choice in front if choice.bits <= limit][-1] for limit in limits]
         choices = sorted({choice.formats: choice for choice in [*choices, chosen]}.values())
         for choice in choices:
-            if choice.formats not in self.trials and self._has_budget():
+            if choice.formats not in self._trials and self._has_left(budget):
                 self._measure(choice)
-        errors = {formats: trial.error for formats, trial in self.trials.items()}
+        errors = {formats: trial.error for formats, trial in self._trials.items()}
         unit = self._fit_unit(errors)
         errors[chosen.formats] = error
         return tuple(
-            BitRow(choice.bits / size, unit * choice.predicted, errors.get(choice.formats), self.name_stored(choice))
+            BitRow(
+                choice.bits / self._size, unit * choice.predicted, errors.get(choice.formats), self._name_stored(choice)
+            )
             for choice in choices
         )
 
@@ -248,32 +206,45 @@ class _Search:
         fitted = sum(predicted * error for predicted, error in pairs)
         return fitted / sum(predicted**2 for predicted, _ in pairs) if fitted > 0 else 1.0
 
-    def name_formats(self, choice: Choice) -> dict[str, str]:
-        """Returns the format of each module."""
-        pairs = zip(self._layers, choice.formats, strict=True)
-        return {path: layer.formats[index] for layer, index in pairs for path in layer.paths}
+    def _name_formats(self, choice: Choice) -> dict[str, str]:
+        return {path: layer.formats[index] for layer, index in self._pair(choice) for path in layer.paths}
 
-    def name_stored(self, choice: Choice) -> dict[str, str]:
+    def _name_stored(self, choice: Choice) -> dict[str, str]:
         """Returns the format in which the weight of each module is stored."""
-        pairs = zip(self._layers, choice.formats, strict=True)
-        return {path: layer.name_stored(index) for layer, index in pairs for path in layer.paths}
+        return {path: layer.name_stored(index) for layer, index in self._pair(choice) for path in layer.paths}
 
-    def _has_budget(self) -> bool:
-        return self._budget is None or len(self.trials) < self._budget
+    def _pair(self, choice: Choice) -> Iterator[tuple[Layer, int]]:
+        return zip(self._layers, choice.formats, strict=True)
+
+    def _has_left(self, budget: int | None) -> bool:
+        return budget is None or len(self._trials) < budget
 
     def _measure(self, choice: Choice) -> float:
         """Returns the relative increase of the loss, from the log or by running the model."""
-        names = self.name_formats(choice).items()
+        names = self._name_formats(choice).items()
         kept = tuple(f"{path}={name}" for path, name in names if name != self._low)
         trial = self._log.find(kept)
         if trial is None:
-            pairs = zip(self._layers, choice.formats, strict=True)
-            loss = self._model.measure({layer.leaf: layer.read(index) for layer, index in pairs})
-            error = (loss - self.reference) / abs(self.reference)
+            loss = self._model.measure({layer.leaf: layer.read(index) for layer, index in self._pair(choice)})
+            error = self._compare(loss)
             trial = Trial(kept, error if math.isfinite(error) else math.inf)
             self._log.add(trial)
-        self.trials[choice.formats] = trial
-        if self._is_shown:
-            line = f"tuning {self._name}: trial {len(self.trials)}, loss {100 * trial.error:+.2g} %"
-            print(escape_controls(line), file=sys.stderr)
+        self._trials[choice.formats] = trial
+        self._log.show(f"tuning {self._subject.name}: trial {len(self._trials)}, loss {100 * trial.error:+.2g} %")
         return trial.error
+
+    def _measure_map(self, chosen: Choice, wanted: dict[str, Policy]) -> float:
+        """Returns the relative increase of the loss under the map, in which formats may quantize inputs too."""
+        # The Params of an nnx model have the dtypes of the given policy.
+        dtype = self._policy.param_dtype
+        policies = {path: each.replace(param_dtype=dtype) for path, each in wanted.items()}
+        policy_map = assign_policies(policies, self._policies[self._low].replace(param_dtype=dtype))
+        cast = {
+            layer.leaf: layer.read(index)
+            for layer, index in self._pair(chosen)
+            if not isinstance(layer.stored[index], QuantizedArray)
+        }
+        return self._compare(Model(self._subject, policy_map, self._metric).measure(cast))
+
+    def _compare(self, loss: float) -> float:
+        return (loss - self._reference) / abs(self._reference)

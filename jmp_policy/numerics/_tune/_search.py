@@ -1,16 +1,147 @@
-"""Delta debugging in the order of a ranking: finds a smallest set of items that an oracle accepts."""
+"""Ranks scopes by predicted error, and searches in that order for the smallest set of scopes to keep."""
 
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr
+
+from ..._base import JsonLog, escape_controls, list_paths_to
+from ..._jaxpr import MATMULS, ModulePaths, float_dtype, walk
+from ...autocast._rewrite import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE
+from ...loss_scale import NoOpLossScale
+from ...policy import Policy
+from .._explain import explain
+from .._predict import predict
+from .._stats import Format, Row, Stats, collect, find_program, parse_format
+from ._subject import Subject
+
+
+class Ranking(NamedTuple):
+    """Scopes of a function or module, the most suspicious first, and the loss scale of the trials."""
+
+    scopes: tuple[str, ...]
+    loss_scale: float
+
+
+def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
+    """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
+    low = find_format(policy)
+    modules = list_modules(subject, policy) if subject.is_module else None
+    plain, arrays = subject.make_run(None, NoOpLossScale())
+    where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
+    passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
+    look = lambda fun: (
+        lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge", sample=None)(*args)[1]
+    )
+    run, arrays = subject.make_run(None, NoOpLossScale(), look)
+    stats: Stats = jax.jit(run)(arrays)
+    rows = [row for row in stats.rows() if row.times]
+    scopes = list_scopes(stats) if modules is None else modules
+    by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
+    for row in rows:
+        if subject.is_module or row.primitive not in FULL:  # autocast always runs these in float32
+            by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
+    predicted, scale = (), 1.0
+    if rows:
+        prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")
+        predicted, scale = prediction.culprits, prediction.loss_scale or 1.0
+    culprits = [scope for scope in predicted if scope in by_scope]
+    scores = _score(by_scope, low)
+    others = sorted(set(scopes) - set(culprits), key=lambda scope: (-scores[scope], scopes.index(scope)))
+    return Ranking((*culprits, *others), scale if loss_scale is None else loss_scale)
+
+
+def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
+    """Chooses the measured ops: matmuls, and other kinds up to `MOST_ROWS` rows, since each row takes compile time."""
+    names = [step.name for step in walk(program, live_only=True) if any(float_dtype(var) for var in step.results)]
+    chosen, rows = [], sum(name in MATMULS for name in names)
+    for name in _SUSPECTS:
+        rows += names.count(name)
+        if rows > MOST_ROWS:
+            break
+        if name in names:
+            chosen.append(name)
+    return ("matmuls", *chosen)
+
+
+_SUSPECTS = ("integer_pow", "square", "div", "mul", "exp", "rsqrt", "add", "sub", "add_any", "reduce_sum")
+"""Ops that lose values in half precision, the most suspicious first."""
+
+MOST_ROWS = 120
+"""Maximum number of measured values."""
+
+
+def find_format(policy: Policy) -> Format:
+    """Returns the quantized format of a policy, or else the format of its compute dtype."""
+    if policy.quantization is None:
+        return parse_format(policy.compute_dtype)
+    name = str(policy.quantization).partition("(")[0].strip()
+    return parse_format("float8_e4m3fn" if name.startswith("float8") else name)
+
+
+def list_scopes(stats: Stats) -> list[str]:
+    """Lists the root and the paths of all ops that autocast may run in half precision, measured or not."""
+    observed = find_program(stats.layout)
+    if observed is None:
+        return [""]
+    read = ModulePaths(observed.modules).read_stack
+    steps = [step for step in walk(observed.program, live_only=True) if step.name in _LOW]
+    return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
+
+
+_LOW = {*LOW, *INFER, *WIDE, *FULL_IN_FLOAT16}
+
+
+def list_modules(subject: Subject, policy: Policy) -> list[str]:
+    """Lists the paths of all modules, or of the quantized layers under a quantized policy."""
+    model = subject.attach(policy)
+    inputs = subject.args if subject.holds_variables else subject.args[1:]
+    modules = explain(model, *inputs).rows
+    if policy.quantization is None:
+        return [row.path for row in modules]
+    layers = [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
+    if not layers:
+        raise ValueError(
+            f"The policy {policy.name!r} would not quantize any layer of {subject.name}: "
+            "explain(with_policy(model, policy), x) shows the reasons. Small weights are not quantized, for example, "
+            "unless the policy has '(min_size=0)' after its format."
+        )
+    return layers
+
+
+def _find_scope(row: Row, scopes: Collection[str]) -> str | None:
+    """Finds the scope of a row: the innermost one around it, or for an argument a scope that its path contains."""
+    if row.direction == "argument":
+        names = row.path.split("/")
+        paths = ["/".join(names[start:stop]) for start in range(len(names)) for stop in range(len(names), start, -1)]
+        return next((path for path in paths if path in scopes), None)
+    return next((outer for outer in reversed(list_paths_to(row.path)) if outer in scopes), None)
+
+
+def _score(by_scope: dict[str, list[Row]], low: Format) -> dict[str, float]:
+    """Scores scopes: the share of forward error times gradient norm, plus the share of backward error."""
+    errors = {}
+    for scope, rows in by_scope.items():
+        measured = [(row.direction == "backward", row.formats[low.name], row.rms * row.count**0.5) for row in rows]
+        gradient = max((norm for is_backward, _, norm in measured if is_backward), default=1.0)
+        forward = sum(shares.error * norm for is_backward, shares, norm in measured if not is_backward)
+        backward = sum(shares.scaled_error * norm for is_backward, shares, norm in measured if is_backward)
+        errors[scope] = forward * gradient, backward
+    totals = [sum(parts) or 1.0 for parts in zip(*errors.values(), strict=True)]
+    return {scope: sum(map(operator.truediv, parts, totals)) for scope, parts in errors.items()}
+
 
 Oracle = Callable[[frozenset[int]], float]
 """Returns the error with a set of items kept. Keeping more items must not make it larger."""
 
 
 class SearchResult(NamedTuple):
-    """The result of a search."""
-
     kept: frozenset[int]  # the smallest accepted set found, or all items if no smaller set was accepted
     is_minimal: bool  # True if no item can be left out. False if the budget ran out first
     trials: int  # the number of calls of the oracle
@@ -46,3 +177,62 @@ def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int |
             needed |= {enough}
             size, dropped = max(1, min(2 * dropped, enough // 2)), 0
     return SearchResult(needed, True, trials)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Result of one run under a map.
+
+    Attributes:
+      kept: the scopes kept out of the policy; under `effective_bits`, `path=format` for each layer that does not have
+        the smallest format.
+      error: the largest relative error, or the relative increase of the loss; infinite if any result was not finite.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
+    >>> tuning.trials
+    (Trial(kept=(), error=0.0),)
+    """
+
+    kept: tuple[str, ...]
+    error: float
+
+
+class TrialLog:
+    """Known trials and the ranking of an earlier run, stored in a file that `header` identifies, and the progress."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any], is_shown: bool):
+        self._is_shown = is_shown
+        self._known: dict[frozenset[str], Trial] = {}
+        self.ranking: Ranking | None = None
+        self._file = JsonLog(path, header, "trials", "tune(..., trials_file={!r})", "tune")
+        stored = self._file.read(_parse)
+        if stored is not None:
+            self.ranking, trials = stored
+            self._known = {frozenset(trial.kept): trial for trial in trials}
+
+    def find(self, kept: Iterable[str]) -> Trial | None:
+        return self._known.get(frozenset(kept))
+
+    def start(self, ranking: Ranking) -> None:
+        """Writes the first line of a new file."""
+        if self.ranking is None:
+            self._file.start(ranking=ranking._asdict())
+        self.ranking = ranking
+
+    def show(self, line: str) -> None:
+        """Prints a line on standard error, if the user wants to see the progress."""
+        if self._is_shown:
+            print(escape_controls(line), file=sys.stderr)
+
+    def add(self, trial: Trial) -> None:
+        self._known[frozenset(trial.kept)] = trial
+        error = trial.error if math.isfinite(trial.error) else None
+        self._file.add({"kept": list(trial.kept), "error": error})
+
+
+def _parse(header: dict[str, Any], lines: list[dict[str, Any]]) -> tuple[Ranking, list[Trial]]:
+    stored = header["ranking"]
+    errors = [math.inf if line["error"] is None else float(line["error"]) for line in lines]
+    trials = [Trial(tuple(line["kept"]), error) for line, error in zip(lines, errors, strict=True)]
+    return Ranking(tuple(stored["scopes"]), stored["loss_scale"]), trials

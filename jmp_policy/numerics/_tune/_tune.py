@@ -11,16 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._base import describe, escape_controls, is_floating, sum_arrays
+from ..._base import describe, is_floating, sum_arrays
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
-from ._bits import parse_formats, tune_bits
-from ._layers import write_example
-from ._ranking import Ranking, find_format, rank_scopes
-from ._search import SearchResult, find_smallest
-from ._subject import Observed, Subject, is_loss, make_map
-from ._trial_log import Trial, TrialLog
+from ._bits import BitTuner, parse_formats
+from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
+from ._subject import Observed, Subject, is_loss, make_map, write_example
 from ._tuning import Tuning, list_numbers, measure_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
@@ -126,24 +123,25 @@ def tune(
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
+    compared = "outputs and gradients" if subject.differentiates else "outputs"
     header = {
         "function": subject.name,
         "policy": " or ".join([str(given), *policies]),
-        "compared": _name_metric(metric) if metric else _COMPARED[subject.differentiates],
+        "compared": _name_metric(metric) if metric else compared,
         "loss scale": scale,
         "seed": seed,
         "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
-    log = TrialLog(None if trials_file is None else Path(trials_file), header)
     is_shown = sys.stderr.isatty() if progress is None else progress
+    log = TrialLog(None if trials_file is None else Path(trials_file), header, is_shown)
     if effective_bits is not None:
-        return tune_bits(subject, given, policies, effective_bits, metric, budget, log, is_shown)
+        return BitTuner(subject, given, policies, metric, log).tune(effective_bits, budget)
     ranking = log.ranking or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
     log.start(ranking)
-    found = tuner.search(tolerance, budget, is_shown)
+    found = tuner.search(tolerance, budget)
     return tuner.conclude(found, tolerance, noise)
 
 
@@ -182,12 +180,11 @@ class _Tuner:
             )
         return noise
 
-    def search(self, tolerance: float, budget: int | None, is_shown: bool) -> SearchResult:
+    def search(self, tolerance: float, budget: int | None) -> SearchResult:
         def measure(kept: frozenset[int]) -> float:
             error = self._try(kept)
-            if is_shown:
-                line = f"tuning {self._subject.name}: trial {len(self._trials)}, {len(kept)} kept, error {error:.2g}"
-                print(escape_controls(line), file=sys.stderr)
+            trial = f"trial {len(self._trials)}, {len(kept)} kept, error {error:.2g}"
+            self._log.show(f"tuning {self._subject.name}: {trial}")
             return error
 
         return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
@@ -253,9 +250,6 @@ def _use_current_scaling(policy: Policy) -> Policy:
     kept = {"margin": format.margin, "weight_grad": format.weight_grad, "min_size": format.min_size}
     recipe = format.recipe if isinstance(format.recipe, CurrentScaling) else "current"
     return policy.replace(quantization=Float8(recipe, **kept))
-
-
-_COMPARED = {True: "outputs and gradients", False: "outputs"}
 
 
 def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None, has_aux: bool, seed: int) -> Subject:

@@ -13,8 +13,8 @@ from ..._base import PyTree, at_least_float32
 from ...loss_scale import all_finite
 from ...policy import PolicyMap
 from ...report import REFERENCE_LINE, Report, Table, find_style, make_columns, make_figure, make_plain
+from ._search import Trial
 from ._subject import write_code
-from ._trial_log import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -60,8 +60,8 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     chain or by a loop that clips weights. Do it in `inner`, or change both with `with_master_params`.
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`: with
-    `update` and `optax.apply_updates`, a parameter that shrinks to a small fraction of itself in one step (2**-16;
-    float16: 2**-13) misses its target by a float32 rounding.
+    `update` and `optax.apply_updates`, a parameter that shrinks to a small fraction of itself in one step (`2**-16`;
+    float16: `2**-13`) misses its target by a float32 rounding.
 
     Args:
       inner: the transformation to wrap.

@@ -1,6 +1,6 @@
 """State of `loss_scaled` that records the last skipped step and the origin of its infinities."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,9 @@ from jax import lax
 
 from ..._base import PyTree, describe, vary
 from ...loss_scale import LossScale, LossScaledState, find_nodes
-from ...numerics._nonfinite import NOTHING, NonfiniteOrigin
+
+if TYPE_CHECKING:
+    from ...numerics import NonfiniteOrigin
 
 
 class _FieldsWithOrigin(NamedTuple):
@@ -19,7 +21,7 @@ class _FieldsWithOrigin(NamedTuple):
     consecutive_skips: jax.Array
     steps: jax.Array
     nonfinite_step: jax.Array
-    origin: NonfiniteOrigin
+    origin: "NonfiniteOrigin"
 
 
 class NonfiniteOriginState(_FieldsWithOrigin, LossScaledState):  # pyright: ignore
@@ -48,12 +50,14 @@ def records_origin(state: PyTree) -> bool:
 
 def add_origin(state: LossScaledState) -> NonfiniteOriginState:
     """Adds an empty origin to a fresh state. Its arrays are copies, so that the state may be donated."""
+    from ...numerics import NonfiniteOrigin
+
     empty = jax.tree.map(jnp.array, NonfiniteOrigin.empty())
     return NonfiniteOriginState(*state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), empty)
 
 
 def carry_origin(
-    before: LossScaledState, after: LossScaledState, origin: NonfiniteOrigin | None, axis_name: Any
+    before: LossScaledState, after: LossScaledState, origin: "NonfiniteOrigin | None", axis_name: Any
 ) -> LossScaledState:
     """Adds to `after` the records of `before`, and `origin` if the step was skipped."""
     if origin is None or not isinstance(before, NonfiniteOriginState):
@@ -65,10 +69,14 @@ def carry_origin(
     return NonfiniteOriginState(*after, steps, *noted)
 
 
-def take_origin(state: PyTree, extra: dict[str, Any]) -> tuple[NonfiniteOrigin | None, dict[str, Any]]:
+def take_origin(state: PyTree, extra: dict[str, Any]) -> "tuple[NonfiniteOrigin | None, dict[str, Any]]":
     """Takes the origin of a step, None if the state carries none, out of its extra arguments."""
-    given = extra.get("origin")
-    if not records_origin(state):
+    given, is_recorded = extra.get("origin"), records_origin(state)
+    if given is None and not is_recorded:
+        return None, extra
+    from ...numerics import NonfiniteOrigin  # loads most of the library
+
+    if not is_recorded:
         if isinstance(given, NonfiniteOrigin):
             raise ValueError(
                 f"The step got an origin, but its state, a {type(state).__name__}, does not record it. Make the "
@@ -86,7 +94,9 @@ def take_origin(state: PyTree, extra: dict[str, Any]) -> tuple[NonfiniteOrigin |
     return given, {name: value for name, value in extra.items() if name != "origin"}
 
 
-def _share(origin: NonfiniteOrigin, axis_name: Any) -> NonfiniteOrigin:
+def _share(origin: "NonfiniteOrigin", axis_name: Any) -> "NonfiniteOrigin":
+    from ...numerics._nonfinite import NOTHING
+
     count, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     first = lax.pmin(vary(jnp.where(origin.status == NOTHING, count, index), axis_name), axis_name)
     decides = index == jnp.minimum(first, count - 1)

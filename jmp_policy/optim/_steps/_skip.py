@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ from ...loss_scale import (
     get_loss_scale,
     select_tree,
 )
-from ...numerics._nonfinite import NonfiniteOrigin, has_pole, search_nonfinite
+from ...modules import find_adapter
 from ._origin import NonfiniteOriginState
 from ._step import Transformation, check_transformation
+
+if TYPE_CHECKING:
+    from ...numerics import NonfiniteOrigin
 
 
 class Operands(NamedTuple):
@@ -86,7 +89,7 @@ class SkippedStep:
     """
 
     step: int | None
-    origin: NonfiniteOrigin
+    origin: "NonfiniteOrigin"
     is_search: bool
 
     def __str__(self) -> str:
@@ -144,12 +147,16 @@ def find_origin(
     ...     print(skip.origin.primitive, skip.is_search)
     div False
     """
+    from ...numerics._nonfinite import NonfiniteOrigin, search_nonfinite  # loads most of the library
+
     check_transformation(tx)
     is_static = lambda node: isinstance(node, _Static)
 
     def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
         args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
-        differentiated = value_and_grad(loss_fn, has_aux=has_aux, loss_scale=scale)
+        adapter = find_adapter(params)
+        differentiate: Any = (adapter and adapter.value_and_grad) or value_and_grad
+        differentiated = differentiate(loss_fn, has_aux=has_aux, loss_scale=scale)
         # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
         select = lambda out: (out[0][0] if has_aux else out[0], out[1])
         return search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)[1]
@@ -235,6 +242,8 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     step = int(found.nonfinite_step)
     if step == 0:
         return None
+    from ...numerics import NonfiniteOrigin
+
     origin = NonfiniteOrigin(*map(np.asarray, found.origin))  # pyright: ignore[reportArgumentType]
     return SkippedStep(step, origin, is_search(origin, found.loss_scale))
 
@@ -278,10 +287,12 @@ def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
         )
 
 
-def is_search(origin: NonfiniteOrigin, scale: LossScale) -> bool:
+def is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:
     """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
+    from ...numerics._nonfinite import has_pole
+
     root = origin.cause or origin
     overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
     return overflowed and root.direction == "backward"

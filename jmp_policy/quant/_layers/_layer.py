@@ -82,7 +82,6 @@ class LayerProduct:
         return None if isinstance(self.format, Float8) else self.format
 
     def promote_arrays(self, *arrays: Any, **options: Any) -> tuple[Any, ...]:
-        """Calls the `promote_dtype` of the layer."""
         return tuple(self.promote(*((arrays,) if self.as_tuple else arrays), **options))
 
 

@@ -1,16 +1,21 @@
-"""Rounding to the block-scaled formats MXFP8, MXFP4 and NVFP4.
+"""Rounding to the block-scaled formats MXFP8, MXFP4 and NVFP4, and of the operands of their matmuls.
 
 CPUs, GPUs and TPUs, eager or compiled, must return the same bits. So magnitudes are compared as integers (some backends
 flush subnormals, and XLA's float32 `max` on CPUs may lose a nan), and scales are powers of two made from bits, or
 quotients that compilers cannot rewrite.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from ..._base import ROUNDING_SCOPE
+from ...policy import MXFP8, NVFP4, BlockFormat
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
 E8M0 = np.dtype(jnp.float8_e8m0fnu)  # powers of two from 2**-127 to 2**127, and nan
@@ -32,6 +37,59 @@ class Blocks(NamedTuple):
     values: jax.Array  # e4m3fn, e5m2 or e2m1fn
     scale: jax.Array  # one per block: e8m0fnu, or e4m3fn with a tensor_scale; nan if an element is not finite
     tensor_scale: jax.Array | None = None  # float32, of length 1 on the axes that share it
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+@jax.named_scope(ROUNDING_SCOPE)
+def round_operand(
+    x: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int, role: Literal["input", "weight", "gradient"]
+) -> Blocks:
+    """Rounds an operand of a matmul in blocks along an axis; `key` is for stochastic rounding of gradients.
+
+    An input is `(batch, rows, inputs)`, the gradient of an output `(batch, rows, outputs)`. A weight `(*stack, inputs,
+    outputs)` is rounded along axis -2 in the forward pass, as `quantize` stores it, and along -1 in the backward pass.
+    """
+    if isinstance(format, NVFP4):
+        # Without activations, no backward matmul sums over the outputs.
+        is_square = role == "weight" and format.square_weights and format.activations
+        square_axis = -3 - axis if is_square else None
+        return quantize_nv(x, axis, format.block_size, square_axis=square_axis, tensor_axes=(-2, -1), key=key)
+    dtype = jnp.float8_e4m3fn if isinstance(format, MXFP8) else jnp.float4_e2m1fn
+    if role == "gradient" and isinstance(format, MXFP8) and format.gradients == "e5m2":
+        dtype = jnp.float8_e5m2
+    return quantize_mx(x, dtype, axis, format.block_size, rounding=format.scale_rounding)
+
+
+@round_operand.defjvp
+def _refuse_derivative(format: BlockFormat, axis: int, role: str, primals: Any, tangents: Any) -> Any:
+    """Raises: JAX would silently differentiate the arithmetic on bits to zero."""
+    raise TypeError(
+        f"Block-scaled matmuls ({str(format)!r}) have no second derivative. For example, give layers that are "
+        "differentiated twice the policy 'mixed_bfloat16'."
+    )
+
+
+def mix_rows(x: jax.Array, block: int) -> jax.Array:
+    """Multiplies each block of rows of `(batch, rows, features)` by an orthonormal matrix that spreads outliers.
+
+    A matmul that sums over rows gives the same result for two mixed operands.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4, 2025, section 4 (random Hadamard transforms).
+    """
+    batch, rows, features = x.shape
+    blocks = x.astype(jnp.float32).reshape(batch, rows // block, block, features)
+    mixed = jnp.einsum("ij,bnjf->bnif", make_hadamard(block), blocks, precision=lax.Precision.HIGHEST)
+    return mixed.reshape(x.shape)
+
+
+@functools.cache
+def make_hadamard(size: int) -> np.ndarray:
+    """Returns Sylvester's orthonormal Hadamard matrix with fixed column signs."""
+    # The signs are a bent function of the bits of the column: rows that are constant, or alternate like a row of the
+    # matrix, are spread evenly. Without signs they would be concentrated in one row.
+    rows, columns = np.arange(size)[:, None], np.arange(size)
+    pairs = columns & (columns >> 1) & 0x55555555
+    return ((-1.0) ** (np.bitwise_count(rows & columns) + np.bitwise_count(pairs)) / np.sqrt(size)).astype(np.float32)
 
 
 def quantize_mx(
@@ -73,9 +131,9 @@ def quantize_nv(
     """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
     With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and 2688 * 2**114 below 2**-114. A block
-    whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does not
-    count in the tensor's amax.
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. S is 1 for a zero amax, and `2688 * 2**114` below `2**-114`. A
+    block whose scale rounds to zero has zeros. A block with a nan or an infinity has the scale nan and zeros, and does
+    not count in the tensor's amax.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
     """
@@ -83,8 +141,12 @@ def quantize_nv(
     axes = tuple(range(x.ndim)) if tensor_axes is None else tuple(each % x.ndim for each in tensor_axes)
     block_amax = _max_of_blocks(_magnitude(x), axis, block_size)
     if square_axis is not None:
-        assert square_axis % x.ndim in axes, f"tensor_axes {axes} lack square_axis {square_axis}"
-        block_amax = _share_along(block_amax, square_axis % x.ndim, block_size)
+        square_axis %= x.ndim
+        assert square_axis in axes, f"tensor_axes {axes} lack square_axis {square_axis}"
+        # Each group of `block_size` neighboring blocks has their common maximum.
+        largest = _max_of_blocks(pad_axes(block_amax, (square_axis,), block_size), square_axis, block_size)
+        shared = _spread(largest, square_axis, block_size)
+        block_amax = lax.slice_in_dim(shared, 0, block_amax.shape[square_axis], axis=square_axis)
     assert axis in axes, f"tensor_axes {axes} lack axis {axis}"
     is_finite = block_amax < _INFINITY
 
@@ -126,6 +188,12 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
     return (x * _spread(first, axis, block_size) * _spread(second, axis, block_size)).astype(dtype)
 
 
+def pad_axes(x: jax.Array, axes: Sequence[int], block: int) -> jax.Array:
+    """Pads axes with zeros to multiples of `block`."""
+    widths = [(0, -length % block if n in axes else 0, 0) for n, length in enumerate(x.shape)]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths) if any(missing for _, missing, _ in widths) else x
+
+
 def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Draws 8 random bits per element, independent of the sharding."""
     # Four neighbors along an axis share a word, at a quarter of the cost of `jax.random.bits` for uint8.
@@ -142,8 +210,7 @@ def pack(values: jax.Array, axis: int) -> jax.Array:
     the low halves: XLA for TPUs fuses their shifts into a matmul, but writes interleaved values to memory.
     """
     axis %= values.ndim
-    if values.shape[axis] % 2:
-        values = jnp.pad(values, [(0, int(i == axis)) for i in range(values.ndim)])
+    values = pad_axes(values, (axis,), 2)
     half = values.shape[axis] // 2
     if values.dtype == jnp.uint4:
         low, high = jnp.split(values.astype(jnp.uint8), 2, axis)
@@ -175,13 +242,6 @@ def _max_of_blocks(bits: jax.Array, axis: int, block_size: int) -> jax.Array:
     assert shape[axis] % block_size == 0, f"{block_size} does not divide axis {axis} of {shape}"
     blocks = bits.reshape(*shape[:axis], shape[axis] // block_size, block_size, *shape[axis + 1 :])
     return jnp.max(blocks, axis=axis + 1)
-
-
-def _share_along(amax: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Gives each group of `block_size` neighboring blocks along an axis their common maximum."""
-    length = amax.shape[axis]
-    padded = jnp.pad(amax, [(0, -length % block_size if i == axis else 0) for i in range(amax.ndim)])
-    return lax.slice_in_dim(_spread(_max_of_blocks(padded, axis, block_size), axis, block_size), 0, length, axis=axis)
 
 
 def _spread(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:

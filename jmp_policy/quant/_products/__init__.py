@@ -1,11 +1,5 @@
 """Matmuls and convolutions of quantized operands, and their derivatives."""
 
-from ._amax_history import (
-    State as State,
-    needs_state as needs_state,
-    new_state as new_state,
-    vary_together as vary_together,
-)
 from ._bilinear import (
     Bilinear as Bilinear,
     Call as Call,
@@ -19,16 +13,21 @@ from ._bilinear import (
     label_convolution as label_convolution,
     label_dot as label_dot,
     label_einsum as label_einsum,
+    vary_together as vary_together,
 )
-from ._block_product import ROUNDING as ROUNDING, block_product as block_product
 from ._float8_product import (
+    State as State,
     float8_product as float8_product,
     has_float8 as has_float8,
+    needs_state as needs_state,
+    new_state as new_state,
     reason_not_float8 as reason_not_float8,
     warn_of_odd_rows as warn_of_odd_rows,
     why_sizes_wide as why_sizes_wide,
 )
 from ._product import (
+    ROUNDING as ROUNDING,
+    block_product as block_product,
     is_block_product as is_block_product,
     is_integer_product as is_integer_product,
     multiply_quantized as multiply_quantized,

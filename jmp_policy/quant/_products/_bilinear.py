@@ -1,4 +1,4 @@
-"""Bilinear operations between a layer's input and its weight, described by labels of their axes.
+"""Bilinear operations between a layer's input and its weight, described by labels of their axes; their gradients.
 
 Labels that are not in the output are summed over. The other labels place the scales of both operands.
 """
@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax import core, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._base import DTypeLike
+from ..._base import DTypeLike, vary
 
 Labels = tuple[str, ...]
 Side = Literal["left", "right"]
@@ -29,7 +30,6 @@ class Bilinear:
     compute: "Dot | Convolution"
 
     def summed_axes(self, operand: Labels) -> tuple[int, ...]:
-        """Returns the axes of an operand that are summed over."""
         return tuple(i for i, label in enumerate(operand) if label not in self.out)
 
     def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:
@@ -138,8 +138,6 @@ def _labels(term: str, count: int, dots: int) -> Labels:
 
 
 class Call(NamedTuple):
-    """An operation and its operands."""
-
     operation: Bilinear
     lhs: jax.Array
     rhs: Any
@@ -179,3 +177,68 @@ def describe_convolution(
 
 def _axes(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(axis) for axis in axes)
+
+
+def differentiate(
+    operation: Bilinear,
+    side: Side,
+    grad: jax.Array,
+    other: jax.Array,
+    like: core.ShapedArray,
+    dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Computes the gradient of one operand, of type `like`, from the gradient of the output and the other operand."""
+    if isinstance(operation.compute, Convolution):
+        convolve, other = without_preferred_dtype(operation).compute, other.astype(dtype)
+        convolve_with = (lambda x: convolve(x, other)) if side == "left" else (lambda x: convolve(other, x))
+        return jax.linear_transpose(convolve_with, like.update(dtype=dtype))(grad.astype(dtype))[0]
+    # JAX cannot infer the sharding on a mesh with explicit axes.
+    sharding = like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
+    out = operation.out
+    if side == "left":
+        return contract(grad, out, other, operation.right, operation.left, dtype, sharding, precision)
+    return contract(other, operation.left, grad, out, operation.right, dtype, sharding, precision)
+
+
+def contract(
+    left: jax.Array,
+    left_labels: Labels,
+    right: jax.Array,
+    right_labels: Labels,
+    out: Labels,
+    dtype: np.dtype,
+    sharding: Sharding | None,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Multiplies two labeled arrays by one `dot_general`; the output has the axes `out` and the given sharding."""
+    # Shared labels are summed over, or are batch axes if the output has them.
+    shared = [label for label in left_labels if label in right_labels]
+    summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
+    where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
+    # `dot_general` outputs batch axes first, then the other axes of the left, then of the right.
+    made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
+    options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
+    options |= {"precision": precision, "preferred_element_type": dtype}
+    product = lax.dot_general(left, right, (where(summed), where(batch)), **options)
+    order = tuple(map(made.index, out))
+    return product if order == tuple(range(len(out))) else lax.transpose(product, order)
+
+
+def _reorder_sharding(sharding: Sharding, labels: Labels, order: Sequence[str]) -> Sharding:
+    """Permutes the entries of a sharding like the axes of its array."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    by_label = dict(zip(labels, spec, strict=False))  # a spec may omit its last axes
+    reordered = PartitionSpec(*map(by_label.get, order))
+    return NamedSharding(sharding.mesh, reordered) if isinstance(sharding, NamedSharding) else reordered
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Returns the mapped axes along which any of the arrays varies; empty outside of `shard_map`."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary_together(*arrays: jax.Array) -> list[jax.Array]:
+    """Marks arrays as varying over the axes of any of them: in `shard_map`, custom derivatives need that."""
+    axes = tuple(varying_axes(*arrays))
+    return [vary(x, axes) for x in arrays]  # JAX then sums the gradient of a replicated weight over devices

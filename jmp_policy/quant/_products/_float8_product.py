@@ -1,24 +1,47 @@
-"""Matmuls and convolutions in float8, and their derivatives."""
+"""Matmuls and convolutions in float8, their derivatives, and the amax histories of delayed scaling."""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.custom_batching import custom_vmap
 
-from ..._base import OBSERVING, remember_weakly, warn_once
-from ...policy import MULTIPLE, CurrentScaling, Float8, Policy, PolicyMap, list_policies
-from .._numbers import Scaled, compute_current_scale, measure_amax, saturate
-from ._amax_history import DTYPES, State, needs_state, scale_and_record, scale_by_history, vary_together
-from ._bilinear import Bilinear, Convolution, Labels, Sharding, Side, is_matmul, without_preferred_dtype
+from ..._base import OBSERVING, read_leaf, remember_weakly, warn_once, write_leaf
+from ...policy import (
+    MULTIPLE,
+    CurrentScaling,
+    DelayedScaling,
+    Float8,
+    Policy,
+    PolicyMap,
+    Quantization,
+    list_policies,
+)
+from .._numbers import E4M3, E5M2, Scaled, compute_current_scale, compute_scale, measure_amax, saturate, select
+from ._bilinear import (
+    Bilinear,
+    Convolution,
+    contract,
+    differentiate,
+    is_matmul,
+    vary_together,
+    varying_axes,
+    without_preferred_dtype,
+)
+
+DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}  # of the operands with an amax history
+
+State = dict[str, jax.Array]
+"""`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each operand, float32,
+as in Flax's float8 ops. A history is in the order newest, oldest, ..., second newest."""
 
 # Row counts and dtypes of the matmuls with eligible weights in the running call of a model.
 _ROWS: contextvars.ContextVar[list[tuple[int, np.dtype]] | None] = contextvars.ContextVar("_ROWS", default=None)
@@ -37,7 +60,10 @@ def float8_product(
     """
     assert needs_state(format) == (state is not None)
     right = right.astype(left.dtype)
-    rows, seen = _count_rows(operation, left.shape), _ROWS.get()
+    rows, seen = 0, _ROWS.get()
+    if not isinstance(operation.compute, Convolution):  # which has no restriction
+        lengths = zip(operation.left, left.shape, strict=True)
+        rows = math.prod(length for label, length in lengths if label not in operation.right)
     if seen is not None:
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
@@ -136,19 +162,82 @@ def _scale_operand(
     return (scale_and_record if records else scale_by_history)(x, name, state, spec.format)
 
 
+def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
+    """True for `Float8` with `DelayedScaling`."""
+    return isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
+
+
+def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
+    """Returns the initial state of a layer, or of a stack of layers of shape `stack`."""
+    state = {}
+    for name in DTYPES:
+        state[f"{name}_scale"] = jnp.ones((*stack, 1), jnp.float32)
+        state[f"{name}_amax_history"] = jnp.zeros((*stack, format.amax_history_length), jnp.float32)
+    return state
+
+
+def scale_by_history(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
+    """Casts an operand, a key of `DTYPES`, to float8 by the scale of its history.
+
+    Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """
+    used, _ = _compute_scales(name, state, format)
+    seen = select(jnp.isfinite(x), x, jnp.nan)  # saturation would hide an infinity
+    return Scaled(saturate(seen, used, DTYPES[name]), used)
+
+
+def scale_and_record(x: jax.Array, name: str, state: State, format: Float8) -> Scaled:
+    """Like `scale_by_history`, and updates the scale and history of the operand for the next step."""
+    used, made = _compute_scales(name, state, format)
+    scale, amax_history = state[f"{name}_scale"], state[f"{name}_amax_history"]
+    history = jnp.maximum(read_leaf(amax_history), 0.0)
+    history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
+    state[f"{name}_scale"] = write_leaf(made[None], scale)
+    state[f"{name}_amax_history"] = write_leaf(history, amax_history)
+    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan))
+
+
+def _compute_scales(name: str, state: State, format: Float8) -> tuple[jax.Array, jax.Array]:
+    """Returns the scale of this step, and the scale to store."""
+    recipe = format.recipe
+    assert isinstance(recipe, DelayedScaling)
+    stored, history = read_leaf(state[f"{name}_scale"])[0], read_leaf(state[f"{name}_amax_history"])
+    # The state of a layer that did not run may be zero, or the least float after a branch that was not taken.
+    stored = select(stored > 0, stored, 1.0)
+    largest = jnp.max(history) if recipe.amax == "max" else history[0]
+    made = compute_scale(largest, stored, DTYPES[name], format.margin)
+    return (stored if recipe.delay == 2 else made), made
+
+
+@custom_vmap
+def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds the largest magnitude of an array to its history if it is finite; returns the history and that condition."""
+    members = history.shape[:-1]  # of an ensemble, whose axes lead in the array too
+    of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
+    shared = tuple(varying_axes(x) - varying_axes(history))
+    amax = lax.pmax(of_each, shared) if shared else of_each
+    is_finite = jnp.isfinite(amax)
+    newest = lax.expand_dims(select(is_finite, amax, 0.0), (len(members),))
+    if history.shape[-1] == 1:
+        return newest, is_finite
+    return lax.concatenate([newest, history[..., 2:], history[..., :1]], len(members)), is_finite
+
+
+@_record_amax.def_vmap
+def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
+    """Reduces examples that share a history together; each member of an ensemble has its own history."""
+    of_x, of_history = batched
+    if of_history:
+        return _record_amax(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
+    return _record_amax(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)
+
+
 def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
     """Multiplies the sums of a float8 matmul by the scales of both operands, in float32."""
     wide = values.astype(jnp.float32)
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
     return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
-
-
-def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
-    """Returns the number of rows of a left operand, and 0 for convolutions, which have no restriction."""
-    if isinstance(operation.compute, Convolution):
-        return 0
-    return math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
 
 
 @contextlib.contextmanager
@@ -209,58 +298,4 @@ def _multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.
     compute = operation.compute
     if isinstance(compute, Convolution):
         return without_preferred_dtype(operation).compute(left.astype(dtype), right.astype(dtype))
-    return _contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
-
-
-def differentiate(
-    operation: Bilinear,
-    side: Side,
-    grad: jax.Array,
-    other: jax.Array,
-    like: core.ShapedArray,
-    dtype: np.dtype,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Computes the gradient of one operand, of type `like`, from the gradient of the output and the other operand."""
-    if isinstance(operation.compute, Convolution):
-        convolve, other = without_preferred_dtype(operation).compute, other.astype(dtype)
-        convolve_with = (lambda x: convolve(x, other)) if side == "left" else (lambda x: convolve(other, x))
-        return jax.linear_transpose(convolve_with, like.update(dtype=dtype))(grad.astype(dtype))[0]
-    # JAX cannot infer the sharding on a mesh with explicit axes.
-    sharding = like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
-    out = operation.out
-    if side == "left":
-        return _contract(grad, out, other, operation.right, operation.left, dtype, sharding, precision)
-    return _contract(other, operation.left, grad, out, operation.right, dtype, sharding, precision)
-
-
-def _contract(
-    left: jax.Array,
-    left_labels: Labels,
-    right: jax.Array,
-    right_labels: Labels,
-    out: Labels,
-    dtype: np.dtype,
-    sharding: Sharding | None,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Multiplies two labeled arrays by one `dot_general`; the output has the axes `out` and the given sharding."""
-    # Shared labels are summed over, or are batch axes if the output has them.
-    shared = [label for label in left_labels if label in right_labels]
-    summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
-    where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
-    # `dot_general` outputs batch axes first, then the other axes of the left, then of the right.
-    made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
-    options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
-    options |= {"precision": precision, "preferred_element_type": dtype}
-    product = lax.dot_general(left, right, (where(summed), where(batch)), **options)
-    order = tuple(map(made.index, out))
-    return product if order == tuple(range(len(out))) else lax.transpose(product, order)
-
-
-def _reorder_sharding(sharding: Sharding, labels: Labels, order: Sequence[str]) -> Sharding:
-    """Permutes the entries of a sharding like the axes of its array."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    by_label = dict(zip(labels, spec, strict=False))  # a spec may omit its last axes
-    reordered = PartitionSpec(*map(by_label.get, order))
-    return NamedSharding(sharding.mesh, reordered) if isinstance(sharding, NamedSharding) else reordered
+    return contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)

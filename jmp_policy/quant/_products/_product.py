@@ -1,23 +1,40 @@
-"""Matmuls and convolutions with quantized weights."""
+"""Matmuls and convolutions with quantized weights, and block-scaled matmuls with their derivatives."""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType
 
-from ...policy import BlockFormat, Int8
-from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric, to_numbers
+from ..._base import ROUNDING_SCOPE, vary
+from ...policy import NVFP4, BlockFormat, Int8, needs_rng
+from .._numbers import (
+    Blocks,
+    Quantized,
+    dequantize,
+    fence_on_cpu,
+    measure_row_amax,
+    mix_rows,
+    narrow_sums,
+    pad_axes,
+    quantize_symmetric,
+    round_operand,
+    to_numbers,
+)
 from .._weights import FakeQuantized, QuantizedArray, StoredWeight, fake_quantize
-from ._bilinear import Bilinear, is_matmul, without_preferred_dtype
-from ._block_product import block_product, has_stored_order
+from ._bilinear import Bilinear, Labels, is_matmul, varying_axes, without_preferred_dtype
+
+_BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
+ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
 _OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
@@ -75,7 +92,9 @@ def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight)
         return False
     blocked = {axis % weight.ndim for axis in weight.layout.axes}
     lies_along = set(operation.summed_axes(operation.right)) == blocked
-    return lies_along and is_matmul(operation, left.shape, weight.shape) and has_stored_order(operation)
+    order = _find_order(operation)
+    is_stored_so = operation.right == (*order.batch, *order.summed, *order.columns)
+    return lies_along and is_stored_so and is_matmul(operation, left.shape, weight.shape)
 
 
 def is_integer_product(operation: Bilinear, weight: Any) -> bool:
@@ -147,3 +166,153 @@ def _replace_value(original: jax.Array, rounded: jax.Array) -> jax.Array:
 def _straight_through(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     original, rounded = primals
     return _replace_value(original, rounded), tangents[0].astype(rounded.dtype)
+
+
+def block_product(
+    operation: Bilinear,
+    left: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    format: BlockFormat,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Computes `operation(left, weight)` with both operands in blocks, and likewise in the backward pass.
+
+    The caller has checked `reason_unquantized` and `is_matmul`. The gradient of a floating weight is summed in float32.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
+    """
+    multiply: Any = functools.partial(_multiply_blocks, operation, format)
+    if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
+        # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
+        numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
+        (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)
+    return multiply(left, weight, key)
+
+
+def _multiply_blocks(
+    operation: Bilinear,
+    format: BlockFormat,
+    left: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    key: jax.Array | None,
+) -> jax.Array:
+    order = _find_order(operation)
+    axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
+    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
+    rows = _merge_axes(vary(left, axes), operation.left, order.batch, order.rows, order.summed)
+    if isinstance(weight, QuantizedArray):
+        stored = jax.tree.map(lambda x: vary(lax.stop_gradient(x), axes), weight)
+        lead = math.prod(weight.shape[: len(order.batch)])
+        right = jax.tree.map(lambda x: x.reshape(lead, *x.shape[-2:]), stored.read_blocks())
+    else:
+        right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
+    dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    out: jax.Array = _multiply_rows(format, dtype, rows, right, key)
+    lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
+    made = (*order.batch, *order.rows, *order.columns)
+    out = out.reshape([lengths[label] for label in made])
+    places = [made.index(label) for label in operation.out]
+    return out if places == sorted(places) else lax.transpose(out, places)
+
+
+class _Order(NamedTuple):
+    """Labels of a matmul by role; `rows` in the order of the input, the others in the order of the weight."""
+
+    batch: Labels
+    rows: Labels
+    summed: Labels
+    columns: Labels
+
+
+def _find_order(operation: Bilinear) -> _Order:
+    left, right, out = operation.left, operation.right, operation.out
+    shared = [label for label in right if label in left]
+    return _Order(
+        batch=tuple(label for label in shared if label in out),
+        rows=tuple(label for label in left if label not in right),
+        summed=tuple(label for label in shared if label not in out),
+        columns=tuple(label for label in right if label not in left),
+    )
+
+
+def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
+    """Merges the axes of each of three groups of labels into one."""
+    order = [labels.index(label) for group in groups for label in group]
+    moved = x if order == sorted(order) else lax.transpose(x, order)
+    lengths = dict(zip(labels, x.shape, strict=True))
+    return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply_rows(
+    format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
+) -> jax.Array:
+    """Multiplies `(batch, rows, inputs)` by `(batch, inputs, outputs)`; a stored weight has no gradient."""
+    return _forward(format, dtype, rows, weight, key, for_gradient=False)[0]
+
+
+def _forward(
+    format: BlockFormat,
+    dtype: np.dtype,
+    rows: jax.Array,
+    weight: jax.Array | Blocks,
+    key: jax.Array | None,
+    for_gradient: bool = True,
+) -> tuple[jax.Array, Any]:
+    if for_gradient and key is None and needs_rng(format):
+        raise ValueError(
+            f"{str(format)!r} rounds gradients stochastically, and a matmul that is differentiated has no key. Pass "
+            f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "
+            f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding_rngs(model, nnx.Rngs({ROUNDING}=0)) in "
+            "nnx; or quant.dot_general(..., key=key)."
+        )
+    inputs, is_stored = round_operand(rows, None, format, 2, "input"), isinstance(weight, Blocks)
+    right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
+    # Only the gradient of the weight needs the rows; the dtype is enough for their own.
+    return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
+
+
+def _backward(format: BlockFormat, dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    rows, weight, key = residuals
+    keys, block = (None, None) if key is None else jax.random.split(key), format.block_size
+    numbers = dequantize(weight, 1) if isinstance(weight, Blocks) else weight
+    grads = round_operand(pad_axes(grad, (2,), block), keys[0], format, 2, "gradient")
+    columns = round_operand(pad_axes(numbers, (2,), block), None, format, -1, "weight")
+    rows_grad = _multiply(grads, _transpose(columns), jnp.float32).astype(rows.dtype)
+    if isinstance(weight, Blocks):
+        return rows_grad, None, None
+    rows, grad = pad_axes(rows, (1,), block), pad_axes(grad, (1,), block)
+    if isinstance(format, NVFP4) and format.hadamard:
+        rows, grad = mix_rows(rows, block), mix_rows(grad, block)
+    inputs = round_operand(rows, None, format, 1, "input")
+    weight_grad = _multiply(_transpose(inputs), round_operand(grad, keys[1], format, 1, "gradient"), jnp.float32)
+    return rows_grad, weight_grad.astype(weight.dtype), None
+
+
+_multiply_rows.defvjp(_forward, _backward)
+
+
+def _transpose(blocks: Blocks) -> Blocks:
+    return jax.tree.map(lambda x: lax.transpose(x, (0, 2, 1)), blocks)
+
+
+def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
+    """Multiplies `(batch, rows, n)` by `(batch, n, columns)` with float32 accumulation."""
+    if not left.values.shape[2]:  # a weight gradient without rows; `scaled_dot` would divide by zero
+        return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _BATCHED_MATMUL)
+    left, right = fence_on_cpu((left, right))
+    out = lax.scaled_dot(
+        left.values,
+        right.values,
+        lhs_scale=left.scale,
+        rhs_scale=right.scale,
+        dimension_numbers=_BATCHED_MATMUL,
+        preferred_element_type=jnp.float32,
+    )
+    # `scaled_dot` loses the varying axes of `shard_map`.
+    out = fence_on_cpu(vary(out, tuple(varying_axes(left.values, right.values))))
+    with jax.named_scope(ROUNDING_SCOPE):
+        for scale in (left.tensor_scale, right.tensor_scale):  # one by one: their product may underflow
+            out = out if scale is None else out * scale
+    return out.astype(dtype)

@@ -10,11 +10,16 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32
-from ..._jaxpr import PRODUCT_SCOPE
-from ._amax_history import vary_together
-from ._bilinear import Bilinear, Convolution, Side, is_matmul, without_preferred_dtype
-from ._float8_product import differentiate
+from ..._base import PRODUCT_SCOPE, at_least_float32
+from ._bilinear import (
+    Bilinear,
+    Convolution,
+    Side,
+    differentiate,
+    is_matmul,
+    vary_together,
+    without_preferred_dtype,
+)
 
 
 def wide_product(

@@ -1,8 +1,8 @@
 """The quantized array, and its serialization."""
 
 import dataclasses
-import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..._base import DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
 from ...policy import BlockFormat, Int4, Int8, Quantization, StoredFormat, parse_quantization, stored_format_of
 from .._numbers import (
     Blocks,
@@ -199,7 +198,6 @@ ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
-    """True if a node of a tree is a quantized weight."""
     return isinstance(node, QuantizedArray)
 
 
@@ -290,7 +288,6 @@ def _check_quantizable(array: Any, where: str) -> None:
 def _quantize_in_blocks(
     array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
 ) -> QuantizedArray:
-    """Quantizes in blocks along the axes that are summed over."""
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
@@ -318,7 +315,6 @@ class Misread(Exception):
         self._amiss = amiss
 
     def name_weight(self, module: str, name: str) -> None:
-        """Adds the path of the weight to the message."""
         path = f"{module}/{name}" if module else name
         self.args = (f"{self._amiss} {_suggest_rule(self.weight, repr(path), module)}",)
 
@@ -338,12 +334,11 @@ def _suggest_rule(weight: Any, named: str, module: str) -> str:
     )
 
 
-@functools.cache
 def register_with_flax() -> None:
-    """Registers quantized weights with Flax's serialization, once."""
-    from flax import serialization
-
-    serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
+    """Registers quantized weights with `flax.serialization` if it is loaded. Called where weights may meet Flax."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None and not serialization.is_serializable(QuantizedArray):
+        serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
 
 
 def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
@@ -375,3 +370,6 @@ def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _describe_array(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+
+
+register_with_flax()  # Flax may have been loaded before

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..._jaxpr import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE
 from ...policy import Int4, Int8, StoredFormat
 from ._array import QuantizedArray, UncalibratedError, quantize_array
 from ._layout import Layout, block_length, choose_format, reason_unquantized
@@ -22,17 +22,9 @@ class FakeQuantized:
     format: StoredFormat
     layout: Layout
 
-    @property
-    def ndim(self) -> int:
-        return self.array.ndim
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
+    ndim = property(lambda self: self.array.ndim)
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
 
     def quantize(self) -> QuantizedArray:
         """Returns the weight as `quant.quantize` would."""

@@ -63,6 +63,11 @@ def normalize_rows(x):
     return jnp.where(norms > 0, x / norms, 0.0)
 
 
+def route(x):
+    gates, experts = lax.top_k(jax.nn.softmax(x), 2)
+    return gates / jnp.sum(gates, -1, keepdims=True), jnp.log(5 - experts.astype(x.dtype))
+
+
 def attention_weights(logits, mask):
     return jax.nn.softmax(jnp.where(mask > 0, logits, -1e9))
 
@@ -98,6 +103,10 @@ CASES = {
         jax.grad(lambda x, y: optax.sigmoid_binary_cross_entropy(x, y).mean()), [*WIDE, (0, 1)], (X, X)
     ),
     "attention": Case(jax.nn.dot_product_attention, [(-5.0, 5.0)] * 3, (shape(2, 3, 1, 4),) * 3),
+    "router": Case(route, WIDE, (X,)),
+    "gradient of pooling": Case(
+        jax.grad(lambda x: jnp.sum(nn.max_pool(x, (3,), padding="SAME") ** 2)), WIDE, (shape(2, 6, 3),)
+    ),
     "gelu": Case(jax.nn.gelu, WIDE, (X,)),
     "gelu by erf": Case(lambda x: jax.nn.gelu(x, approximate=False), WIDE, (X,)),
     "silu": Case(jax.nn.silu, [(-6e4, 6e4)], (X16,)),

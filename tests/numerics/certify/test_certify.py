@@ -182,6 +182,7 @@ UNKNOWN = {
         "its bounds still grow",
         "scan",
     ),
+    "a sorted difference": (lambda x: jnp.sort(1 - jax.nn.sigmoid(x)), (-20, 20), "cancellation", "sub"),
     "correlations": (lambda x: jnp.sqrt(jnp.exp(x) - x), (-3, 3), "invalid operation", "sqrt"),
 }
 

@@ -20,16 +20,26 @@ UNARY = {
     )
 } | {f"power {y}": lambda x, y=y: lax.integer_pow(x, y) for y in (2, 3, 13, -1, -2)}  # fmt: skip
 BINARY = {
-    name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "lt", "ge", "eq")
+    name: getattr(lax, name)
+    for name in ("add", "sub", "mul", "div", "max", "min", "pow", "rem", "lt", "ge", "eq", "atan2")
 }
 REDUCTIONS = {
     "sum": lambda x: lax.reduce(x, np.zeros((), x.dtype), lax.add, (1,)),
     "prod": lambda x: lax.reduce(x, np.ones((), x.dtype), lax.mul, (1,)),
     "cumsum": lambda x: lax.cumsum(x, axis=1),
     "max": lambda x: jnp.max(x, 1),
+    "windows": lambda x: lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (1, 5), (1, 2), "SAME"),
+    "largest of windows": lambda x: find_largest(x),
+    "gradient of windows": lambda x: jax.vjp(find_largest, x)[1](x)[0],
     "dot": lambda x: lax.dot_general(x, x, (((1,), (1,)), ((0,), (0,)))),
     "conv": lambda x: lax.conv(x[:1, None], x[1:2, None, :5], (1,), "SAME"),
 }
+
+
+def find_largest(x):
+    return lax.reduce_window(x, np.array(-np.inf, x.dtype), lax.max, (1, 5), (1, 1), "SAME")
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 

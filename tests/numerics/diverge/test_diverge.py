@@ -371,3 +371,21 @@ def test_function_that_cannot_run_in_parts_is_an_error():
         diverge(counted, counted)(X)
     with pytest.raises(TypeError, match=r"diverge takes a function, got 3. .*: diverge\(train_step, other\)\(state"):
         diverge(MODEL, 3)
+
+
+@pytest.mark.parametrize("missing", ["attention", "mlp"])
+def test_missing_residual_connection_is_charged_to_the_block_around(missing):
+    def model(w, x, missing=None):
+        with jax.named_scope("block"):
+            with jax.named_scope("attention"):
+                made = jnp.tanh(x @ w)
+            x = made if missing == "attention" else x + made
+            with jax.named_scope("mlp"):
+                made = jnp.sin(x @ w)
+            x = made if missing == "mlp" else x + made
+        with jax.named_scope("head"):
+            return jnp.tanh(x)
+
+    divergence = diverge(model, lambda w, x: model(w, x, missing))(W, X)
+    assert [row.path for row in divergence.rows() if row.introduced > 0] == ["block"]
+    assert divergence.unaligned == ("block has 1 output unaligned (forward)",)

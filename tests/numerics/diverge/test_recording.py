@@ -129,6 +129,25 @@ def test_calls_of_a_module_have_numbers_or_are_a_list():
     assert first.shape == last.shape
 
 
+def test_some_of_several_values_of_a_scope_are_found_by_number_or_stand_for_the_last_ones():
+    def cell(x, scale=1.0):
+        with jax.named_scope("cell"):
+            outputs = jnp.tanh(x), scale * jnp.cos(x), jnp.sum(x), jnp.sin(x)
+        return outputs[0] + outputs[1] + outputs[2] * outputs[3]
+
+    recording = record(cell)(X)
+    assert list(recording) == ["cell", "cell:1", "cell:2", "cell:3", "result"]
+    recording["cell:0"] = recording["cell"]
+    for name, error in {"cell:0": 0.0, "cell:1": 2.0, "cell:3": 0.0}.items():
+        divergence = diverge(lambda x: cell(x, 3.0), {name: recording[name]})(X)
+        np.testing.assert_allclose(divergence.rows()[0].introduced, error, rtol=1e-5)
+        assert divergence.unaligned == ()
+    divergence = diverge(cell, {"cell": recording["cell"]})(X)
+    np.testing.assert_allclose(divergence.rows()[0].introduced, relative(jnp.tanh(X), jnp.sin(X)), rtol=1e-5)
+    [note] = divergence.unaligned
+    assert note.startswith("'cell' of the recording stands for the last of 3 values of shape (8, 8) in the function. ")
+
+
 def test_scan_is_recorded_by_iteration():
     recording = jax.jit(record(scanned))(W, X)
     assert {name: array.shape for name, array in recording.items()} == {

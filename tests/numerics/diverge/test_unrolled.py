@@ -204,3 +204,36 @@ def test_backward_pass_of_a_scan_reads_the_residuals_that_its_own_forward_pass_r
         found.append({row.path: row for row in rows if row.direction == "backward" and row.path})
     loops = [found[0][f"layers_{i}"].introduced for i in (1, 2)]
     np.testing.assert_allclose(found[1]["layers"].iterations[1:], loops, rtol=0.2)
+
+
+@pytest.mark.slow
+def test_backward_pass_of_a_scan_in_a_scan_reads_its_own_residuals_too():
+    """As those of an RNN over the layers of a model do."""
+
+    def make_loss(dtype, is_scan):
+        def cell(w, h, x, name="cell"):
+            with jax.named_scope(name):
+                h = jnp.sin((h.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) + x)
+            return h, h
+
+        def loss(weights, x):
+            if is_scan:
+                layer = lambda x, w: (lax.scan(lambda h, x: cell(w, h, x), jnp.ones((6, 8)), x)[1], None)
+                return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
+            for i, w in enumerate(weights):
+                h, made = jnp.ones((6, 8)), []
+                for t in range(2):
+                    h, _ = cell(w, h, x[t], f"cell_{i}_{t}_")
+                    made.append(h)
+                x = jnp.stack(made)
+            return jnp.mean(x**2)
+
+        return jax.grad(loss)
+
+    found, x = [], jnp.stack([X, 2 * X])
+    for is_scan in (False, True):
+        f, g = (make_loss(dtype, is_scan) for dtype in (jnp.float32, jnp.bfloat16))
+        divergence = diverge(f, g)(4 * WEIGHTS[:2], x)
+        found.append({row.path: row for row in divergence.rows() if row.direction == "backward" and row.path})
+    loops = [found[0][f"cell_{i}_{t}_"].introduced for i in range(2) for t in range(2)]
+    np.testing.assert_allclose(found[1]["cell"].iterations, loops, rtol=0.2)

@@ -15,8 +15,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.numerics._tune import _bits
-from jmp_policy.numerics._tune._layers import Layer, Model
-from jmp_policy.numerics._tune._subject import Subject
+from jmp_policy.numerics._tune._subject import Layer, Model, Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
 FORMATS = [INT8, INT4, "bfloat16"]
