@@ -1,15 +1,23 @@
 """Quantizes weights one by one, and records which ones stay unquantized."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .._base import did_you_mean, is_floating_dtype, warn_user
-from ..policy import Policy, PolicyMap, default_policy, stored_format_of
+from ..policy import Int4, Policy, PolicyMap, default_policy, stored_format_of
 from ._numbers import Clip, check_clip
-from ._weights import Layout, QuantizedArray, choose_format, quantize_array, reason_unquantized
+from ._weights import (
+    Layout,
+    QuantizedArray,
+    choose_format,
+    describe_misfit,
+    fits_blocks,
+    quantize_array,
+    reason_unquantized,
+)
 
-_SHOWN = 5  # unquantized weights in an error
+_SHOWN = 5  # weights in an error
 
 
 class Quantizer:
@@ -27,6 +35,7 @@ class Quantizer:
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}
         self._quantized = 0
+        self._lengths: dict[Int4, dict[tuple[str, str], int]] = {}  # inputs of the weights of each format
 
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
@@ -41,15 +50,25 @@ class Quantizer:
         stored = stored_format_of(policy.quantization)
         assert stored is not None
         format, where = choose_format(stored, layout), f" {_join_path(module, name)!r}"
+        if isinstance(format, Int4) and not isinstance(array, QuantizedArray):
+            self._lengths.setdefault(format, {})[module, name] = layout.length
+            if not fits_blocks(format, layout.length):
+                return None  # `check` raises, when it knows all of them
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
         return quantize_array(array, format, layout, **options, where=where)
 
     def check(self, unused: Collection[str]) -> None:
-        """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
+        """Raises if blocks do not divide a weight, nothing was quantized, or `input_clips` names no weight.
+
+        Warns of rules that are `unused`.
+        """
+        for format, lengths in self._lengths.items():
+            _check_lengths(format, lengths)
         if not self._quantized:
-            reasons = [f"{path!r}: {why}" for path, why in [*self._left.items()][:_SHOWN]]
-            reasons += [f"and {len(self._left) - _SHOWN} more"] * (len(self._left) > _SHOWN)
-            why = "; ".join(reasons) or "there is no 'kernel' or 'embedding' of two or more axes"
+            why = (
+                _join_first([f"{path!r}: {why}" for path, why in self._left.items()], "; ")
+                or "there is no 'kernel' or 'embedding' of two or more axes"
+            )
             also = "".join(f" The {message}." for message in unused)
             raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
         for path in self._input_clips:
@@ -89,6 +108,20 @@ def _parse_magnitude(path: str, value: Any) -> float:
     if number > 0:
         return number
     raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+
+
+def _check_lengths(format: Int4, lengths: Mapping[tuple[str, str], int]) -> None:
+    misfits = {key: length for key, length in lengths.items() if not fits_blocks(format, length)}
+    if misfits:
+        inputs = [f"the {length} inputs of the weight {_join_path(*key)!r}" for key, length in misfits.items()]
+        rules = ", ".join(f"{module!r}: 'float32'" for module, _ in [*misfits][:_SHOWN])
+        leave_out = f"the weight{'s' * (len(misfits) > 1)} out by a rule of a PolicyMap: {{{rules}}}."
+        raise ValueError(describe_misfit(format, _join_first(inputs, ", "), lengths.values(), leave_out))
+
+
+def _join_first(parts: Sequence[str], separator: str) -> str:
+    more = [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
+    return separator.join([*parts[:_SHOWN], *more])
 
 
 def _describe_policy(given: Policy | PolicyMap) -> str:
