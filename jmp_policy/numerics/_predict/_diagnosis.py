@@ -91,6 +91,12 @@ class _TrialRun:
         found = [value._replace(path=self._places[value.path]) for value in found]
         return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
 
+    def list_broken(self) -> list[Row]:
+        """Lists rows with nan. Leaves out constants, such as the nan that the `where` of `jnp.var` does not select."""
+        made = (operation.makes for operation in self._operations if operation.is_constant)
+        constants = {index for makes in made for indices in makes for index in indices}
+        return [row for index, row in enumerate(self.rows) if row.nans and index not in constants]
+
     def _find_place(self, path: str) -> str:
         """Returns the path for a rule of a map. `with_policy` only knows paths of modules."""
         types = self._observed.list_types() if self._by == "with_policy" else {}
@@ -209,7 +215,7 @@ def _list_notes(
         yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
     if all(row.primitive in ("", *MATMULS) for row in trial.rows):
         yield "Only matmuls were measured: collect(..., where='all') measures all ops."
-    broken = [row for row in trial.rows if row.nans]
+    broken = trial.list_broken()
     if broken:
         yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or '(no scope)'}."
 
