@@ -1,6 +1,7 @@
 """`NNX`: the adapter of nnx, and the description of an nnx model for `explain`."""
 
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
