@@ -47,15 +47,10 @@ _MOST_REFINED = 128
 
 
 class Analysis(Interpreter):
-    """Interval analysis of a jaxpr.
-
-    Attributes:
-      faults: possible faults, in order, of elements that no `select_n` discards.
-      nonzero: for each place of a difference, whether it is nonzero in exact arithmetic, whatever the inputs.
-    """
+    """Interval analysis of a jaxpr."""
 
     def __init__(self) -> None:
-        self.nonzero: dict[Place, bool] = {}
+        self.nonzero: dict[Place, bool] = {}  # True for a difference that is never zero in exact arithmetic
         self._terms: dict[Any, int] = {}
         self._found: dict[int, Fault] = {}  # of one equation
         self._faults: dict[int, Fault] = {}
@@ -63,6 +58,7 @@ class Analysis(Interpreter):
 
     @property
     def faults(self) -> list[Fault]:
+        """Lists the possible faults, in order, of elements that no `select_n` discards."""
         return [fault for _, fault in sorted(self._faults.items())]
 
     def find_faults(self, program: Jaxpr, consts: Sequence[Any], inputs: Sequence[Bounds]) -> list[Fault]:

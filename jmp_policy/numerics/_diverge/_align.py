@@ -1,6 +1,5 @@
 """Aligns the scopes and values of two programs of one model."""
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,29 +10,20 @@ from ._scopes import RESIDUAL, Flat, Node, Scope, Side, Source, is_inside, list_
 from ._unroll import unroll_loops
 
 
-@dataclasses.dataclass(eq=False)
 class Alignment:
-    """Two programs, `f` and `g`, with pairs of values and scopes.
+    """Two programs, the reference `f` and `g`, with pairs of values and scopes."""
 
-    Attributes:
-      f: the reference program.
-      g: the other program.
-      pairs: the value of `f` for each input of `g`, and for each value that leaves a scope of `g`, before casts.
-      bodies: for the scope of a scan of `g`: its node in `f`, in `g`, and the alignment of one iteration.
-      scopes: the scopes in the order in which `g` ends them, including scans and the scopes that only `f` has.
-      replaced: by a scope of `g` and a value that it reads: the value of `f` that it would read there.
-      skipped: by a scope that only `f` has: its output, and the value that `g` has instead.
-      unaligned: the parts without a counterpart, as sentences.
-    """
-
-    f: Side
-    g: Side
-    pairs: dict[int, int]
-    bodies: dict[Scope, tuple[Node, Node, "Alignment"]] = dataclasses.field(default_factory=dict)
-    scopes: list[Scope] = dataclasses.field(default_factory=list)
-    replaced: dict[tuple[Scope, int], int] = dataclasses.field(default_factory=dict)
-    skipped: dict[Scope, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
-    unaligned: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, f: Side, g: Side, inputs: Mapping[int, int]):
+        self.f, self.g = f, g
+        self.pairs = dict(inputs)  # of inputs of `g`, and values that leave its scopes, before casts: the value of `f`
+        # of a scan of `g`: its node in `f`, in `g`, and the alignment of one iteration
+        self.bodies: dict[Scope, tuple[Node, Node, Alignment]] = {}
+        self.scopes: list[Scope] = []  # in the order in which `g` ends them, with scans and scopes that only `f` has
+        # of a scope of `g` and a value that it reads: the value of `f` that it would read there
+        self.replaced: dict[tuple[Scope, int], int] = {}
+        # of a scope that passes on a value in `f` alone: the value, and the one that `g` has instead
+        self.skipped: dict[Scope, list[tuple[int, int]]] = {}
+        self.unaligned: list[str] = []  # the parts without a counterpart, as sentences
 
     def is_own_residual(self, value: int) -> bool:
         """True for an input of an iteration of `g` that was made in another pass of the scope that reads it."""
@@ -47,12 +37,11 @@ class Alignment:
         return {reader[0] for reader in self.g.readers.get(value, ()) if isinstance(reader, tuple)} <= {maker.path}
 
 
+Labels = Sequence[Hashable]
+
+
 def align(
-    f: Flat,
-    g: Flat,
-    inputs: Mapping[int, int],
-    labels: tuple[Sequence[Hashable], Sequence[Hashable]],
-    sources: Mapping[Any, Source],
+    f: Flat, g: Flat, inputs: Mapping[int, int], labels: tuple[Labels, Labels], sources: Mapping[Any, Source]
 ) -> Alignment:
     """Aligns scopes by path, pass and call, and the values that leave them by computation, readers and shape.
 
@@ -71,7 +60,7 @@ def align(
     _match_loops(f, g)
     for flat in (f, g):
         flat.release_casts()
-    alignment = Alignment(Side(f, labels[0]), Side(g, labels[1]), dict(inputs))
+    alignment = Alignment(Side(f, labels[0]), Side(g, labels[1]), inputs)
     alignment.g.sources = sources
     _Aligner(alignment).run()
     return alignment
@@ -273,7 +262,7 @@ class _Aligner:
 
 def _holds(outer: Scope, scope: Scope | None) -> bool:
     """True if a scope is in another one, which chooses what it reads and what of it is passed on."""
-    if scope is None or scope.direction != outer.direction:
+    if scope is None or scope.direction != outer.direction or outer.loop >= 0:
         return False
     return scope.path != outer.path and is_inside(scope.path, outer.path)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, is_floating_dtype
+from ..._base import TRACING, Args, Kwargs
 from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
 from ...modules import find_lifting_adapter
 from .._ends import Results, check_function, name_results
@@ -23,7 +23,7 @@ from ._measure import compare
 from ._plan import Layout, make_layout, make_plan
 from ._recording import Comparisons, Run
 from ._run import run
-from ._scopes import Flat
+from ._scopes import Flat, has_floats
 
 
 def diverge(
@@ -220,7 +220,7 @@ class _Traced:
         self.names = [str(name) for name in name_results(ends.list_paths(), is_lifted=False)]
 
     def list_floats(self) -> list[int]:
-        return [i for i, aval in enumerate(self.types) if _is_float(aval)]
+        return [i for i, aval in enumerate(self.types) if has_floats(aval)]
 
 
 def _list_closed_modules(fun: Callable[..., Any]) -> list[Any]:
@@ -248,14 +248,10 @@ def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
     for i, other in enumerate(theirs.types):
         candidates = [i, *range(len(mine.types))]
         free = [j for j in candidates if j < len(mine.types) and j not in pairs.values()]
-        found = next((j for j in free if mine.types[j].shape == other.shape), None) if _is_float(other) else None
+        found = next((j for j in free if mine.types[j].shape == other.shape), None) if has_floats(other) else None
         if found is not None:
             pairs[i] = found
     return pairs
-
-
-def _is_float(aval: Any) -> bool:
-    return is_floating_dtype(aval.dtype) and aval.size > 0
 
 
 def _name_functions(f: Any, g: Any) -> tuple[str, str]:
@@ -273,5 +269,4 @@ def _measure_total(output: Any) -> Any:
     """Returns how far the exponentials along the last axis are from adding up to 1."""
     if not output.ndim:
         return jnp.inf
-    totals = jnp.sum(jnp.exp(output.astype(jnp.float32)), -1)
-    return jnp.max(jnp.abs(totals - 1))
+    return jnp.max(jnp.abs(jnp.sum(jnp.exp(output.astype(jnp.float32)), -1) - 1))

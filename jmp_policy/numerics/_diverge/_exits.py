@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from ..._base import did_you_mean, is_floating_dtype
+from ..._base import did_you_mean
 from ..._jaxpr import Pass
-from ._scopes import Flat, is_inside, list_values, split_loop
+from ._scopes import Flat, has_floats, is_inside, list_values, split_loop
 
 Recording = Mapping[str, Any] | str | os.PathLike[str]
 Key = tuple[str, Pass]
@@ -22,22 +22,14 @@ Key = tuple[str, Pass]
 
 
 class Level:
-    """A jaxpr, or one iteration of a scan, with the values that leave its scopes.
-
-    Attributes:
-      flat: the jaxpr.
-      exits: the floating values of each scope that the rest of the pass reads or returns, in order.
-      loops: the levels of scans, by the position of their nodes.
-      keys: the scopes that a recorded value leaves, innermost first.
-      recorded: the recorded arrays of these scopes.
-    """
+    """A jaxpr, or one iteration of a scan, with the values that leave its scopes."""
 
     def __init__(self, flat: Flat, is_used: Sequence[bool], around: str = ""):
         self.flat = flat
-        self.exits: dict[Key, list[int]] = {}
-        self.loops: dict[int, Level] = {}
-        self.keys: dict[int, list[Key]] = {}
-        self.recorded: dict[int, list[jax.Array]] = {}
+        self.exits: dict[Key, list[int]] = {}  # the floating values that the rest of the pass reads or returns
+        self.loops: dict[int, Level] = {}  # of scans, by the position of their nodes
+        self.keys: dict[int, list[Key]] = {}  # the scopes that a recorded value leaves, innermost first
+        self.recorded: dict[int, list[jax.Array]] = {}  # the arrays of these scopes
         self._readers: dict[int, list[Any]] = {}  # None for a return
         for node in flat.nodes:
             for value in list_values(node.operands):
@@ -55,14 +47,10 @@ class Level:
                 used = [True] * (end - start) + is_read[end - start :]
                 self.loops[i] = Level(node.body, used, path)
             while not is_inside(around, path):
-                for value in filter(self.is_float, node.results):
-                    if self._leaves(value, (path, direction)):
+                for value in node.results:
+                    if has_floats(flat.types[value]) and self._leaves(value, (path, direction)):
                         self.exits.setdefault((path, direction), []).append(value)
                 path = path.rpartition("/")[0]
-
-    def is_float(self, value: int) -> bool:
-        aval = self.flat.types[value]
-        return hasattr(aval, "dtype") and is_floating_dtype(aval.dtype) and aval.size > 0
 
     def _leaves(self, value: int, key: Key) -> bool:
         """True if a reader of the same pass outside of the scope needs the value; of any pass for a recomputed one."""
@@ -171,9 +159,7 @@ def match(
                 chosen = numbers
             elif len(given) < len(found):
                 name = _name_exit(key, 0)
-                words = (
-                    f"the last of {len(found)} values of shape {shape} in the function. {name + ':0'!r} is the first"
-                )
+                words = f"the last of {len(found)} values of shape {shape}, and {name + ':0'!r} for the first"
                 problems.append(f"{name!r} of the recording stands for {words}")
             again = [target for target in targets.get((key[0], "recomputed"), ()) if target.shape == shape]
             copies = again if len(again) == len(given) and key[1] == "forward" else ()

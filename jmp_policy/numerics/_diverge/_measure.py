@@ -31,29 +31,17 @@ class Worst(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Sums over the elements of two values, in units of their largest magnitude; zeros if both are one array.
+    """Sums over the elements of two values, in units of their largest magnitude; zeros if both are one array."""
 
-    Attributes:
-      unit: the largest finite magnitude of the reference, or of the difference if that is larger.
-      error: the sum of squares of the difference.
-      square: the sum of squares of the reference.
-      product: the sum of products of the reference and the value.
-      other: the sum of squares of the value.
-      page: the position of the largest difference in the flattened array, in units of `PAGE`.
-      position: the rest of the position.
-      reference: the element of the reference there.
-      value: the element of the value there.
-    """
-
-    unit: Any
-    error: Any
-    square: Any
-    product: Any
-    other: Any
-    page: Any
-    position: Any
-    reference: Any
-    value: Any
+    unit: Any  # the largest finite magnitude of the reference, or of the difference if that is larger
+    error: Any  # the sum of squares of the difference
+    square: Any  # the sum of squares of the reference
+    product: Any  # the sum of products of the reference and the value
+    other: Any  # the sum of squares of the value
+    page: Any  # the position of the largest difference in the flattened array, in units of `PAGE`
+    position: Any  # the rest of the position
+    reference: Any  # the element of the reference there
+    value: Any  # the element of the value there
 
 
 def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
@@ -95,7 +83,6 @@ def _add_and_choose(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 PAGE = 1 << 20
 """Positions are stored in two floats, since float32 does not have all integers above 2**24."""
-
 
 _MASK, _HALF_MASK = -1e8, -3e4
 """Elements below these in the reference and in the other value are masks, not values."""

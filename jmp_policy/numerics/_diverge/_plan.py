@@ -6,10 +6,9 @@ from typing import Any, Literal as OneOf, NamedTuple
 
 from jax.extend.core import Literal
 
-from ..._base import is_floating_dtype
 from ..._jaxpr import sub_jaxprs, walk
 from ._align import Alignment
-from ._scopes import RESIDUAL, Node, Scope, Side, split_loop
+from ._scopes import RESIDUAL, Node, Scope, Side, has_floats, split_loop
 
 Kind = OneOf["passed", "introduced", "skipped"]
 
@@ -37,17 +36,11 @@ class ScopePlan(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """The comparisons of two programs, or of an iteration of two loops, and of the loops inside.
-
-    Attributes:
-      alignment: the programs.
-      comparisons: the values to compare, numbered.
-      scopes: the scopes in the order in which they end, and for a loop its own plan.
-    """
+    """The comparisons of two programs, or of an iteration of two loops, and of the loops inside."""
 
     alignment: Alignment
-    comparisons: dict[Comparison, int] = dataclasses.field(default_factory=dict)
-    scopes: list["ScopePlan | Plan"] = dataclasses.field(default_factory=list)
+    comparisons: dict[Comparison, int] = dataclasses.field(default_factory=dict)  # numbered
+    scopes: list["ScopePlan | Plan"] = dataclasses.field(default_factory=list)  # in the order in which they end
 
     @property
     def loops(self) -> list["Plan"]:
@@ -87,7 +80,7 @@ def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
     """Compares the outputs of a scope that `g` lacks with the values that it has instead."""
     alignment = plan.alignment
     pairs = [(value, alignment.g.exits[other][0]) for value, other in alignment.skipped[scope]]
-    pairs = [pair for pair in pairs if _is_float(alignment, pair[1])]
+    pairs = [pair for pair in pairs if has_floats(alignment.g.flat.types[pair[1]])]
     outputs, others = [value for value, _ in pairs], [other for _, other in pairs]
     outgoing, introduced = plan.add("passed", others, outputs), plan.add("skipped", others, outputs)
     return ScopePlan(scope, plan.add("passed", others), outgoing, introduced)
@@ -95,7 +88,7 @@ def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
 
 def _plan_scope(plan: Plan, scope: Scope, given: Collection[int]) -> ScopePlan:
     alignment, g = plan.alignment, plan.alignment.g
-    is_compared = lambda origin: origin in alignment.pairs and _is_float(alignment, origin)
+    is_compared = lambda origin: origin in alignment.pairs and has_floats(g.flat.types[origin])
     made = [value for value in g.list_shared(scope) if is_compared(value)]
     passed = [value for value in made if g.readers[value] != {RESIDUAL}]
     exits = [exit for value in passed or made for exit in g.exits[value]]
@@ -104,11 +97,6 @@ def _plan_scope(plan: Plan, scope: Scope, given: Collection[int]) -> ScopePlan:
     makers = {exit: g.flat.find_scope(origin) for exit, origin in read.items()}
     same = [exit for exit, maker in makers.items() if maker is None or maker.direction == scope.direction]
     return ScopePlan(scope, plan.add("passed", same or read), plan.add("passed", exits), plan.add("introduced", exits))
-
-
-def _is_float(alignment: Alignment, value: int) -> bool:
-    dtype = getattr(alignment.g.flat.types[value], "dtype", None)
-    return dtype is not None and is_floating_dtype(dtype) and alignment.g.flat.types[value].size > 0
 
 
 def find_partner(alignment: Alignment, value: int) -> int:

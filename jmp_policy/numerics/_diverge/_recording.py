@@ -13,28 +13,21 @@ from ._exits import Key, Level
 from ._measure import compare, stack
 from ._plan import RowLayout, ScopePlan, find_narrowest
 from ._run import Values, read
-from ._scopes import Node, Scope, is_inside, list_values, split_loop
+from ._scopes import Node, Scope, has_floats, is_inside, list_values, split_loop
 
 Paths = frozenset[str]
 
 
 class Comparisons:
-    """The comparisons of a level, and their rows.
-
-    Attributes:
-      wanted: a kind, a value and the number of its recorded array. The kinds: `"passed"`, of recorded values with the
-        run; `"introduced"`, with values that are computed from recorded ones; `"read"`, of these with the run.
-      rows: the rows, also of loops.
-      loops: the comparisons of loops, by the position of their nodes.
-      unrecorded: for each output, the scopes between recorded values and it.
-      problems: the scopes that read values without a record, as sentences.
-    """
+    """The comparisons of a level, and their rows. `unrecorded`: the scopes between recorded values and each input."""
 
     def __init__(self, level: Level, unrecorded: Sequence[Paths], around: tuple[int, ...] = ()):
         flat = level.flat
+        # The kind of a comparison, a value and the number of its recorded array. "passed": of recorded values with the
+        # run; "introduced": with values that are computed from recorded ones; "read": of these with the run.
         self.wanted: dict[tuple[str, int, int], int] = {}
-        self.loops: dict[int, Comparisons] = {}
-        self.problems: list[str] = []
+        self.loops: dict[int, Comparisons] = {}  # by the position of their nodes
+        self.problems: list[str] = []  # the scopes that read values without a record, as sentences
         since = dict(zip(flat.inputs, unrecorded, strict=True))
         unknown: dict[Key, set[str]] = {}
         order: dict[Key | int, None] = {}  # the keys by their last values, and positions of loops
@@ -56,7 +49,7 @@ class Comparisons:
                         order.pop(key, None)
                         order[key] = None
                     since[value] = Paths()
-        self.unrecorded = [*map(find, flat.outputs)]
+        self.unrecorded = [*map(find, flat.outputs)]  # the scopes between recorded values and each output
         plans = {key: self._plan(level, key, unknown[key], bool(around)) for key in order if isinstance(key, tuple)}
         shapes = tuple(flat.types[value].shape for _, value, _ in self.wanted)
         self.rows: list[RowLayout] = []
@@ -121,7 +114,9 @@ def _list_reads(level: Level, key: Key, is_loop: bool) -> list[int]:
     if not nodes:  # it returns the value of a scope in it
         return [value for value, keys in level.keys.items() if key in keys]
     makers = {value: level.flat.makers.get(value) for node in nodes for value in list_values(node.operands)}
-    found = {value: maker for value, maker in makers.items() if level.is_float(value) and not is_own(maker)}
+    found = {
+        value: maker for value, maker in makers.items() if has_floats(level.flat.types[value]) and not is_own(maker)
+    }
     arguments = () if is_loop else level.flat.inputs
     same = [v for v, maker in found.items() if not maker or not maker.scope or maker.scope.direction == direction]
     return [value for value in same or found if value not in arguments]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from ..._base import is_floating_dtype
 from ..._jaxpr import (
     CALLED,
     MOVING,
@@ -45,20 +46,12 @@ class Node:
 
 
 class Flat:
-    """A jaxpr without calls: inputs, constants, nodes and outputs.
-
-    Attributes:
-      types: the abstract value of each value.
-      inputs: the arguments.
-      constants: arrays that the jaxpr closes over, by value.
-      nodes: the equations that outputs depend on, in order.
-      outputs: the values that are returned.
-    """
+    """A jaxpr without calls: inputs, constants, nodes and outputs."""
 
     def __init__(self, program: Program, paths: ModulePaths, path: str = "", direction: Pass = "forward"):
-        self.types: list[Any] = []
-        self.constants: dict[int, Any] = {}
-        self.nodes: list[Node] = []
+        self.types: list[Any] = []  # the abstract value of each value
+        self.constants: dict[int, Any] = {}  # arrays that the jaxpr closes over
+        self.nodes: list[Node] = []  # the equations that outputs depend on, in order
         self.paths = paths
         self.inputs = [self._add(var) for var in body_of(program).invars]
         self.outputs = self.inline(program, self.inputs, path, direction)
@@ -270,6 +263,10 @@ def split_loop(node: Node) -> tuple[int, int]:
         return 0, 0
     consts, carried = scan_parts(node.eqn)
     return consts, consts + carried
+
+
+def has_floats(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and is_floating_dtype(aval.dtype) and aval.size > 0
 
 
 def is_inside(path: str, outer: str) -> bool:

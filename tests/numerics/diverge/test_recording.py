@@ -144,8 +144,9 @@ def test_some_of_several_values_of_a_scope_are_found_by_number_or_stand_for_the_
         assert divergence.unaligned == ()
     divergence = diverge(cell, {"cell": recording["cell"]})(X)
     np.testing.assert_allclose(divergence.rows()[0].introduced, relative(jnp.tanh(X), jnp.sin(X)), rtol=1e-5)
-    [note] = divergence.unaligned
-    assert note.startswith("'cell' of the recording stands for the last of 3 values of shape (8, 8) in the function. ")
+    assert divergence.unaligned == (
+        "'cell' of the recording stands for the last of 3 values of shape (8, 8), and 'cell:0' for the first",
+    )
 
 
 def test_scan_is_recorded_by_iteration():
