@@ -1,6 +1,7 @@
 """`NNX`: the adapter of nnx, and the description of an nnx model for `explain`."""
 
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ def examine(
     """Traces a copy of an nnx module, which may be abstract (`Adapter.examine`)."""
     tree = _Tree(model)
     graphdef, state = nnx.split(model)
-    if rngs is not None:
+    if rngs is not None or _requires_rngs(find_method(model, method)):
         kwargs = {"rngs": rngs, **kwargs}
 
     def call(state: Any, inputs: Args, kwargs: Kwargs) -> Any:
@@ -38,6 +39,12 @@ def examine(
 
     trace(call, state, inputs, kwargs)
     return ModelInfo(tree.modules, tree.params, tree.explain_unused())
+
+
+def _requires_rngs(method: Callable[..., Any]) -> bool:
+    """True for a keyword `rngs` without a default, for which `None` is then an argument like any other."""
+    given = inspect.signature(method).parameters.get("rngs") if callable(method) else None
+    return given is not None and given.kind is given.KEYWORD_ONLY and given.default is given.empty
 
 
 class _Given(NamedTuple):

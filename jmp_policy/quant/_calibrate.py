@@ -34,14 +34,15 @@ class Calibration:
 
     def observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
         """Records the input of an integer matmul, and returns its weight."""
-        if not is_integer_product(operation, weight):
-            return weight
-        if isinstance(left, Tracer):
-            self._traced[self._path] = None
-        elif left.size:
-            axes = operation.summed_axes(operation.left)
-            self.layers.setdefault(self._path, InputStatistics(self._path)).add(left, axes)
+        if is_integer_product(operation, weight):
+            self.add(left, operation.summed_axes(operation.left))
         return weight
+
+    def add(self, x: jax.Array, axes: tuple[int, ...]) -> None:
+        if isinstance(x, Tracer):
+            self._traced[self._path] = None
+        elif x.size:
+            self.layers.setdefault(self._path, InputStatistics(self._path)).add(x, axes)
 
     def check(self, count: int) -> None:
         """Raises or warns if the inputs of layers were not seen in `count` batches."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -12,6 +12,7 @@ from jax.tree_util import KeyPath
 from .._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object, refuse_order
 from ..policy import (
+    Int4,
     Policy,
     PolicyMap,
     PolicySpec,
@@ -27,6 +28,8 @@ from ._weights import (
     Layout,
     QuantizedArray,
     choose_format,
+    describe_misfit,
+    fits_blocks,
     quantize_array,
     reason_unquantized,
     register_with_flax,
@@ -34,7 +37,7 @@ from ._weights import (
 )
 
 T = TypeVar("T")
-_SHOWN = 5  # unquantized weights in an error
+_SHOWN = 5  # weights in an error
 
 
 class _Options(TypedDict, total=False):
@@ -111,6 +114,7 @@ class Quantizer:
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}
         self._quantized = 0
+        self._lengths: dict[Int4, dict[str, int]] = {}  # inputs of the weights of each format, by path
 
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
@@ -131,15 +135,26 @@ class Quantizer:
             return None
         assert stored is not None
         self._quantized += 1
+        format = choose_format(stored, layout)
+        if isinstance(format, Int4) and not isinstance(array, QuantizedArray):
+            self._lengths.setdefault(format, {})[path] = layout.length
+            if not fits_blocks(format, layout.length):
+                return None  # `check` raises, when it knows all of them
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
-        return quantize_array(array, choose_format(stored, layout), layout, **options, where=f" {path!r}")
+        return quantize_array(array, format, layout, **options, where=f" {path!r}")
 
     def check(self, unused: Collection[str]) -> None:
-        """Raises if nothing was quantized, or `input_clips` names no weight; warns of rules that are `unused`."""
+        """Raises if blocks do not divide a weight, nothing was quantized, or `input_clips` names no weight.
+
+        Warns of rules that are `unused`.
+        """
+        for format, lengths in self._lengths.items():
+            _check_lengths(format, lengths)
         if not self._quantized:
-            reasons = [f"{path!r}: {why}" for path, why in [*self._left.items()][:_SHOWN]]
-            reasons += [f"and {len(self._left) - _SHOWN} more"] * (len(self._left) > _SHOWN)
-            why = "; ".join(reasons) or "there is no 'kernel' or 'embedding' of two or more axes"
+            why = (
+                _join_first([f"{path!r}: {why}" for path, why in self._left.items()], "; ")
+                or "there is no 'kernel' or 'embedding' of two or more axes"
+            )
             also = "".join(f" The {message}." for message in unused)
             raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
         for path in self._input_clips:
@@ -167,6 +182,20 @@ def _parse_magnitude(path: str, value: Any) -> float:
     if number > 0:
         return number
     raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+
+
+def _check_lengths(format: Int4, lengths: Mapping[str, int]) -> None:
+    misfits = {path: length for path, length in lengths.items() if not fits_blocks(format, length)}
+    if misfits:
+        inputs = [f"the {length} inputs of the weight {path!r}" for path, length in misfits.items()]
+        rules = ", ".join(f"{path.rpartition('/')[0]!r}: 'float32'" for path in [*misfits][:_SHOWN])
+        leave_out = f"the weight{'s' * (len(misfits) > 1)} out by a rule of a PolicyMap: {{{rules}}}."
+        raise ValueError(describe_misfit(format, _join_first(inputs, ", "), lengths.values(), leave_out))
+
+
+def _join_first(parts: Sequence[str], separator: str) -> str:
+    more = [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
+    return separator.join([*parts[:_SHOWN], *more])
 
 
 def _describe_policy(given: Policy | PolicyMap) -> str:

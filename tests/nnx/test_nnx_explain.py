@@ -164,6 +164,13 @@ class TestMethods:
         row = jmp.explain(Noise(), X, rngs=streams)[""]
         assert (row.input_dtypes, int(streams.noise.count[...])) == (("float32",), 0)
 
+    def test_rngs_of_none_are_handed_on_where_the_method_requires_the_keyword(self):
+        class Silent(nnx.Module):
+            def __call__(self, x, *, rngs):
+                return x if rngs is None else x + rngs.noise()
+
+        assert jmp.explain(Silent(), X, rngs=None)[""].output_dtypes == ("float32",)
+
 
 class TestTransforms:
     @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat], ids=["jit", "remat"])

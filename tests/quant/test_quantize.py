@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import jax
@@ -266,6 +267,19 @@ UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
 def test_what_cannot_be_quantized_is_refused(text, policy, options):
     with pytest.raises(ValueError, match=text):
         quant.quantize(variables(), policy, **options)
+
+
+def test_blocks_that_misfit_name_all_weights_and_a_size_for_every_weight():
+    inputs = {"a": 48, "b": 80, "short": 20, "fits": 64}
+    params = {name: {"kernel": jnp.ones((n, 128))} for name, n in inputs.items()}
+    text = (
+        "Blocks of 32 do not divide the 48 inputs of the weight 'a/kernel', the 80 inputs of the weight 'b/kernel'. "
+        "The largest size that does is 4: 'int4/4', or leave the weights out by a rule of a PolicyMap: "
+        "{'a': 'float32', 'b': 'float32'}."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        quant.quantize(params, "int4/32(min_size=0)_from_f32")
+    quant.quantize(params, "int4/4(min_size=0)_from_f32")
 
 
 def test_nothing_to_quantize_names_the_first_few_and_counts_the_rest():

@@ -36,21 +36,18 @@ UNKNOWN = ValueFacts()
 
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
-    """Returns the facts of a variable or literal."""
     if isinstance(atom, Literal):
         return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
 
 
 def describe_constant(value: Any) -> ValueFacts:
-    """Returns the facts of a constant of the jaxpr."""
     if isinstance(value, Tracer) or not hasattr(value, "dtype"):
         return ValueFacts(given=ARGUMENT)
     return ValueFacts(given=CONSTANT, constants=(value,))
 
 
 def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Sequence[ValueFacts]:
-    """Returns the facts of each output of a step."""
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
@@ -127,7 +124,6 @@ def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
 
 
 def _join_origins(facts: Sequence[ValueFacts]) -> str:
-    """Returns the origin of a value that is made of several."""
     kinds = {fact.given for fact in facts}
     return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 

@@ -202,7 +202,6 @@ def _make_module_table(
 
 
 def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
-    """Returns a table of rules and their policies."""
     counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
     cells = [
         (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
@@ -244,7 +243,6 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
 
 
 def _describe_half_sums(explanation: Explanation) -> list[str]:
-    """Returns a sentence for each sum."""
     by_sum = group_by_key((half_sum, row.path) for row in explanation.rows for half_sum in row.half_sums)
     growing = "whose error grows with their count"
     return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]

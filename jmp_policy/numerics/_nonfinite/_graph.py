@@ -122,7 +122,6 @@ class _EdgeFinder:
         return name == "while" or (name == "scan" and not self._recorder.splits(eqn.params["length"]))
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
-        """Lists the rows that the value of a line was computed from."""
         self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
         found = _join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
         self._reads_bits = False

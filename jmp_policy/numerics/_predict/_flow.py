@@ -36,19 +36,21 @@ class Operation(NamedTuple):
     makes: tuple[tuple[int, ...], ...]  # for each result, its rows, one per iteration of a loop
     unknown: bool  # True if it reads a floating value that was not measured, such as a constant
     terms: int  # the number of elements that it sums per output element
+    is_constant: bool = False  # True if it reads constants alone
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
-    """Lists the equations of a program in order."""
     rows_of = group_by_key((value, index) for index, value in enumerate(observed.values))
     paths, program = ModulePaths(observed.modules), observed.program
     sources: dict[Any, tuple[int, ...]] = {var: tuple(rows_of.get(((), i), ())) for i, var in enumerate(program.invars)}
-    found = []
+    found, constants = [], set[Any]()
 
     def list_rows(atoms: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         return tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in atoms)
 
     for step in walk(program, live_only=True):
+        is_constant = step.name != "carry" and all(isinstance(x, Literal) or x in constants for x in step.operands)
+        (constants.update if is_constant else constants.difference_update)(step.results)
         if step.name == "constant":
             continue
         chain, reads = identify(step.around, step.eqn), list_rows(step.operands)
@@ -66,7 +68,7 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
         for var, rows in zip(step.results, makes, strict=True):
             sources[var] = rows or (joined if name in _MOVES else ())
         unknown = any(not rows and float_dtype(atom) for atom, rows in zip(step.operands, reads, strict=True))
-        found.append(Operation(chain, name, path, step.scope, reads, makes, unknown, _count_terms(step)))
+        found.append(Operation(chain, name, path, step.scope, reads, makes, unknown, _count_terms(step), is_constant))
     return found
 
 

@@ -201,6 +201,12 @@ class _TrialRun:
         found = [value._replace(path=self._places[value.path]) for value in found]
         return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
 
+    def list_broken(self) -> list[Row]:
+        """Lists rows with nan. Leaves out constants, such as the nan that the `where` of `jnp.var` does not select."""
+        made = (operation.makes for operation in self._operations if operation.is_constant)
+        constants = {index for makes in made for indices in makes for index in indices}
+        return [row for index, row in enumerate(self.rows) if row.nans and index not in constants]
+
     def find_loss(self, value: NarrowValue, exponent: int) -> Loss:
         """Predicts the loss of a value with a loss scale of `2**exponent`."""
         row = self.rows[value.row]
@@ -304,7 +310,7 @@ def _list_notes(
         yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
     if all(row.primitive in ("", *MATMULS) for row in trial.rows):
         yield "Only matmuls were measured: collect(..., where='all') measures all ops."
-    broken = [row for row in trial.rows if row.nans]
+    broken = trial.list_broken()
     if broken:
         yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or '(no scope)'}."
 

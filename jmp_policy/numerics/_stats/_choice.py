@@ -159,7 +159,6 @@ def _read_paths(modules: Modules) -> ModulePaths:
 
 
 def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Returns an equation and those in its sub-jaxprs."""
     steps: Iterable[Step] = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
     return [eqn, *(step.eqn for step in steps if step.name == step.eqn.primitive.name)]
 
@@ -188,7 +187,6 @@ def make_request(
     every: int | None,
     sample: int | None,
 ) -> Request:
-    """Reads and checks the arguments of `collect`."""
     names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
     known = tuple(dict.fromkeys(parse_format(name).name for name in names))
     spec = StatsSpec(known, bool(histogram), sample=_parse_count("sample", sample, 4096))

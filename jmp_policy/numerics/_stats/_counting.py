@@ -74,7 +74,6 @@ def find_extremes(x: jax.Array) -> Extremes:
 
 
 def make_empty_extremes(dtype: np.dtype) -> Extremes:
-    """Returns the measurements of no elements."""
     most, least = map(jnp.asarray, bits_like((0, np.inf), dtype))
     zeros = [jnp.uint32(0)] * 3
     return Extremes(zeros, zeros, most, least, jnp.zeros((), dtype))
@@ -274,6 +273,5 @@ def _pad_last_axis(x: jax.Array, block: int) -> jax.Array:
 
 
 def _round_up_to_power(scale: jax.Array) -> jax.Array:
-    """Rounds up to a power of two."""
     bits, digits = bits_of(scale), (1 << mantissa_bits(scale.dtype)) - 1
     return lax.bitcast_convert_type((bits + bits.dtype.type(digits)) & bits.dtype.type(~digits), scale.dtype)

@@ -47,21 +47,21 @@ def merge(a: Record, b: Record) -> Record:
     )
 
 
-def fold(record: Record) -> Record:
-    """Merges a record over its first axis: iterations of a loop, devices, or a batch."""
-    words = add_up_words(*_split(record.counts, -2), (0,))
+def fold(record: Record, axis: int = 0) -> Record:
+    """Merges a record over one of its leading axes: iterations of a loop, devices, or a batch."""
+    words = add_up_words(*_split(record.counts, -2), (axis,))
     bits = bits_of(record.extremes)
     most, least = _split(bits, -1)
     infinity = bits_like((np.inf,), record.extremes.dtype)[0]
-    most = lax.reduce(most, bits.dtype.type(0), lax.max, (0,))
-    least = lax.reduce(least, infinity, lax.min, (0,))
-    exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (0,))
-    sums = _align(record, lax.expand_dims(exponents, (0,)))
+    most = lax.reduce(most, bits.dtype.type(0), lax.max, (axis,))
+    least = lax.reduce(least, infinity, lax.min, (axis,))
+    exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
+    sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(
         _pair(*words, -2),
         lax.bitcast_convert_type(_pair(most, least, -1), record.extremes.dtype),
         exponents,
-        _pair(*add_up(*_split(sums, -1), (0,)), -1),
+        _pair(*add_up(*_split(sums, -1), (axis,)), -1),
     )
 
 
@@ -145,7 +145,6 @@ def _align(record: Record, exponents: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the two parts of an axis of length two."""
     first, second = (lax.index_in_dim(x, i, axis, keepdims=False) for i in (0, 1))
     return first, second
 

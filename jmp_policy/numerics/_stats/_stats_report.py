@@ -66,7 +66,6 @@ def make_table(lines: Sequence[Line], formats: Sequence[str], width: int | None)
 
 
 def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
-    """Returns the notes below the table."""
     signs = [] if all(map(is_in_blocks, formats)) else ["↑ overflows, ↓ becomes zero"]
     signs += ["± relative error"] if any(map(is_in_blocks, formats)) else []
     legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"

@@ -71,8 +71,6 @@ class Reference(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction."""
-
     name: str  # its name, without the percent sign
     type: str  # the output type as text
     opcode: str  # such as `"all-gather"`
@@ -117,7 +115,6 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parses HLO text."""
     module, current = Module(_read_frames(text)), None
     for line in text.splitlines():
         if (header := _HEADER.match(line)) is not None:
@@ -168,7 +165,6 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _split_closing(text: str) -> tuple[str, str]:
-    """Splits at the closing parenthesis."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -258,7 +254,6 @@ def _read_groups(attributes: str, devices: int) -> list[list[int]]:
 
 
 def _read_lists(text: str) -> list[list[int]]:
-    """Parses lists of integers."""
     return [[int(number) for number in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", text)]
 
 

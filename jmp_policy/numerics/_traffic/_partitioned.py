@@ -137,7 +137,6 @@ def _list_sites(
 
 
 def _list_called(instruction: Instruction, attributes: Sequence[str]) -> list[str]:
-    """Lists the names of the computations that an instruction calls."""
     branches = re.search(r"branch_computations=\{(.*?)\}", instruction.attributes)
     names = re.findall(r"%([\w.\-]+)", branches[1]) if branches else map(instruction.find_called, attributes)
     return [name for name in names if name]

@@ -207,7 +207,6 @@ class BitTuner:
         return fitted / sum(predicted**2 for predicted, _ in pairs) if fitted > 0 else 1.0
 
     def _name_formats(self, choice: Choice) -> dict[str, str]:
-        """Returns the format of each module."""
         return {path: layer.formats[index] for layer, index in self._pair(choice) for path in layer.paths}
 
     def _name_stored(self, choice: Choice) -> dict[str, str]:

@@ -142,8 +142,6 @@ Oracle = Callable[[frozenset[int]], float]
 
 
 class SearchResult(NamedTuple):
-    """The result of a search."""
-
     kept: frozenset[int]  # the smallest accepted set found, or all items if no smaller set was accepted
     is_minimal: bool  # True if no item can be left out. False if the budget ran out first
     trials: int  # the number of calls of the oracle

@@ -34,7 +34,6 @@ def assign_policies(wanted: Mapping[str, Policy], default: Policy) -> PolicyMap:
 
 
 def write_code(policy_map: PolicyMap) -> str:
-    """Returns Python code that makes a map, one rule per line."""
     default = None if policy_map.default is None else str(policy_map.default)
     rules = [f"        {rule.key!r}: {str(rule.policy)!r}," for rule in policy_map.rules]
     body = ["    {", *rules, "    },"] if rules else ["    {},"]

@@ -26,7 +26,7 @@ from ...gradients import scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
 from ._origin import records_origin
-from ._step import Params, Transformation, step
+from ._step import Params, Transformation, explain_errors, step
 
 
 @overload
@@ -66,8 +66,8 @@ def minimize(
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
         float32.
-      tx: an optax transformation. Only with `loss_scaled` and `skip_nonfinite` do gradients stay half-precision. It
-        gets the loss as `value`, as `optax.contrib.reduce_on_plateau` needs it; `optax.lbfgs` needs more: use `step`.
+      tx: an optax transformation. Only with `loss_scaled` and `skip_nonfinite` do gradients stay half-precision.
+        Optimizers that need the loss, such as `optax.contrib.reduce_on_plateau` and `optax.lbfgs`, need `step`.
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`. By
         default it is the reduce dtype of the policies that `fun` uses.
@@ -139,7 +139,7 @@ def _plain_step(
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
     (out, grads), extra = _find_origin(differentiated, has_aux, opt_state, params)
-    return *step(tx, grads, opt_state, params, value=out[0] if has_aux else out, **extra), out
+    return *step(tx, grads, opt_state, params, **extra), out
 
 
 def _scaled_step(
@@ -153,7 +153,8 @@ def _scaled_step(
     with explain_reuse():
         (_, out), grads = call_without_casts(jax.value_and_grad(call_scaled, has_aux=True), params)
     warn_of_half(out[0], scale)
-    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {"value": out[0]})
+    with explain_errors(grads, params):
+        params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
 
 

@@ -255,7 +255,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """
     check_transformation(tx, "tx")
     _check_shapes(grads, params)
-    with _explain_structure(grads, params):
+    with explain_errors(grads, params):
         real_grads = zero_float0(grads)
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
@@ -289,8 +289,8 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def _explain_structure(grads: PyTree, params: PyTree) -> Iterator[None]:
-    """Adds a note to JAX's error about two trees of different structure."""
+def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
+    """Adds notes to errors about two trees of different structure, and about missing arguments of an optimizer."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -299,6 +299,12 @@ def _explain_structure(grads: PyTree, params: PyTree) -> Iterator[None]:
                 f"The gradients are a {type(grads).__name__} and the parameters a {type(params).__name__} of another "
                 "structure. Differentiate the same parameters, for example: loss, grads = "
                 "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
+        if "required keyword-only argument" in str(error):
+            error.add_note(
+                "This optimizer needs extra arguments, and only optim.step passes them on. For example: loss, grads = "
+                "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
+                "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
             )
         raise
 

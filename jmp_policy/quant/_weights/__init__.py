@@ -15,6 +15,8 @@ from ._layout import (
     Layout as Layout,
     block_length as block_length,
     choose_format as choose_format,
+    describe_misfit as describe_misfit,
+    fits_blocks as fits_blocks,
     kernel_layout as kernel_layout,
     layer_size as layer_size,
     reason_unquantized as reason_unquantized,

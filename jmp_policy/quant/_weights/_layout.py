@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 from ...policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
 
@@ -91,8 +92,14 @@ def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: Sto
     if not isinstance(quantization, BlockFormat):
         return None
     # The backward matmuls, which sum over outputs and rows, pad with zeros.
-    fits = layout.length % quantization.block_size == 0
+    fits = fits_blocks(quantization, layout.length)
     return None if fits else f"blocks of {quantization.block_size} do not divide its {layout.length} inputs"
+
+
+def fits_blocks(quantization: Int4 | BlockFormat, length: int, size: int | None = None) -> bool:
+    """True if blocks of a size, by default the format's, divide the inputs, or one int4 block holds all of them."""
+    size = quantization.block_size if size is None else size
+    return length % size == 0 or (isinstance(quantization, Int4) and length < size)
 
 
 def block_length(
@@ -103,16 +110,20 @@ def block_length(
 ) -> int:
     """Returns the number of weights that share a scale; raises if it does not divide the inputs."""
     block, length = quantization.block_size, layout.length
-    if isinstance(quantization, Int4) and (block == PER_CHANNEL or length <= block):
-        return length
-    if length % block:
-        # 4-bit floats are packed two to a byte, so their block sizes are even.
-        step = 2 if isinstance(quantization, BlockFormat) and quantization.bits == 4 else 1
-        fitting = max((n for n in range(step, block + 1, step) if length % n == 0), default=None)
-        kind = str(quantization).partition("(")[0].partition("/")[0]
-        fix = "Leave" if fitting is None else f"The largest size that does is {fitting}: '{kind}/{fitting}', or leave"
-        raise ValueError(
-            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. {fix} the weight out "
-            f"{leave_out}"
-        )
-    return block
+    if not fits_blocks(quantization, length):
+        inputs = f"the {length} inputs of the weight{where}"
+        raise ValueError(describe_misfit(quantization, inputs, [length], f"the weight out {leave_out}"))
+    is_whole = isinstance(quantization, Int4) and (block == PER_CHANNEL or length < block)
+    return length if is_whole else block
+
+
+def describe_misfit(quantization: Int4 | BlockFormat, inputs: str, lengths: Collection[int], leave_out: str) -> str:
+    """Says that blocks do not divide `inputs`, and names a block size that fits weights of all `lengths`."""
+    block = quantization.block_size
+    # 4-bit floats are packed two to a byte, so their block sizes are even.
+    step = 2 if isinstance(quantization, BlockFormat) and quantization.bits == 4 else 1
+    fits = lambda size: all(fits_blocks(quantization, length, size) for length in lengths)
+    fitting = max(filter(fits, range(step, block, step)), default=None)
+    kind = str(quantization).partition("(")[0].partition("/")[0]
+    fix = "Leave" if fitting is None else f"The largest size that does is {fitting}: '{kind}/{fitting}', or leave"
+    return f"Blocks of {block} do not divide {inputs}. {fix} {leave_out}"

@@ -326,6 +326,10 @@ def test_nan_without_the_policy_is_said():
     assert "rows have nan without the policy" not in str(predict(stats, HALF))
     broken = observe(lambda x: jnp.log(-(x @ x)), jnp.ones((2, 2)))
     assert "2 rows have nan without the policy, the first in (no scope)." in str(predict(broken, HALF))
+    # The `where` of `jnp.var` has a constant nan, for an axis of no elements.
+    stats = observe(lambda x: jnp.var(x @ x, axis=0), jnp.eye(4) * 2)
+    assert any(row.nans for row in stats)
+    assert "rows have nan without the policy" not in str(predict(stats, HALF))
 
 
 @pytest.mark.exhaustive
