@@ -278,8 +278,8 @@ def test_blocks_that_misfit_name_all_weights_and_a_size_for_every_weight():
         "{'a': 'float32', 'b': 'float32'}."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        quant.quantize(params, "int4/32(min_size=0)_from_f32")
-    quant.quantize(params, "int4/4(min_size=0)_from_f32")
+        jax.eval_shape(lambda params: quant.quantize(params, "int4/32(min_size=0)_from_f32"), params)
+    jax.eval_shape(lambda params: quant.quantize(params, "int4/4(min_size=0)_from_f32"), params)
 
 
 def test_nothing_to_quantize_names_the_first_few_and_counts_the_rest():
