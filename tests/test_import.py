@@ -105,6 +105,12 @@ def test_lazy_names_are_listed():
     assert {"compat", "linen", "nnx", "optim", "Policy", "with_policy"} <= set(dir(jmp))
 
 
+def test_star_imports_have_names_that_are_loaded_lazily():
+    names: dict[str, object] = {}
+    exec("from jmp_policy.optim import *", names)
+    assert {"kahan", "quantize_state", "state_report", "step"} <= names.keys()
+
+
 FIRST = {
     "collect": "jmp.numerics.collect(fun)",
     "autocast by paths": "jmp.autocast(fun, jmp.PolicyMap({'a': 'float32'}, 'mixed_bfloat16'))",

@@ -23,7 +23,12 @@ def load_lazily(
     """
     places = {name: module for module, names in sources.items() for name in names.split() or [module]}
 
+    def list_names() -> list[str]:
+        return sorted({*loaded, *places}.difference(unlisted.split()))
+
     def load(name: str) -> object:
+        if name == "__all__":  # of `from package import *`
+            return [name for name in list_names() if not name.startswith("_")]
         if name in elsewhere:
             raise AttributeError(f"module {package!r} has no attribute {name!r}. It is jmp_policy.{elsewhere[name]}.")
         if name not in places:
@@ -31,7 +36,7 @@ def load_lazily(
         module = importlib.import_module(f"{package}.{places[name]}")
         return module if places[name] == name else getattr(module, name)
 
-    return load, lambda: sorted({*loaded, *places}.difference(unlisted.split()))
+    return load, list_names
 
 
 def refuse_old_keywords(**new_names: str) -> Callable[[F], F]:

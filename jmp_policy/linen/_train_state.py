@@ -11,6 +11,8 @@ from ..optim._steps import overwrite_state
 
 if TYPE_CHECKING:
     from ..numerics import NonfiniteOrigin
+else:
+    NonfiniteOrigin = Any  # for `typing.get_type_hints`
 
 
 class TrainState(train_state.TrainState):

@@ -42,7 +42,7 @@ def examine(
 
 
 def _requires_rngs(method: Callable[..., Any]) -> bool:
-    """True for a keyword `rngs` without a default, for which `None` is then an argument like any other."""
+    """True if a method has a required keyword-only argument `rngs`, so that `None` must be passed too."""
     given = inspect.signature(method).parameters.get("rngs") if callable(method) else None
     return given is not None and given.kind is given.KEYWORD_ONLY and given.default is given.empty
 

@@ -146,7 +146,7 @@ def _sum_windows(eqn: JaxprEqn, x: Interval, *others: Interval) -> Interval:
 
 
 def _find_extremes(eqn: JaxprEqn, x: Interval) -> Interval:
-    """Bounds the largest or smallest element of each window. One outside of the array has an infinity."""
+    """Bounds the largest or smallest element of each window. One outside of the array gives an infinity."""
     params, sign = eqn.params, 1 if eqn.primitive.name == "reduce_window_max" else -1
     is_padded = any(
         max(pads) >= size for pads, size in zip(params["padding"], params["window_dimensions"], strict=True)

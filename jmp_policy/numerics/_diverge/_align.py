@@ -261,7 +261,7 @@ class _Aligner:
 
 
 def _holds(outer: Scope, scope: Scope | None) -> bool:
-    """True if a scope is in another one, which chooses what it reads and what of it is passed on."""
+    """True if `scope` is inside `outer`, which then decides which values it reads and passes on."""
     if scope is None or scope.direction != outer.direction or outer.loop >= 0:
         return False
     return scope.path != outer.path and is_inside(scope.path, outer.path)

@@ -147,20 +147,26 @@ def match(
     for key, group in groups.items():
         group.sort(key=lambda item: item[0])
         for shape in dict.fromkeys(array.shape for _, _, array in group):
-            numbers, given = zip(*((number, array) for number, _, array in group if array.shape == shape), strict=True)
             found = {i: target for i, target in enumerate(targets.get(key, ())) if target.shape == shape}
+            alike = [item for item in group if item[2].shape == shape]
+            is_numbered = key in numbered and len({item[0] for item in alike}) == len(alike) <= len(found)
+            known = [item for item in alike if is_numbered and item[0] in found]
+            if known and len(known) < len(alike):
+                unknown = ", ".join(repr(name) for number, name, _ in alike if number not in found)
+                problems.append(f"{unknown} of the recording: the function has no value {shape} of that number")
+            numbers, names_given, given = zip(*(known or alike), strict=True)
             if len(given) > len(found):
                 problems.append(_explain(group[0][1], key, given, targets))
                 continue
             count += len(given)
             # A hook sees the output of a module, which it computes last, in its last call.
             chosen = [*found][len(found) - len(given) :]
-            if key in numbered and len(found.keys() & numbers) == len(given):
+            if known:
                 chosen = numbers
             elif len(given) < len(found):
-                name = _name_exit(key, 0)
-                words = f"the last of {len(found)} values of shape {shape}, and {name + ':0'!r} for the first"
-                problems.append(f"{name!r} of the recording stands for {words}")
+                listed, last = ", ".join(dict.fromkeys(map(repr, names_given))), f" {len(given)}" * (len(given) > 1)
+                which = f"compared with the last{last} of {len(found)} values of shape {shape}"
+                problems.append(f"{listed} of the recording: {which}. {_name_exit(key, 0) + ':0'!r} is the first")
             again = [target for target in targets.get((key[0], "recomputed"), ()) if target.shape == shape]
             copies = again if len(again) == len(given) and key[1] == "forward" else ()
             for target, array in zip((*(found[i] for i in chosen), *copies), 2 * given, strict=False):

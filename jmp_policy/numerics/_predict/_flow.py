@@ -49,10 +49,12 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
         return tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in atoms)
 
     for step in walk(program, live_only=True):
-        is_constant = step.name != "carry" and all(isinstance(x, Literal) or x in constants for x in step.operands)
-        (constants.update if is_constant else constants.difference_update)(step.results)
-        if step.name == "constant":
+        if step.name == "constant":  # an array that a jitted function closes over, such as a weight
             continue
+        # The results of a `cond` depend on its predicate.
+        may_be = step.name != "carry" and (step.name != "link" or len(step.operands) == 1)
+        is_constant = may_be and all(isinstance(x, Literal) or x in constants for x in step.operands)
+        (constants.update if is_constant else constants.difference_update)(step.results)
         chain, reads = identify(step.around, step.eqn), list_rows(step.operands)
         joined = tuple(dict.fromkeys(row for rows in reads for row in rows))
         path, name = paths.read_stack(step.scope), step.eqn.primitive.name

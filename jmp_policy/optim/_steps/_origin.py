@@ -11,6 +11,8 @@ from ...loss_scale import LossScale, LossScaledState, find_nodes
 
 if TYPE_CHECKING:
     from ...numerics import NonfiniteOrigin
+else:
+    NonfiniteOrigin = Any  # for `typing.get_type_hints`
 
 
 class _FieldsWithOrigin(NamedTuple):

@@ -30,6 +30,8 @@ from ._step import Transformation, check_transformation
 
 if TYPE_CHECKING:
     from ...numerics import NonfiniteOrigin
+else:
+    NonfiniteOrigin = Any  # for `typing.get_type_hints`
 
 
 class Operands(NamedTuple):

@@ -300,12 +300,15 @@ def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
                 "structure. Differentiate the same parameters, for example: loss, grads = "
                 "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
             )
-        if "required keyword-only argument" in str(error):
-            error.add_note(
-                "This optimizer needs extra arguments, and only optim.step passes them on. For example: loss, grads = "
-                "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
-                "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
-            )
+        note = (
+            "This optimizer needs extra arguments. Pass them to optim.step, or to update of an nnx.Optimizer; "
+            "optim.minimize and linen.TrainState pass none. For example: loss, grads = "
+            "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
+            "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
+        )
+        # `step` calls itself under `loss_scaled`.
+        if "required keyword-only argument" in str(error) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise
 
 

@@ -125,5 +125,6 @@ def describe_misfit(quantization: Int4 | BlockFormat, inputs: str, lengths: Coll
     fits = lambda size: all(fits_blocks(quantization, length, size) for length in lengths)
     fitting = max(filter(fits, range(step, block, step)), default=None)
     kind = str(quantization).partition("(")[0].partition("/")[0]
-    fix = "Leave" if fitting is None else f"The largest size that does is {fitting}: '{kind}/{fitting}', or leave"
+    which = "fits every weight" if len(lengths) > 1 else "does"
+    fix = "Leave" if fitting is None else f"The largest size that {which} is {fitting}: '{kind}/{fitting}', or leave"
     return f"Blocks of {block} do not divide {inputs}. {fix} {leave_out}"

@@ -145,7 +145,13 @@ def test_some_of_several_values_of_a_scope_are_found_by_number_or_stand_for_the_
     divergence = diverge(cell, {"cell": recording["cell"]})(X)
     np.testing.assert_allclose(divergence.rows()[0].introduced, relative(jnp.tanh(X), jnp.sin(X)), rtol=1e-5)
     assert divergence.unaligned == (
-        "'cell' of the recording stands for the last of 3 values of shape (8, 8), and 'cell:0' for the first",
+        "'cell' of the recording: compared with the last of 3 values of shape (8, 8). 'cell:0' is the first",
+    )
+    given = {"cell:1": recording["cell:1"], "cell:7": recording["cell"]}
+    divergence = diverge(lambda x: cell(x, 3.0), given)(X)
+    np.testing.assert_allclose(divergence.rows()[0].introduced, 2.0, rtol=1e-5)
+    assert divergence.unaligned == (
+        "'cell:7' of the recording: the function has no value (8, 8) of that number",
     )
 
 

@@ -332,6 +332,19 @@ def test_nan_without_the_policy_is_said():
     assert "rows have nan without the policy" not in str(predict(stats, HALF))
 
 
+def test_nan_of_a_closed_over_array_and_of_a_branch_is_said():
+    weights = jnp.array([[jnp.nan, 1.0], [2.0, 3.0]])
+    stats = observe(jax.jit(lambda x: x @ weights), jnp.eye(2))
+    assert "have nan without the policy" in str(predict(stats, HALF))
+
+    def choose(x):
+        with jax.named_scope("a"):
+            y = jnp.log(jax.lax.cond(x.sum() > 0, lambda: jnp.float32(-1.0), lambda: jnp.float32(1.0)))
+        return (x @ x) * y
+
+    assert "nan without the policy, the first in a." in str(predict(observe(choose, jnp.eye(2)), HALF))
+
+
 @pytest.mark.exhaustive
 def test_the_program_that_is_remembered_keeps_no_array_and_no_class():
     class Small(nn.Module):
