@@ -56,6 +56,7 @@ from ._program import (
     replace_variables as replace_variables,
     scan_parts as scan_parts,
     shape_of as shape_of,
+    split_axes as split_axes,
     sub_jaxprs as sub_jaxprs,
     walk as walk,
     without_mesh as without_mesh,

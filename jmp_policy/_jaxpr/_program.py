@@ -6,7 +6,7 @@ import math
 import re
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple
 
 import jax
@@ -211,8 +211,17 @@ def _make_call(eqn: JaxprEqn, program: Program) -> SubJaxpr:
     """A jaxpr that runs once (per device) with the last operands of an equation, which are usually all of them."""
     trips = 1
     if eqn.primitive.name == "shard_map":
-        trips = math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+        trips = math.prod(eqn.params["mesh"].shape[axis] for axis in split_axes(eqn.params))
     return _make_sub_jaxpr(eqn, program, eqn.invars[len(eqn.invars) - len(body_of(program).invars) :], trips=trips)
+
+
+def split_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Lists the axes of the mesh over which a `shard_map` splits its operands."""
+    mesh = params["mesh"]
+    newly = params.get("newly_manual_axes")
+    if newly is None:  # JAX 0.10.0
+        newly = params["manual_axes"] - set(getattr(mesh, "manual_axes", ()))
+    return tuple(axis for axis in mesh.axis_names if axis in newly)
 
 
 def _make_sub_jaxpr(

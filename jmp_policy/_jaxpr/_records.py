@@ -27,7 +27,17 @@ from jax.sharding import PartitionSpec
 
 from ._evaluate import trace_jit
 from ._primitives import CALLED
-from ._program import Atom, Program, Step, body_of, list_live, name_stack, remember_by_jaxpr, replace_variables
+from ._program import (
+    Atom,
+    Program,
+    Step,
+    body_of,
+    list_live,
+    name_stack,
+    remember_by_jaxpr,
+    replace_variables,
+    split_axes,
+)
 from ._recorder import Devices, Order, RecordedOp, Recorder, RecorderCalls
 
 
@@ -195,7 +205,7 @@ class _Copy:
 
     def _write_shard_map(self, eqn: JaxprEqn, context: Any) -> None:
         params = eqn.params
-        axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
+        axes = split_axes(params)
         devices = Devices(params["mesh"], axes, params["check_vma"])
         inner = _Copy(context, self._calls.enter(devices)).copy(params["jaxpr"], devices=True)
         extra = _count_extra(inner, eqn)

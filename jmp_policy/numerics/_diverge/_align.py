@@ -6,6 +6,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..._base import is_floating_dtype
+from ..._jaxpr import split_axes
 from ._scopes import RESIDUAL, Flat, Node, Scope, Side, Source, is_inside, list_values, moves, split_loop
 from ._unroll import unroll_loops
 
@@ -73,7 +74,8 @@ def _match_loops(f: Flat, g: Flat) -> None:
         for node in flat.nodes:
             if node.body is not None:
                 params = node.eqn.params
-                key = node.scope, *(params.get(name) for name in ("length", "reverse", "mesh", "newly_manual_axes"))
+                axes = split_axes(params) if node.eqn.primitive.name == "shard_map" else None
+                key = node.scope, axes, *(params.get(name) for name in ("length", "reverse", "mesh"))
                 loops.setdefault(key, []).append(node)
     matched = [key for key in found[0] if len(found[0][key]) == len(found[1].get(key, ()))]
     numbered = [(found[0][key][i], found[1][key][i]) for key in matched for i in range(len(found[0][key]))]

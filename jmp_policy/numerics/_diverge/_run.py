@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
+from ..._jaxpr import split_axes
 from ._measure import Measured, compare, stack
 from ._plan import Plan, find_partner
 from ._scopes import Node, Scope, split_loop
@@ -163,7 +164,7 @@ def _repeat(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: No
     ours, params = mine.eqn.params, theirs.eqn.params
     if theirs.eqn.primitive.name == "scan":
         return lax.scan(step, init, xs, params["length"], reverse=params["reverse"])
-    axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
+    axes = split_axes(params)
 
     def run(*xs: Any) -> Any:
         f, g, record = step(init, xs)[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, sub_jaxprs, walk
+from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, split_axes, sub_jaxprs, walk
 from ._report import REDUCING, Collective
 
 Node = Hashable
@@ -215,7 +215,5 @@ def _list_shard_maps(step: Step) -> list[Any]:
 
 def _count_runs(step: Step) -> int:
     """Returns how often a step runs on each device; `trips` counts all devices."""
-    devices = (
-        eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]
-    )
+    devices = (eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in split_axes(eqn.params))
     return step.trips // math.prod(devices)
