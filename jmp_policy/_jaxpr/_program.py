@@ -219,7 +219,7 @@ def split_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     """Lists the axes of the mesh over which a `shard_map` splits its operands."""
     mesh = params["mesh"]
     newly = params.get("newly_manual_axes")
-    if newly is None:  # JAX 0.10.0
+    if newly is None:  # JAX 0.10.1
         newly = params["manual_axes"] - set(getattr(mesh, "manual_axes", ()))
     return tuple(axis for axis in mesh.axis_names if axis in newly)
 

@@ -182,7 +182,7 @@ def _sum_parts(array: jax.Array) -> jax.Array:
     spec = jax.typeof(array).sharding.spec
     if not spec.unreduced:
         return array
-    whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.0 has no `partitions`
+    whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.1 has no `partitions`
     return jax.sharding.reshard(array, whole)
 
 
