@@ -1,5 +1,7 @@
 """The steps of a program: scopes, trips, links and constants, in whatever they are nested."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 from meshes import make_mesh
 
-from jmp_policy._jaxpr import sub_jaxprs, walk
+from jmp_policy._jaxpr import split_axes, sub_jaxprs, walk
 
 X = jnp.ones((4, 4))
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -92,3 +94,9 @@ def test_kernel_and_reduction_have_no_bodies_to_look_into():
     assert all(sub_jaxprs(eqn) == [] for eqn in scatter.eqns if eqn.primitive.name.startswith("scatter"))
     [reduce] = steps(lambda x: lax.reduce(x, 0.0, lambda x, y: x * y + 1, (0,)), X)
     assert reduce.name == "reduce"
+
+
+@pytest.mark.parametrize("params", [{"newly_manual_axes": {"a"}}, {"manual_axes": {"a", "b"}}], ids=["new", "old"])
+def test_axes_of_a_shard_map_have_two_names_in_versions_of_jax(params):
+    mesh = types.SimpleNamespace(axis_names=("b", "a", "c"), manual_axes=("b",))
+    assert split_axes({"mesh": mesh, **params}) == ("a",)
