@@ -149,27 +149,15 @@ def match(
         for shape in dict.fromkeys(array.shape for _, _, array in group):
             found = {i: target for i, target in enumerate(targets.get(key, ())) if target.shape == shape}
             alike = [item for item in group if item[2].shape == shape]
-            is_numbered = key in numbered and len({item[0] for item in alike}) == len(alike) <= len(found)
-            known = [item for item in alike if is_numbered and item[0] in found]
-            if known and len(known) < len(alike):
-                unknown = ", ".join(repr(name) for number, name, _ in alike if number not in found)
-                problems.append(f"{unknown} of the recording: the function has no value {shape} of that number")
-            numbers, names_given, given = zip(*(known or alike), strict=True)
-            if len(given) > len(found):
-                problems.append(_explain(group[0][1], key, given, targets))
+            if len(alike) > len(found):
+                problems.append(_explain(group[0][1], key, [array for _, _, array in alike], targets))
                 continue
-            count += len(given)
-            # A hook sees the output of a module, which it computes last, in its last call.
-            chosen = [*found][len(found) - len(given) :]
-            if known:
-                chosen = numbers
-            elif len(given) < len(found):
-                listed, last = ", ".join(dict.fromkeys(map(repr, names_given))), f" {len(given)}" * (len(given) > 1)
-                which = f"compared with the last{last} of {len(found)} values of shape {shape}"
-                problems.append(f"{listed} of the recording: {which}. {_name_exit(key, 0) + ':0'!r} is the first")
+            pairs, problem = _pair(key, alike, found, key in numbered)
+            problems += [problem] * bool(problem)
+            count += len(pairs)
             again = [target for target in targets.get((key[0], "recomputed"), ()) if target.shape == shape]
-            copies = again if len(again) == len(given) and key[1] == "forward" else ()
-            for target, array in zip((*(found[i] for i in chosen), *copies), 2 * given, strict=False):
+            copies = again if len(again) == len(pairs) and key[1] == "forward" else ()
+            for target, array in (*pairs, *zip(copies, (array for _, array in pairs), strict=False)):
                 target.attach(jnp.asarray(array))
     if not count:
         reasons = "; ".join(problems[:3]) or "it is empty"
@@ -187,6 +175,25 @@ class _Target(NamedTuple):
 
     shape: tuple[int, ...]
     attach: Callable[[jax.Array], None]
+
+
+def _pair(
+    key: Key, given: Sequence[tuple[int, str, Any]], found: Mapping[int, _Target], is_numbered: bool
+) -> tuple[list[tuple[_Target, Any]], str]:
+    """Pairs recorded arrays of one shape with values of a scope. Also returns a doubt about the pairs, or ""."""
+    shape, is_numbered = given[0][2].shape, is_numbered and len({number for number, _, _ in given}) == len(given)
+    known = [(found[number], array) for number, _, array in given if is_numbered and number in found]
+    if known:
+        unknown = ", ".join(repr(name) for number, name, _ in given if number not in found)
+        return known, unknown and f"{unknown} of the recording: the function has no value {shape} of that number"
+    # A hook sees the output of a module, which it computes last, in its last call.
+    last = [*found.values()][len(found) - len(given) :]
+    pairs = [(target, array) for target, (_, _, array) in zip(last, given, strict=True)]
+    if len(given) == len(found):
+        return pairs, ""
+    names, count = ", ".join(dict.fromkeys(repr(name) for _, name, _ in given)), f" {len(given)}" * (len(given) > 1)
+    which = f"compared with the last{count} of {len(found)} values of shape {shape}"
+    return pairs, f"{names} of the recording: {which}. {_name_exit(key, 0) + ':0'!r} is the first"
 
 
 def _read_arrays(recording: Recording) -> dict[str, list[Any]]:
