@@ -61,6 +61,7 @@ from ._rounding import (
     ROUNDING_SCOPE as ROUNDING_SCOPE,
     is_half as is_half,
     join_float32 as join_float32,
+    keep_rounding as keep_rounding,
     round_as_float32 as round_as_float32,
     round_stochastically as round_stochastically,
     round_to_half as round_to_half,

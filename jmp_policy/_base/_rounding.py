@@ -1,9 +1,10 @@
 """Rounding of float32 to half precision: to nearest, stochastically, and with the remainder kept.
 
-XLA may remove a conversion to half precision that is converted back at once (`xla_allow_excess_precision`). It keeps
-`reduce_precision`.
+XLA for GPUs removes a conversion that is converted back at once (`xla_allow_excess_precision`), and the rounding with
+it. It keeps `reduce_precision`, and conversions behind a barrier.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -42,6 +43,13 @@ def round_as_float32(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def round_to_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds like `round_as_float32`, and returns the half-precision dtype."""
     return round_as_float32(x, dtype).astype(dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def keep_rounding(x: jax.Array) -> jax.Array:
+    """Returns `x`, whose cast down to its dtype XLA for GPUs then keeps, also if it is cast up again at once."""
+    barrier = lax.optimization_barrier
+    return lax.platform_dependent(x, cuda=barrier, rocm=barrier, default=lambda x: x)
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:

@@ -324,30 +324,42 @@ def _choose_form(multiply: Any, left: jax.Array, right: jax.Array, sizes: jax.Ar
 
 
 def wide_ragged_dot(
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, dtype: np.dtype, compute_dtype: np.dtype
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    dtype: np.dtype,
+    compute_dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Computes `lax.ragged_dot` as `wide_product`: operands in `compute_dtype`, the output in `dtype`."""
-    return _wide_product(dtype, compute_dtype, *vary_together(lhs, rhs, sizes))
+    return _wide_product(dtype, compute_dtype, precision, *vary_together(lhs, rhs, sizes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _wide_product(
-    dtype: np.dtype, compute_dtype: np.dtype, left: jax.Array, right: jax.Array, sizes: jax.Array
+    dtype: np.dtype,
+    compute_dtype: np.dtype,
+    precision: lax.PrecisionLike,
+    left: jax.Array,
+    right: jax.Array,
+    sizes: jax.Array,
 ) -> jax.Array:
-    multiply = functools.partial(_multiply_groups, axis=1, preferred_element_type=dtype)
+    multiply = functools.partial(_multiply_groups, axis=1, precision=precision, preferred_element_type=dtype)
     return _choose_form(multiply, left.astype(compute_dtype), right.astype(compute_dtype), sizes)
 
 
-def _wide_backward(dtype: np.dtype, compute_dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+def _wide_backward(
+    dtype: np.dtype, compute_dtype: np.dtype, precision: lax.PrecisionLike, residuals: Any, grad: jax.Array
+) -> tuple[Any, ...]:
     (left, right, sizes), grad = residuals, grad.astype(compute_dtype)
-    multiply = functools.partial(_multiply_groups, axis=2, preferred_element_type=dtype)
-    add_up = functools.partial(_sum_groups, preferred_element_type=dtype)
+    multiply = functools.partial(_multiply_groups, axis=2, precision=precision, preferred_element_type=dtype)
+    add_up = functools.partial(_sum_groups, precision=precision, preferred_element_type=dtype)
     left_grad = _choose_form(multiply, grad, right.astype(compute_dtype), sizes)
     right_grad = _choose_form(add_up, left.astype(compute_dtype), grad, sizes)
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype), None
 
 
-_wide_product.defvjp(lambda dtype, compute, *args: (_wide_product(dtype, compute, *args), args), _wide_backward)
+_wide_product.defvjp(lambda *args: (_wide_product(*args), args[3:]), _wide_backward)
 
 
 def _pad_groups(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array]:

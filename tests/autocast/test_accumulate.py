@@ -160,7 +160,13 @@ def multiply_transposed_experts(w, x):
 
 @pytest.mark.parametrize("fun", [multiply_experts, multiply_transposed_experts])
 @pytest.mark.parametrize(("policy", "sums"), [(PLAIN, "bf16"), (WIDE, "f32")])
-def test_experts_have_half_operands_and_sums_in_the_accumulate_dtype(fun, policy, sums):
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_experts_have_half_operands_and_sums_in_the_accumulate_dtype(fun, policy, sums, precision):
+    with jax.default_matmul_precision(precision):
+        check_experts(fun, policy, sums)
+
+
+def check_experts(fun, policy, sums):
     grad = jax.jit(jax.value_and_grad(sum_of(jmp.autocast(fun, policy)), (0, 1)))
     for platform in ("tpu", "cuda"):
         text = jax.export.export(grad, platforms=[platform])(draw(4, 8, 24), draw(16, 8)).mlir_module()

@@ -1,6 +1,7 @@
 """Rounding by hand is the rounding of ml_dtypes, and splitting loses no bit."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from programs import cost
 
+from jmp_policy import quant
 from jmp_policy._base._rounding import (
     is_half,
     join_float32,
+    keep_rounding,
     round_as_float32,
     round_stochastically,
     round_to_half,
@@ -119,6 +122,29 @@ def test_both_halves_are_of_one_value_where_xla_fuses_and_optimizes_nothing():
     # Each step rounds a product and a sum of numbers below 8 to float32, by 2**-22 at most, and a factor of two is
     # spared. Halves of two values join to a number that is off by a unit of bfloat16: by 0.004 in the worst place.
     assert error.max() < 6 * 2**-21
+
+
+def barriers(fun, platform):
+    text = jax.export.export(jax.jit(fun), platforms=[platform])(jnp.ones((16, 32))).mlir_module()
+    return re.findall(r"stablehlo.optimization_barrier %\w+ : tensor<[0-9x]+x(\w+)>", text)
+
+
+@pytest.mark.parametrize(
+    ("platform", "found"), [("cuda", ["f8E4M3FN"]), ("rocm", ["f8E4M3FN"]), ("cpu", []), ("tpu", [])]
+)
+def test_a_cast_that_is_cast_back_is_kept_on_gpus_by_a_barrier(platform, found):
+    cast = lambda x: keep_rounding(x.astype(jnp.float8_e4m3fn)).astype(jnp.float32)
+    assert barriers(cast, platform) == found
+
+
+@pytest.mark.parametrize(
+    ("format", "found"), [("mxfp8/8", ["f8E4M3FN"] * 2), ("float8(recipe=current,min_size=0)", ["f8E4M3FN"] * 2)]
+)
+def test_operands_are_rounded_on_gpus_although_they_are_cast_up_for_the_matmul(format, found):
+    """XLA for GPUs dropped the casts: elements were scaled and not rounded, and statistics of blocks were wrong."""
+    rows = (((1,), (1,)), ((), ()))
+    multiply = lambda x: quant.dot_general(x, x, rows, quantization=format)
+    assert barriers(multiply, "cuda") == found
 
 
 @pytest.mark.cpu("temporaries of XLA:CPU")

@@ -94,6 +94,8 @@ def check(case, format, dtype):
     *ours, new_state = computed(case.call, format, *arrays, state)
     by_hand, after = products_by_hand(case, format, *(np.asarray(a, np.float32) for a in arrays), state)
     sums = UNIT["bfloat16" if dtype == "bfloat16" else "float32"]
+    if jax.default_backend() == "gpu":  # whose tensor cores add float8 products with about 14 bits
+        sums = max(sums, 2.0**-14)  # DeepSeek-V3 Technical Report, 2024, section 3.3.2
     for result, (exact, magnitude, ties) in zip(ours, by_hand, strict=True):
         assert result.dtype == dtype
         error = np.abs(np.asarray(result, np.float64) - exact)
@@ -102,6 +104,7 @@ def check(case, format, dtype):
         jax.tree.map(np.testing.assert_array_equal, new_state, after)
 
 
+NO_CUDNN_KERNEL = pytest.mark.cpu("cuDNN refuses this convolution of float8 with autotuning off (H200, jax 0.11.2)")
 ALL_DTYPES = ("row", "row, but for the weight", "delayed")
 
 
@@ -111,7 +114,10 @@ ALL_DTYPES = ("row", "row, but for the weight", "delayed")
     [
         *(("a batch and axes in odd orders", format, "float32") for format in FORMATS),
         *(("an einsum with an ellipsis", format, dtype) for format in ALL_DTYPES for dtype in ("bfloat16", "float16")),
-        *((image, "row", "float32") for image in IMAGES),
+        *(
+            pytest.param(image, "row", "float32", marks=NO_CUDNN_KERNEL if image in ("holes", "one place") else ())
+            for image in IMAGES
+        ),
         *((image, "delayed, but for the weight", "bfloat16") for image in IMAGES),
         ("strides", "delayed", "float16"),
     ],

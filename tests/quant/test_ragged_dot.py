@@ -91,7 +91,7 @@ def test_any_sizes_equal_dense_matmuls(format, sizes):
     assert_equal(results[:1], expected[:1])
     for result, other in zip(results[1:], expected[1:], strict=True):
         np.testing.assert_allclose(
-            np.asarray(result, np.float32), np.asarray(other, np.float32), rtol=2**-7, atol=2**-7
+            np.asarray(result, np.float32), np.asarray(other, np.float32), rtol=2**-6, atol=2**-7
         )
 
 
@@ -206,7 +206,12 @@ def test_shard_map_sums_the_gradient_of_replicated_matrices(format):
     )
     halves = [jax.jit(differentiate)(x[at], w, g[at], sizes[n]) for n, at in enumerate((slice(32), slice(32, 64)))]
     expected = jnp.concatenate([halves[0][0], halves[1][0]]), halves[0][1] + halves[1][1]
-    assert_equal(jax.jit(sharded)(x, w, g, sizes), expected)
+    found = jax.jit(sharded)(x, w, g, sizes)
+    if jax.default_backend() == "gpu" and "float8" in format:  # whose tensor cores add with about 14 bits
+        for result, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(result, other, rtol=2.0**-12, atol=2.0**-12 * float(jnp.max(jnp.abs(other))))
+    else:
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])

@@ -148,18 +148,21 @@ class WideRaggedProduct:
     is_transposed: bool  # as in `RaggedProduct`
     dtype: np.dtype
     compute_dtype: np.dtype
+    precision: lax.PrecisionLike
 
     def __call__(self, rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
         matrices = matrices.swapaxes(1, 2) if self.is_transposed else matrices
-        return wide_ragged_dot(rows, matrices, sizes, self.dtype, self.compute_dtype)
+        return wide_ragged_dot(rows, matrices, sizes, self.dtype, self.compute_dtype, self.precision)
 
 
 def describe_wide_ragged_product(eqn: JaxprEqn, dtype: np.dtype, compute_dtype: np.dtype) -> WideRaggedProduct | None:
     """Describes a grouped matmul with sums in `dtype`, or returns None for another operation or form."""
-    if eqn.primitive.name != "ragged_dot_general" or eqn.params["precision"] is not None:
+    if eqn.primitive.name != "ragged_dot_general":
         return None
     product = _describe_ragged_product(eqn, 1, None, None)
-    return None if isinstance(product, str) else WideRaggedProduct(product.is_transposed, dtype, compute_dtype)
+    if isinstance(product, str):
+        return None
+    return WideRaggedProduct(product.is_transposed, dtype, compute_dtype, eqn.params["precision"])
 
 
 def describe_attention_product(

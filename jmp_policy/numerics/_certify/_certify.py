@@ -194,7 +194,7 @@ _PATTERNS: list[Pattern] = [
     lambda low, high, i, rng: np.where(i % 2 == 0, low, high),
     lambda low, high, i, rng: np.where(i == 0, 1.0, 0.0),
     lambda low, high, i, rng: rng.uniform(low, high, i.shape),
-    lambda low, high, i, rng: rng.choice([low, high], i.shape),
+    lambda low, high, i, rng: rng.choice([low, 0.0, high], i.shape),
     lambda low, high, i, rng: rng.choice([-1, 1], i.shape) * 10.0 ** rng.uniform(-45, 5, i.shape),
     lambda low, high, i, rng: rng.choice([low, high], i.shape) * 2.0 ** -rng.uniform(0, 20, i.shape),
 ]  # fmt: skip

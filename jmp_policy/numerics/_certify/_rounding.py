@@ -14,7 +14,8 @@ from ._intervals import INF, Interval, bound_dtype, count_terms
 
 _ULPS = {
     **dict.fromkeys(having(Fact.EXACT, Fact.MOVES, Fact.KEEPS, Fact.CHOOSES, Fact.CONTRACTS, Fact.SUMS), 0.5),
-    **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "sqrt", "square", "convert_element_type"), 0.5),
+    **dict.fromkeys(("add", "add_any", "sub", "mul", "sqrt", "square", "convert_element_type"), 0.5),
+    "div": 2.5,  # on GPUs, `div.full.f32` is within 2 units
     **dict.fromkeys(("exp2", "erfc", "sinh", "cosh", "pow"), 128.0),
 }  # fmt: skip
 """Largest error in units in the last place. It is 8 for other functions, which is more than XLA's on any platform."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._base import at_least_float32
+from ..._base import at_least_float32, keep_rounding
 from .._tune import FLOOR
 
 NOISE = 2.0**-17
@@ -49,7 +49,7 @@ def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
     dtype = max((at_least_float32(x.dtype) for x in (reference, value)), key=lambda dtype: dtype.itemsize)
     if reference is value:
         return jnp.zeros(len(Measured._fields), dtype)
-    reference, value = (lax.convert_element_type(x, dtype).reshape(-1) for x in (reference, value))
+    reference, value = (lax.convert_element_type(keep_rounding(x), dtype).reshape(-1) for x in (reference, value))
     zero, infinity = np.zeros((), dtype), np.full((), np.inf, dtype)
     is_masked = (reference <= _MASK) & (value <= _HALF_MASK)
     is_equal = (reference == value) | (jnp.isnan(reference) & jnp.isnan(value)) | is_masked

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
+from ..._base import keep_rounding
 from ..._jaxpr import split_axes
 from ._measure import Measured, compare, stack
 from ._plan import Plan, find_partner
@@ -202,7 +203,7 @@ class Values:
             return x
         key = "cast", id(x), dtype
         if key not in self._known:
-            self._known[key] = [lax.convert_element_type(x, dtype)], [x]
+            self._known[key] = [keep_rounding(lax.convert_element_type(x, dtype))], [x]
         return self._known[key][0][0]
 
 
@@ -216,4 +217,6 @@ def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "psum_invariant":  # which only check_vma=True knows
             return [lax.psum(operands[0], eqn.params["axes"])]
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    if eqn.primitive.name == "convert_element_type" and results.dtype.itemsize < operands[0].dtype.itemsize:
+        results = keep_rounding(results)
     return results if eqn.primitive.multiple_results else [results]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._base import ROUNDING_SCOPE
+from ..._base import ROUNDING_SCOPE, keep_rounding
 from ...policy import MXFP8, NVFP4, BlockFormat
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
@@ -277,7 +277,7 @@ def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> ja
     limit = float(jnp.finfo(dtype).max)
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
     # An array and not a literal, so that tracing a nan back to its origin does not end here.
-    return lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype)
+    return keep_rounding(lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype))
 
 
 def _round_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..._base import keep_rounding
+
 
 def measure_amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     """Returns the largest magnitude in float32, over `axes` (kept) or all: infinite for a nan, zero for no elements."""
@@ -151,7 +153,7 @@ def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype
 def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """Casts `x / scale` to float8, clipped to the largest value of `dtype`: a cast to e4m3 beyond 448 gives nan."""
     limit = _largest_number(dtype)
-    return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
+    return keep_rounding(lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype))
 
 
 @saturate.defjvp

@@ -126,7 +126,7 @@ def _multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray
 ) -> jax.Array:
     """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
-    sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
+    sums = _sum_integers(operation, rows.values, weight.values)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     if dtype == jnp.bfloat16:  # float16 would overflow
         sums = narrow_sums(sums)
@@ -134,6 +134,28 @@ def _multiply_integers(
     scaled = sums * operation.align_scale(rows.scale, operation.left)
     scaled = scaled * operation.align_scale(weight.scale, operation.right)
     return scaled.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _sum_integers(operation: Bilinear, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Multiplies into int32 and casts to float32 in one program: cuDNN has no int8 convolution without that cast."""
+    multiply = lambda left, right: operation.compute(left, right, jnp.int32).astype(jnp.float32)
+    if not _has_odd_groups(operation, right.shape):
+        return multiply(left, right)
+    # XLA for GPUs pads the channels of int8 convolutions to multiples of 4, and then mixes groups (jax 0.10.2, 0.11.2).
+    # bfloat16 has all integers of int8.
+    as_floats = lambda left, right: operation.compute(left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), np.float32)
+    return lax.platform_dependent(left, right, cuda=as_floats, default=multiply)
+
+
+def _has_odd_groups(operation: Bilinear, right: tuple[int, ...]) -> bool:
+    """True for a grouped convolution whose groups have inputs or outputs that are not a multiple of 4."""
+    options = dict(getattr(operation.compute, "options", ()))
+    groups = options.get("feature_group_count", 1)
+    if groups == 1:
+        return False
+    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+    return bool(inputs % 4 or outputs // groups % 4)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:

@@ -247,6 +247,7 @@ def test_a_sum_of_exponentials_is_not_the_largest_one_of_another_slice():
     assert certify(lambda x: jnp.sqrt(jnp.max(x, 1)[None] - x.T), WIDE)(shape(3, 3)).holds
 
 
+@pytest.mark.cpu("a GPU computes with subnormal numbers, so that no input breaks the function there")
 def test_subnormal_numbers_may_be_zero():
     certificate = certify(lambda x: x / (x * x), [(1e-20, 1)])(X)
     assert (certificate.holds, certificate.fault) == (False, "division by zero")

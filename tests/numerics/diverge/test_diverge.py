@@ -135,7 +135,7 @@ def test_int8_scopes_read_the_values_of_the_first_function_in_half_precision():
     int8 = jmp.autocast(MODEL, "int8(min_size=0)_from_params=float32,compute=bfloat16,output=float32", weights=0)
     rows = {row.path: row for row in diverge(MODEL, int8)(W, X).rows()}
     assert rows["first"].dtype == rows["second"].dtype == "float32 → int8"
-    np.testing.assert_allclose(rows["first"].introduced, rows["first"].outgoing)
+    np.testing.assert_allclose(rows["first"].introduced, rows["first"].outgoing, rtol=1e-4)  # sums in other orders
     assert 1e-4 < rows["second"].introduced < rows["second"].outgoing
 
 
