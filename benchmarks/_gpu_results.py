@@ -83,12 +83,14 @@ def save_results(path: pathlib.Path, results: Results) -> None:
 
 
 def write_report(results: Results | None) -> str:
-    """All tables in Markdown; rows that no results have, or all of them if there are none, read "not measured"."""
+    """Tables in Markdown, in which rows without results read "not measured", and the titles of tables without rows."""
     rows = {} if results is None else results["rows"]
     parts = [] if results is None else [f"# {results['device']['kind']}", f"Measured with {_say(results['versions'])}."]
-    for table in tables():
+    is_measured = lambda table: any(row.key in rows for row in table.rows)
+    for table in filter(is_measured, tables()):
         parts += [f"**{table.title}**", write_table(table, rows)]
-    return "\n\n".join(parts) + "\n"
+    left = [table.title for table in tables() if not is_measured(table)]
+    return "\n\n".join([*parts, f"Not measured: {'; '.join(left)}."] if left else parts) + "\n"
 
 
 def write_table(table: Table, rows: dict[str, Any]) -> str:
