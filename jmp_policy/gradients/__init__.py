@@ -2,6 +2,7 @@
 
 from ._grad import (
     build_value_and_grad as build_value_and_grad,
+    check_differentiable as check_differentiable,
     drop_value as drop_value,
     grad as grad,
     scale_loss as scale_loss,

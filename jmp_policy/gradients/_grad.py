@@ -30,6 +30,7 @@ from .._base import (
     zero_unused,
 )
 from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
+from ..modules import find_lifting_adapter
 
 
 @overload
@@ -97,6 +98,8 @@ def value_and_grad(
       ValueError: `loss_scale` holds no loss scale or several; a float8 layer with state is used twice outside of
         `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is incomplete; or gradients cannot be
         reduced in `reduce_dtype`.
+      TypeError: an nnx module with state, such as BatchNorm or Dropout, is differentiated: that is what
+        `jmp_policy.nnx.value_and_grad` is for.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -117,7 +120,13 @@ def value_and_grad(
 
         return call_prepared
 
-    differentiate = functools.partial(jax.value_and_grad, argnums=argnums, allow_int=allow_int)
+    def differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            check_differentiable([args[i] for i in _list_positions(argnums, args)], "value_and_grad")
+            return jax.value_and_grad(fun, argnums, has_aux, allow_int=allow_int)(*args, **kwargs)
+
+        return compute
+
     reduction = list_parameters, reduce_dtype, on_opaque
     return build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduction, prepare)
 
@@ -210,6 +219,19 @@ def build_value_and_grad(
         return out, grads
 
     return value_and_true_grad
+
+
+def check_differentiable(params: PyTree, name: str) -> None:
+    """Raises a `TypeError` if the parameters are an nnx module with state, which the function `name` would lose."""
+    adapter = find_lifting_adapter(params)
+    state = None if adapter is None else adapter.find_state(params)
+    if state is not None:
+        raise TypeError(
+            f"{name} got an nnx module with {state}, which it would differentiate like a parameter; what the module "
+            "writes to it would be lost. Use the functions for nnx. For example: optimizer = "
+            "jmp_policy.nnx.Optimizer(model, tx, wrt=nnx.Param), and in the step loss, grads = "
+            "jmp_policy.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(model); optimizer.update(model, grads)."
+        )
 
 
 def _reduce(

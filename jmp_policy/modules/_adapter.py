@@ -119,6 +119,9 @@ class Adapter(Protocol):
     value_and_grad: Callable[..., Any] | None = None
     """Differentiates functions of nnx modules under a loss scale; `None` for linen."""
 
+    find_state: Callable[[PyTree], str | None] = staticmethod(lambda tree: None)
+    """Describes the first Variable of the nnx modules in a tree that is not a parameter, if there is one."""
+
     lift: Callable[..., Any] = staticmethod(
         lambda run, fun, args, kwargs: run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
     )

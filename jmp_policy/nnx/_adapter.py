@@ -17,6 +17,7 @@ from ..quant._weights import is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
+from ._layer_state import find_state
 from ._layer_table import LayerWeight, find_weight
 from ._methods import find_modules, hook_calls, parse_no_cast
 from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype
@@ -212,6 +213,7 @@ class _Nnx(Adapter):
         return attached, attachment.explain_unused_rules()
 
     attach_wrapped = staticmethod(attach_wrapped)
+    find_state = staticmethod(find_state)
     lift = staticmethod(lift)
 
 

@@ -59,6 +59,16 @@ def find_states(model: PyTree) -> dict[Any, Float8State]:
     return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}
 
 
+def find_state(tree: PyTree) -> str | None:
+    """Describes the first Variable of the modules in a tree that is not an `nnx.Param`; see `Adapter`."""
+    is_module = lambda node: isinstance(node, nnx.Module)
+    for model in filter(is_module, jax.tree.leaves(tree, is_leaf=is_module)):
+        for path, node in nnx.iter_graph(model, graph=True):
+            if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param):
+                return f"the {type(node).__name__} {'/'.join(map(str, path))!r}"
+    return None
+
+
 def check_state_types(model: PyTree, wrt: nnx.filterlib.Filter) -> None:
     """Raises a `ValueError` if float8 state among the Variables that `wrt` selects is not a `Float8State`."""
     is_differentiated = nnx.filterlib.to_predicate(wrt)

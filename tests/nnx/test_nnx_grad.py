@@ -254,3 +254,33 @@ def test_function_made_once_outside_of_the_loop_reads_the_scale_of_each_step(val
     optimizer.update(model, jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, nnx.Param)))
     differentiated(argument)
     assert seen == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("differentiate", [jmp.value_and_grad, jmp.grad, jmp.optim.minimize, "jit", "tree"])
+@pytest.mark.parametrize(
+    ("layer", "state"),
+    [
+        (lambda: nnx.BatchNorm(4, rngs=rngs()), "BatchStat '.*mean'"),
+        (lambda: nnx.Dropout(0.5, rngs=rngs()), "RngCount '.*count'"),
+    ],
+    ids=["BatchNorm", "Dropout"],
+)
+def test_core_functions_refuse_a_model_whose_batch_statistics_they_would_freeze(differentiate, layer, state):
+    """Batch statistics kept their first values without a word, and Dropout ended in an error about uint32."""
+    model, scale = nnx.Dict(layer=layer()), jmp.DynamicLossScale()
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), scale)
+    call = {
+        jmp.optim.minimize: lambda: jmp.optim.minimize(lambda m: m.layer(X).sum(), tx)(model, tx.init(jnp.ones(2))),
+        "jit": lambda: jax.jit(jmp.grad(lambda m: m.layer(X).sum(), loss_scale=scale))(model),
+        "tree": lambda: jmp.grad(lambda x, tree: tree["m"].layer(x).sum(), 1, loss_scale=scale)(X, {"m": model}),
+    }.get(differentiate, lambda: differentiate(lambda m: m.layer(X).sum(), loss_scale=scale)(model))
+    name = "minimize" if differentiate is jmp.optim.minimize else "value_and_grad"
+    example = r"For example: optimizer = jmp_policy\.nnx\.Optimizer.* jmp_policy\.nnx\.value_and_grad\(loss_fn, loss_sc"
+    with pytest.raises(TypeError, match=f"{name} got an nnx module with the {state}, which it would.*{example}"):
+        call()
+
+
+def test_core_functions_still_differentiate_a_model_of_parameters_alone():
+    model = nnx.Linear(4, 4, rngs=rngs())
+    grads = jax.eval_shape(jmp.grad(lambda m: m(X).sum(), loss_scale=jmp.DynamicLossScale()), model)
+    assert grads.kernel.shape == (4, 4)

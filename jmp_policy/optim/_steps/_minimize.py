@@ -22,7 +22,7 @@ from ..._base import (
     refuse_old_keywords,
     search_reduce_dtype,
 )
-from ...gradients import scale_loss, value_and_grad, warn_of_half
+from ...gradients import check_differentiable, scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
 from ._origin import records_origin
@@ -80,6 +80,7 @@ def minimize(
     Raises:
       ValueError: at the step, as `value_and_grad` and `optim.step`: `opt_state` holds no loss scale but `tx` is
         `loss_scaled`, or `loss_scaled` is inside a transformation that advances when it skips a step.
+      TypeError: `params` are an nnx module with state, such as BatchNorm or Dropout. Use `jmp_policy.nnx.Optimizer`.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
@@ -101,6 +102,7 @@ def minimize(
                 return _scaled_step(call_on_params, tx, has_aux, params, opt_state)
             return _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
 
+        check_differentiable(params, "minimize")
         reduction = {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
         # `first_nonfinite` reads module paths while it traces the modules; `call_without_casts` has traced them before.
         is_scaled = isinstance(tx.update, LossScaledUpdate)
