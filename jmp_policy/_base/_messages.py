@@ -43,7 +43,10 @@ def escape_controls(text: str, keep: str = "\n") -> str:
 
 def quote(value: object) -> str:
     """Returns the repr of a value, shortened if it is long."""
-    return shorten(repr(value))
+    try:
+        return shorten(repr(value))
+    except RecursionError:
+        return f"a {type(value).__name__} with very many levels"
 
 
 def describe(value: object) -> str:

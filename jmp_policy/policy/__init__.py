@@ -36,13 +36,12 @@ from ._get_policy import (
     use_policy as use_policy,
 )
 from ._grammar import parse_policy as parse_policy
+from ._map_keys import Key as Key, covers_path as covers_path, spell_key as spell_key
 from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin, default_policy as default_policy
 from ._policy_map import (
-    Key as Key,
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
     list_policies as list_policies,
     match_policy as match_policy,
-    spell_key as spell_key,
 )

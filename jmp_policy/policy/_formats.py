@@ -126,7 +126,7 @@ KINDS = tuple(_KINDS)
 
 _CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
 _CALIBRATED_INT8 = re.compile(r"^\s*gptq\s*/\s*8\s*/\s*-1\s*$", re.IGNORECASE)
-_SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
+_SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?(\((?P<options>.*)\))?")
 
 
 def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:

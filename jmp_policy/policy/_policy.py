@@ -210,7 +210,7 @@ class Policy:
         """
         required = set(_FIELDS) - set(_OPTIONAL)
         if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
-            got = sorted(config) if isinstance(config, Mapping) else repr(config)
+            got = quote(sorted(config, key=str) if isinstance(config, Mapping) else config)
             raise ValueError(
                 f"A policy's config has the keys {sorted(required)}, and optionally 'precision', 'quantization', "
                 f"'reduce_dtype', 'accumulate_dtype' and 'cache', got {got}. "

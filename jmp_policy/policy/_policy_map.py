@@ -1,9 +1,6 @@
-"""Policies by module path and module type, and messages about unused rules."""
+"""Policies by module path and module type."""
 
 import dataclasses
-import difflib
-import functools
-import importlib
 import re
 import threading
 import weakref
@@ -15,68 +12,11 @@ import jax
 from .._base import describe, list_paths_to, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._grammar import parse_policy
+from ._map_keys import Key, covers_path, explain_unused_key, read_key, spell_key, write_key
 from ._policy import Policy, default_policy
 
-_SHOWN = 5  # paths in a message
-
-
-def explain_unused_key(key: str | type, hiding: str | type | None, types: Mapping[str, Any]) -> str:
-    """Explains why no module gets its policy from a rule; `hiding` is the key of the earlier rule that covers it."""
-    if hiding is not None:
-        return f"policy rule {spell_key(key)} decides nothing: the earlier rule {spell_key(hiding)} hides it"
-    if isinstance(key, type):
-        near = _find_nearest_type(key, types)
-    else:
-        near = _name_type(key, types) or _find_nearest_path(key, types)
-    return f"policy rule {spell_key(key)} matches no module{near and '; ' + near}"
-
-
-def spell_key(key: str | type) -> str:
-    return repr(key) if isinstance(key, str) else key.__qualname__
-
-
-def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
-    """Suggests the path nearest to a pattern, by whole paths and then by their last components."""
-    paths = [path for path in paths if path]
-    near = difflib.get_close_matches(key, paths, 1, cutoff=0.4)
-    if near:
-        return f"the closest path is {near[0]!r}"
-    depth = key.count("/") + 1
-    ends = {"/".join(path.split("/")[-depth:]): path for path in reversed(paths)}  # the first of paths with equal ends
-    near = difflib.get_close_matches(key, ends, 1, cutoff=0.4)
-    if near:
-        return f"the closest path is {ends[near[0]]!r}, which r'(.*/)?{near[0]}' matches"
-    shown = [*map(repr, paths[:_SHOWN]), *["..."] * (len(paths) > _SHOWN)]
-    return f"the model has the paths {', '.join(shown)}" if paths else ""
-
-
-def _name_type(key: str, types: Mapping[str, Any]) -> str:
-    """Suggests a module type as the key if the pattern is the name of one."""
-    kind = next((kind for kind in types.values() if isinstance(kind, type) and kind.__name__ == key), None)
-    if kind is None:
-        return ""
-    prefix = {"flax.linen": "nn.", "flax.nnx": "nnx."}
-    where = next((short for package, short in prefix.items() if kind.__module__.startswith(package)), "")
-    return f"{key} is a type of modules here, whose key is the type itself: {where}{key}, without quotes"
-
-
-def _find_nearest_type(key: type, types: Mapping[str, Any]) -> str:
-    """Suggests the module type whose name is nearest: nnx and linen use the same names."""
-    found = {kind.__qualname__: kind for kind in types.values() if isinstance(kind, type)}
-    near = difflib.get_close_matches(key.__qualname__, found, 1, cutoff=0.4)
-    return f"the closest type is {found[near[0]].__module__}.{near[0]}" if near else ""
-
-
-Key = str | type
 Spec = Any
 K = TypeVar("K", bound=Key)  # a mapping is invariant in its keys
-
-
-@functools.lru_cache(maxsize=1 << 14)  # each module asks for all around it
-def _covers(pattern: str, path: str) -> bool | None:
-    if re.fullmatch(pattern, path):
-        return True
-    return False if path and _covers(pattern, path.rpartition("/")[0]) is not None else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +29,7 @@ class MapRule:
     def covers(self, path: str, types: Mapping[str, type | None]) -> bool | None:
         """Returns True if the key matches this module itself, False if only one around it, and None otherwise."""
         if isinstance(self.key, str):
-            return _covers(self.key, path)
+            return covers_path(self.key, path)
         around = ((outer, types.get(outer)) for outer in reversed(list_paths_to(path)))
         return next((outer == path for outer, kind in around if kind is not None and issubclass(kind, self.key)), None)
 
@@ -213,24 +153,29 @@ class PolicyMap:
     def get_config(self) -> dict[str, Any]:
         """Returns the map as lists, dictionaries and strings, for JSON; a type becomes its module and name."""
         return {
-            "rules": [[_write_key(rule.key), rule.policy.get_config()] for rule in self.rules],
+            "rules": [[write_key(rule.key), rule.policy.get_config()] for rule in self.rules],
             "default": None if self.default is None else self.default.get_config(),
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "PolicyMap":
-        """Returns the map of a `get_config()`; imports the Python modules of type keys.
+        """Returns the map of a `get_config()`.
+
+        No code runs: the types of a config are found in Flax and in Python modules that are imported already.
 
         Raises:
           ValueError: the config has another form, or a type in it cannot be found.
         """
         if not isinstance(config, Mapping) or config.keys() != {"rules", "default"}:
-            got = sorted(config) if isinstance(config, Mapping) else repr(config)
+            got = quote(sorted(config, key=str) if isinstance(config, Mapping) else config)
             raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_show_config()}")
+        if not isinstance(config["rules"], list | tuple):
+            wrong = f"The rules {quote(config['rules'])} of a PolicyMap's config are not a list"
+            raise ValueError(f"{wrong}. {_show_config()}")
         for rule in config["rules"]:
             if not isinstance(rule, list | tuple) or len(rule) != 2:
                 raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is not a pair. {_show_config()}")
-        rules = [(_read_key(key), Policy.from_config(policy)) for key, policy in config["rules"]]
+        rules = [(read_key(key, _show_config()), Policy.from_config(policy)) for key, policy in config["rules"]]
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
     def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
@@ -345,25 +290,5 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
         raise ValueError(f"{error} It stands {where}.") from None
 
 
-def _write_key(key: Key) -> dict[str, str]:
-    return {"path": key} if isinstance(key, str) else {"type": f"{key.__module__}:{key.__qualname__}"}
-
-
 def _show_config() -> str:
     return f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
-
-
-def _read_key(config: Mapping[str, str]) -> Key:
-    if not isinstance(config, Mapping) or not config.keys() & {"path", "type"}:
-        wrong = f"The key {quote(config)} of a PolicyMap's config has neither 'path' nor 'type'."
-        raise ValueError(f"{wrong} {_show_config()}")
-    if "path" in config:
-        return config["path"]
-    module, _, name = config["type"].partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for attribute in name.split("."):
-            found = getattr(found, attribute)
-    except (ImportError, AttributeError, ValueError, TypeError):
-        raise ValueError(f"The module type {quote(config['type'])} of a PolicyMap's config cannot be found.") from None
-    return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +183,22 @@ LONG_SPECS = [
     {LONG: 1}, [LONG], {"rules": [{LONG: "f32"}], "default": None},
     {"rules": [[{"type": LONG}, "float32"]], "default": None},
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int8" + " " * 50_000 + "x_from_bf16", "gptq" + " " * 50_000 + "x_from_bf16", " " * 50_000 + "x",
+        "int4/" + " " * 50_000 + "x(y_from_bf16", "int8_from_" + " " * 50_000 + "x", "int8(" * 20_000 + "_from_bf16",
+        "p=" + " " * 50_000 + "x",
+    ],
+    ids=lambda spec: " ".join(spec.split())[:20],
+)  # fmt: skip
+def test_a_string_of_many_spaces_is_refused_at_once(spec):
+    start = time.thread_time()
+    with pytest.raises(ValueError, match=r"^(Unknown|In policy|'x\(y')"):
+        jmp.get_policy(spec)
+    assert time.thread_time() - start < 5  # 0.01, and minutes with a pattern that backtracks
 
 
 @pytest.mark.parametrize("spec", LONG_SPECS, ids=range(len(LONG_SPECS)))

@@ -2,17 +2,23 @@
 
 import copy
 import functools
+import importlib
 import json
 import pickle
+import re
+import sys
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn, nnx
 from hypothesis import given, strategies as st
 from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy import Policy, PolicyMap
+from jmp_policy.compat import keras
 
 
 class Block:
@@ -212,6 +218,10 @@ def test_a_rule_that_is_hidden_only_somewhere_is_used():
     assert PolicyMap({"a/b": "float32", "a": "bfloat16"}).unused(["", "a", "a/b"]) == ()
 
 
+def name_type(name):
+    return {"rules": [[{"type": name}, jmp.get_policy("float32").get_config()]], "default": None}
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -248,14 +258,113 @@ def test_a_rule_that_is_hidden_only_somewhere_is_used():
          r"^The rule 'head' of a PolicyMap's config is not a pair\. For example: \{'rules': \[\["),
         (lambda: PolicyMap.from_config([]), ValueError,
          r"^A map's config has the keys 'rules' and 'default', got \[\]\. For example: \{"),
+        (lambda: PolicyMap.from_config({"rules": 3, "default": None}), ValueError,
+         r"^The rules 3 of a PolicyMap's config are not a list\. For example: \{'rules': \[\["),
+        (lambda: PolicyMap.from_config({"rules": [[{"path": 3}, {}]], "default": None}), ValueError,
+         r"^3 in the key \{'path': 3\} of a PolicyMap's config is not a string\. For example: \{'rules': \[\["),
         *[
-            (lambda name=name: PolicyMap.from_config(
-                {"rules": [[{"type": name}, jmp.get_policy("float32").get_config()]], "default": None}), ValueError,
-             rf"^The module type '{name}' of a PolicyMap's config cannot be found\.$")
-            for name in ("no_such_module:A", "json:NoSuchClass", ".relative:A", "")
+            (lambda name=name: PolicyMap.from_config(name_type(name)), ValueError,
+             rf"^The module type '{name}' of a PolicyMap's config cannot be found: {reason}\.$")
+            for name, reason in {
+                "no_module.layers:A": r"import its Python module first\. For example: import no_module.layers",
+                ".relative:A": r"import its Python module first\. For example: import my_project.layers",
+                "": r"import its Python module first\. For example: import my_project.layers",
+                "json:NoSuchClass": r"'json' has no such class\. For example: 'flax.nnx.nn.linear:Linear'",
+                "json:dumps": r"'json' has no such class\. For example: 'flax.nnx.nn.linear:Linear'",
+                "flax.no_such_module:A": r"Flax has no such type\. For example: 'flax.nnx.nn.linear:Linear'",
+            }.items()
         ],
     ],
 )  # fmt: skip
 def test_bad_maps_fail_at_construction(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_config_runs_no_code(tmp_path, monkeypatch):
+    for name in ("module_beside_the_config", "loaded_with_lazy_names"):
+        code = "import pathlib\npathlib.Path('ran').touch()\ndef __getattr__(name):\n    pathlib.Path('ran').touch()\n"
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setitem(sys.modules, "loaded_with_lazy_names", importlib.import_module("loaded_with_lazy_names"))
+    (tmp_path / "ran").unlink()
+    for name in ("module_beside_the_config:A", "loaded_with_lazy_names:A"):
+        with pytest.raises(ValueError, match="of a PolicyMap's config cannot be found"):
+            jmp.get_policy(name_type(name))
+    assert not (tmp_path / "ran").exists()
+    assert "module_beside_the_config" not in sys.modules
+
+
+def test_a_config_finds_types_of_flax_and_of_loaded_modules():
+    rules = PolicyMap({nn.Dense: "bfloat16", nnx.Linear: "bfloat16", Norm.Inner: "float32"}, "float32")
+    assert PolicyMap.from_config(json.loads(json.dumps(rules.get_config()))) is rules
+
+
+VALUES = [
+    None, True, 0, -1, 1.5, float("nan"), 10**400, "", "x", "(", "float32", "int8", [], [1], [[]], {}, {"a": 1},
+    {1: 2, "a": 3}, {"path": None}, {"type": None}, b"x", object(), float,
+    functools.reduce(lambda x, _: [x], range(900), []),
+]  # fmt: skip
+CONFIGS = {
+    "a map": PolicyMap({"head": "int8_from_bf16", Norm: "float32"}, "float8_from_mixed_bfloat16").get_config(),
+    "a policy": jmp.get_policy("p=f32,c=bf16,o=f32,a=f32,r=f32,precision=highest,cache=int8").get_config(),
+    "a Keras policy": keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16")),
+    "a Keras policy with a history": keras.dtype_policies.serialize(keras.dtype_policies.get("float8_from_bfloat16")),
+    "a Keras policy with a loss scale": keras.dtype_policies.serialize(keras.Policy("mixed_float16", loss_scale=1024)),
+    "a Keras map": keras.dtype_policies.serialize(keras.DTypePolicyMap("float32", {"head": "bfloat16"})),
+}
+
+
+def list_damaged(tree):
+    """Yields the tree with each part replaced, left out, or with one more beside it."""
+    yield from VALUES
+    if isinstance(tree, dict | list):
+        for key in tree if isinstance(tree, dict) else range(len(tree)):
+            pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+            rest = {other: part for other, part in pairs if other != key}
+            for changed in [rest, rest | {"zzz": 1}, *({**rest, key: part} for part in list_damaged(tree[key]))]:
+                yield changed if isinstance(tree, dict) else [*changed.values()]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore:loss_scale=0 makes")
+def test_a_malformed_config_raises_a_value_error_alone(name):
+    read: Any = keras.dtype_policies.deserialize if "Keras" in name else jmp.get_policy
+    read(CONFIGS[name])
+    refused = 0
+    for config in list_damaged(CONFIGS[name]):
+        try:
+            read(config)
+        except ValueError:
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("(a+)+$", "a" * 40 + "!"), ("(a|a)*b", "a" * 40), ("([a-z]+)*/x", "a" * 40), ("(?i)(a+)+$", "a" * 40 + "!"),
+        ("(?x)(a+)+$ # why", "a" * 40 + "!"), ("(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)x", "a" * 80), ("(a?){40}z", "a" * 40),
+        ("a?" * 40 + "z", "a" * 40),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_backtracks_is_refused(key, path):
+    example = r"For example: r'\(\.\*/\)\?block_\\d\+/mlp'\.$"
+    text = f"^The key {re.escape(repr(key))} of a PolicyMap takes too long on the path '{path}': .*{example}"
+    with pytest.raises(ValueError, match=text):
+        PolicyMap({key: "float32"}, "bfloat16").resolve(path)
+    with pytest.raises(ValueError, match=text):
+        keras.DTypePolicyMap("bfloat16", {key: "float32"})[path]
+
+
+def test_patterns_with_repetitions_that_match_in_one_way_are_not_refused():
+    path = "encoder/" * 20 + "block_1/" * 20 + "mlp"
+    keys = r"(.*/)?block_\d+/mlp", r"((encoder|block_\d+)/)*mlp", r"(?:\w+/)*mlp", r"(?i).*/BLOCK_\d+/(mlp|norm)?"
+    for key in keys:
+        assert PolicyMap({key: "float32"}, "bfloat16")[path].name == "float32"
+
+
+def test_a_path_of_many_modules_has_a_policy():
+    rules = PolicyMap({"a/a": "float32"}, "bfloat16")
+    assert (rules["/".join("a" * 3000)].name, rules["/".join("b" * 3000)].name) == ("float32", "bfloat16")

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from ..._base import quote, shorten
-from ...policy import Policy as JmpPolicy, PolicyMap, PolicySpec, default_origin, default_policy, set_default_policy
+from ...policy import (
+    Policy as JmpPolicy,
+    PolicyMap,
+    PolicySpec,
+    covers_path,
+    default_origin,
+    default_policy,
+    set_default_policy,
+)
 from ._dtype_policy import DTypePolicy
 from ._find_dtype_policy import convert_policy, find_dtype_policy, parse_dtype_policy, serialize
 from ._loss_scale import Policy
@@ -72,7 +80,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def __getitem__(self, key: str) -> DTypePolicy:
         if key in self._policies:
             return self._policies[key]
-        matching = [pattern for pattern in self._policies if re.fullmatch(pattern, key)]
+        matching = [pattern for pattern in self._policies if covers_path(pattern, key)]
         if len(matching) > 1:
             raise ValueError(
                 f"Path {quote(key)} matches multiple dtype policy specification keys: {quote(matching)}. Please make "

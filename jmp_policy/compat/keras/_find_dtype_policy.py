@@ -1,9 +1,9 @@
 """Finds, serializes and deserializes Keras dtype policies."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..._base import did_you_mean, quote
+from ..._base import did_you_mean, quote, shorten
 from ...policy import FROM, Float8, Policy as JmpPolicy, PolicySpec, get_policy, is_policy_spec
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
 from ._loss_scale import Policy
@@ -108,4 +108,14 @@ def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type
     if kind is None:
         suggestion = did_you_mean(config["class_name"], classes)
         raise ValueError(f"Unknown class of dtype policies in {quote(config)}. {suggestion} For example: {_EXAMPLE}.")
-    return kind.from_config(config["config"])
+    return call_from_config(kind.from_config, config)
+
+
+def call_from_config(from_config: Callable[..., Any], config: dict[str, Any], *args: Any) -> Any:
+    """Calls a `from_config` on a serialized policy or map; every error becomes a ValueError that quotes it."""
+    try:
+        return from_config(config["config"], *args)
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"Cannot read the serialized dtype policy {quote(config)}: {shorten(str(error))}. For example: {_EXAMPLE}."
+        ) from error

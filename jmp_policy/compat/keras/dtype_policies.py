@@ -11,7 +11,7 @@ from typing import Any
 
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap, dtype_policy
-from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize as serialize
+from ._find_dtype_policy import call_from_config, deserialize_policy, find_dtype_policy, serialize as serialize
 from ._quantized_dtype_policy import (
     AWQDTypePolicy as AWQDTypePolicy,
     GPTQDTypePolicy as GPTQDTypePolicy,
@@ -60,5 +60,5 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
     <DTypePolicy "bfloat16">
     """
     if isinstance(config, dict) and config.get("class_name") == DTypePolicyMap.__name__ and "config" in config:
-        return DTypePolicyMap.from_config(config["config"], custom_objects)
+        return call_from_config(DTypePolicyMap.from_config, config, custom_objects)
     return deserialize_policy(config, custom_objects)

@@ -114,10 +114,11 @@ class StatsHistory:
                 try:
                     plain = json.loads(line)
                     history._rows[_read_step(plain["step"])] = tuple(map(Row.from_dict, plain["rows"]))
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    reason = f" {error}" if isinstance(error, ValueError) else ""
                     raise ValueError(
-                        f"Line {number} holds no statistics of a step: {quote(line.strip())}. A line is, for example, "
-                        '{"step": 100, "rows": [...]}, with rows as in stats.to_dict().'
+                        f"Line {number} holds no statistics of a step: {quote(line.strip())}.{reason} A line is, for "
+                        'example, {"step": 100, "rows": [...]}, with rows as in stats.to_dict().'
                     ) from error
         return history
 

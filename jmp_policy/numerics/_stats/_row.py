@@ -5,13 +5,13 @@ import itertools
 import math
 import typing
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from ..._base import did_you_mean
+from ..._base import did_you_mean, quote
 from ._counting import FIRST_COUNTS, HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
@@ -248,13 +248,66 @@ class Row:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Row":
-        """Returns the row that `to_dict` was called on."""
-        fields = {"sampled": plain["count"], **plain}
+        """Returns the row that `to_dict` was called on.
+
+        Raises:
+          ValueError: a field is missing, unknown, or has another value than `to_dict` returns.
+        """
+        fields = {"sampled": plain.get("count"), **plain} if isinstance(plain, Mapping) else {}
+        if fields.keys() != _FIELDS.keys():
+            raise ValueError(f"A row has the fields {[*_FIELDS]}, got {quote(plain)}. For example: row.to_dict().")
+        for name, (is_valid, what) in _FIELDS.items():
+            if not is_valid(fields[name]):
+                raise ValueError(f"{name} of a row is {what}, got {quote(fields[name])}. For example: row.to_dict().")
+        if not fields["times"] * math.prod(fields["shape"]) == fields["count"] >= fields["sampled"]:
+            raise ValueError(
+                f"count of a row is times * the product of shape, and at least sampled, got {quote(plain)}. "
+                "For example: row.to_dict()."
+            )
         fields["turn"] = tuple(fields["turn"]) if isinstance(fields["turn"], list) else fields["turn"]
         fields["shape"] = tuple(fields["shape"])
         fields["histogram"] = None if fields["histogram"] is None else np.array(fields["histogram"], np.int64)
         fields["formats"] = {name: FormatShares(**shares) for name, shares in fields["formats"].items()}
         return cls(**fields)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # pyright: ignore[reportOperatorIssue]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_count, value))
+
+
+def _is_format(name: object, shares: object) -> bool:
+    names = {field.name for field in dataclasses.fields(FormatShares)}
+    is_valid = isinstance(shares, Mapping) and shares.keys() == names and all(map(_is_number, shares.values()))
+    return is_valid and parse_format(name).name == name
+
+
+# Values of `Row.to_dict` by field: a check, and its description.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("path", "primitive", "source", "function", "dtype"), (lambda x: isinstance(x, str), "a string")),
+    "direction": (lambda x: x in DIRECTIONS, f"one of {DIRECTIONS}"),
+    "turn": (lambda x: x is None or _is_count(x) or _is_list(x), "an iteration, a list of them, or None"),
+    "shape": (_is_list, "a list of sizes"),
+    **dict.fromkeys(("count", "sampled", "times", "nans", "infs"), (_is_count, "a count")),
+    **dict.fromkeys(("amax", "rms"), (_is_number, "a finite number that is not negative")),
+    "zeros": (lambda x: _is_number(x) and x <= 1, "a share"),
+    "min_nonzero": (lambda x: x is None or (_is_number(x) and x > 0), "a positive number or None"),
+    "histogram": (
+        lambda x: x is None or (_is_list(x) and len(x) == HISTOGRAM_BINS),
+        f"{HISTOGRAM_BINS} counts or None",
+    ),
+    "formats": (
+        lambda x: isinstance(x, Mapping) and all(_is_format(*item) for item in x.items()),
+        "the losses of formats by name",
+    ),
+}
 
 
 def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:

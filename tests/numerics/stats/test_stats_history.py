@@ -1,6 +1,7 @@
 """A history of statistics: steps in order, and lines of JSON that come back."""
 
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +78,44 @@ def test_a_line_of_something_else_is_quoted(line):
     with pytest.raises(ValueError, match=r"Line 2 holds no statistics of a step: .*A line is, for example") as caught:
         StatsHistory.from_json_lines(["", line])
     assert line in str(caught.value).replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("path", 3, "path of a row is a string, got 3"),
+        ("direction", "sideways", r"direction of a row is one of \('forward', .*, got 'sideways'"),
+        ("direction", [], "direction of a row is one of"),
+        ("turn", [1.5], r"turn of a row is an iteration, a list of them, or None, got \[1.5\]"),
+        ("turn", True, "turn of a row is"),
+        ("shape", None, "shape of a row is a list of sizes, got None"),
+        ("shape", [-1], "shape of a row is"),
+        ("count", "8", "count of a row is a count, got '8'"),
+        ("count", 7, "count of a row is times"),
+        ("times", 2**64, "times of a row is a count"),
+        ("times", 0, "count of a row is times"),
+        ("sampled", 10**6, "count of a row is times .* and at least sampled"),
+        ("amax", math.nan, "amax of a row is a finite number that is not negative, got nan"),
+        ("rms", math.inf, "rms of a row is"),
+        ("zeros", 1.5, "zeros of a row is a share, got 1.5"),
+        ("min_nonzero", 0.0, "min_nonzero of a row is a positive number or None, got 0.0"),
+        ("histogram", [1, 2], r"histogram of a row is 64 counts or None, got \[1, 2\]"),
+        ("formats", [], r"formats of a row is the losses of formats by name, got \[\]"),
+        ("formats", {"float16": {"underflow": 0.5}}, "formats of a row is"),
+        ("formats", {"float17": dict.fromkeys(("underflow", "subnormal", "overflow", "error", "scaled_error"), 0.0)},
+         "Unknown format 'float17'"),
+        ("new_field", 3, r"A row has the fields \['path', .*, got \{"),
+    ],
+)  # fmt: skip
+def test_a_row_with_a_bad_field_is_refused(field, value, what):
+    row = make_stats(1).rows()[0].to_dict() | {field: value}
+    with pytest.raises(ValueError, match=rf"^Line 1 holds no statistics of a step: .*{what}.* For example: "):
+        StatsHistory.from_json_lines([json.dumps({"step": 1, "rows": [row]})])
+
+
+def test_a_line_with_very_many_levels_is_refused():
+    with pytest.raises(ValueError, match="Line 1 holds no statistics of a step: "):
+        StatsHistory.from_json_lines(["[" * 100_000])
 
 
 def test_a_step_is_an_integer():
