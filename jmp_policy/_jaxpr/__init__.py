@@ -80,6 +80,7 @@ from ._source import (
     find_running_line as find_running_line,
     is_called_by_library as is_called_by_library,
     is_called_by_loss as is_called_by_loss,
+    is_from_custom_rule as is_from_custom_rule,
     is_traced_in_loss as is_traced_in_loss,
     list_functions as list_functions,
     split_line as split_line,

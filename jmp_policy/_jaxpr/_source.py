@@ -67,6 +67,16 @@ def is_called_by_loss(eqn: JaxprEqn) -> bool:
     return _LOSSES in _find_caller(eqn)
 
 
+def is_from_custom_rule(eqn: JaxprEqn) -> bool:
+    """True if differentiation wrote an equation from a custom derivative that is not JAX's own."""
+    frames = _list_frames(eqn)
+    names = [frame.function_name for frame in frames]
+    if "custom_vjp.__call__" in names:
+        return True
+    inside = names.index("custom_jvp.__call__") if "custom_jvp.__call__" in names else 0
+    return any(not _is_from(_JAX, frame.file_name) for frame in frames[:inside])
+
+
 def list_functions(step: Step) -> set[str]:
     """Lists the names of the functions in the traceback of a step, and of the jitted functions around it."""
     eqns = [step.eqn, *(call for call, _ in step.around)]

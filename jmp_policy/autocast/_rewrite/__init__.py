@@ -2,6 +2,7 @@
 
 from ._casting import CastingRule as CastingRule, make_casting_rule as make_casting_rule
 from ._place import (
+    AS_TRACED as AS_TRACED,
     EquationPlace as EquationPlace,
     Functions as Functions,
     check_policy as check_policy,

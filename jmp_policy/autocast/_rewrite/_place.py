@@ -233,8 +233,8 @@ class EquationPlace(NamedTuple):
 
 
 _REGION = Function(FULL_PRECISION, "full")
-_NESTED = Function(AUTOCAST, "traced")
-_DECIDED = (_REGION, _NESTED)
+AS_TRACED = Function(AUTOCAST, "traced")
+_DECIDED = (_REGION, AS_TRACED)
 """Regions of `force_full_precision`, and equations of another `autocast` or a recorder: they win over all rules."""
 
 
@@ -255,7 +255,7 @@ class PlaceFinder:
                 stack = eqn.source_info.name_stack
                 text, function = str(stack), outer.function
                 if AUTOCAST in text or RECORD in text:  # these scopes decide before all rules
-                    function = _NESTED
+                    function = AS_TRACED
                 elif FULL_PRECISION in text:
                     function = _REGION
                 here = outer._replace(backward=outer.backward or is_backward(text), function=function)

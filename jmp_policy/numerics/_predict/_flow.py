@@ -1,9 +1,10 @@
-"""Dataflow of a measured jaxpr, and the values that a policy would cast down."""
+"""Dataflow of a measured jaxpr: rounding noise, and the values that a policy would cast down."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -11,6 +12,7 @@ from ..._base import group_by_key, list_paths_to
 from ..._jaxpr import HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row, identify
+from ._masks import CHOOSING
 from ._trial import Written
 
 _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES, Fact.EXACT) | {"convert_element_type"}
@@ -37,6 +39,7 @@ class Operation(NamedTuple):
     unknown: bool  # True if it reads a floating value that was not measured, such as a constant
     terms: int  # the number of elements that it sums per output element
     is_constant: bool = False  # True if it reads constants alone
+    literal: float = 0.0  # the largest magnitude of the numbers in the program that it reads
 
 
 def list_operations(observed: ObservedProgram) -> list[Operation]:
@@ -70,8 +73,15 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
         for var, rows in zip(step.results, makes, strict=True):
             sources[var] = rows or (joined if name in _MOVES else ())
         unknown = any(not rows and float_dtype(atom) for atom, rows in zip(step.operands, reads, strict=True))
-        found.append(Operation(chain, name, path, step.scope, reads, makes, unknown, _count_terms(step), is_constant))
+        literal = max(map(_measure_literal, step.operands), default=0.0)
+        terms = _count_terms(step)
+        found.append(Operation(chain, name, path, step.scope, reads, makes, unknown, terms, is_constant, literal))
     return found
+
+
+def _measure_literal(atom: Any) -> float:
+    is_number = isinstance(atom, Literal) and float_dtype(atom) is not None and np.isfinite(atom.val).all()
+    return float(np.abs(atom.val).max()) if is_number else 0.0
 
 
 def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
@@ -93,26 +103,6 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
     return noise
 
 
-def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: float) -> set[int]:
-    """Finds rows whose values above `largest` are mask constants, which mask even if they become infinite."""
-    masked: set[int] = set()
-    for operation in operations:
-        reads = [index for indices in operation.reads for index in indices]
-        above = [index for index in reads if rows[index].amax > largest]
-        made = [index for indices in operation.makes for index in indices if rows[index].amax > largest]
-        is_constant = not reads and operation.name not in _OPAQUE | MATMULS
-        comes_in = not above and operation.unknown and (is_constant or operation.name in _MASKING)
-        if made and (comes_in or (above and masked.issuperset(above))):
-            masked.update(made)
-    return masked
-
-
-_MASKING = {
-    "select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter",
-}  # fmt: skip
-"""Ops that insert a mask."""
-
-
 def _count_terms(step: Step) -> int:
     sizes = [math.prod(getattr(atom.aval, "shape", ())) for atom in (*step.operands[:1], *step.results[:1])]
     if step.name == "dot_general":
@@ -125,7 +115,8 @@ class NarrowValue(NamedTuple):
     """A value in half precision or a quantized format.
 
     `path`, `direction` and `primitive` are of the op that makes it, or of the op that reads and casts it if `is_cast`.
-    `is_scaled` is True if the format has a scale per tensor or block.
+    `is_scaled` is True if the format has a scale per tensor or block. `constant` is not zero for a number in the
+    program that the op reads; `row` is then of the op's result.
     """
 
     row: int
@@ -135,6 +126,7 @@ class NarrowValue(NamedTuple):
     primitive: str
     is_cast: bool = False
     is_scaled: bool = False
+    constant: float = 0.0
 
 
 def list_narrow_values(
@@ -154,6 +146,10 @@ def list_narrow_values(
                 found += [NarrowValue(i, operation.path, direction, str(dtype), operation.name) for i in indices]
         if half is None:
             continue
+        made = [index for indices in operation.makes for index in indices]
+        if direction == "forward" and operation.literal > float(jnp.finfo(half).max) and operation.name not in CHOOSING:
+            where = operation.path, direction, str(half), operation.name
+            found += [NarrowValue(i, *where, is_cast=True, constant=operation.literal) for i in made[:1]]
         for indices, dtype in zip(operation.reads, of_eqn.operands or [None] * len(operation.reads), strict=True):
             if dtype == np.float32:
                 found += [NarrowValue(i, operation.path, direction, str(half), operation.name, True) for i in indices]

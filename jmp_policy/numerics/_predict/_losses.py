@@ -36,10 +36,16 @@ def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
     if amax > _largest(known):
         counted = _count_bins(row, slice(known.max_exponent + 1 - exponent, None))
         share = measured.overflow if measured else counted
-        return Loss("overflow", share, amax, known.max, 1 + max(0.0, math.log2(amax / known.max)))
+        return find_overflow(amax, format, share)
     error, least = estimate_error(row, known, exponent), known.min_exponent - known.mantissa_bits
     zeros = measured.underflow if measured else _count_bins(row, slice(None, least - 1 - exponent))
     return Loss("underflow" if error > MOST_ERROR else "", zeros, amax, math.ldexp(1.0, least), min(1.0, error))
+
+
+def find_overflow(amax: float, format: str, share: float = 1.0) -> Loss:
+    """Returns the loss of a tensor or constant that is too large for a floating format."""
+    largest = parse_float_format(format).max
+    return Loss("overflow", share, amax, largest, 1 + max(0.0, math.log2(amax / largest)))
 
 
 def parse_float_format(format: str) -> FloatFormat:

@@ -13,8 +13,18 @@ from ...autocast._rewrite import check_policy, root_policy
 from ...loss_scale import LossScale, get_loss_scale
 from ...policy import Key, Policy, PolicyMap, PolicySpec, get_policy, list_policies
 from .._stats import ObservedProgram, Row, Stats, find_program
-from ._flow import NarrowValue, find_masked, find_noise, list_narrow_values, list_operations, list_quantized_values
-from ._losses import Loss, ScaleChoice, choose_scale, find_loss, find_scaled_loss, find_span, parse_float_format
+from ._flow import NarrowValue, find_noise, list_narrow_values, list_operations, list_quantized_values
+from ._losses import (
+    Loss,
+    ScaleChoice,
+    choose_scale,
+    find_loss,
+    find_overflow,
+    find_scaled_loss,
+    find_span,
+    parse_float_format,
+)
+from ._masks import find_masked
 from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
 
@@ -36,8 +46,10 @@ def predict(
     overflow or if no loss scale saves their gradients. The check is repeated with that map, because it moves casts to
     other scopes.
 
-    Not counted: masks, whose large constants hide other values; gradients that are only float32 rounding error; growth
-    in later steps; the rounding error of each op; values that `collect` did not measure (`where="matmuls"`).
+    A constant of the program that the format cannot hold is reported too. Not counted: masks, large negative constants
+    that are added or selected and that only a softmax, a maximum or a comparison reads; gradients that are only float32
+    rounding error; growth in later steps; the rounding error of each op; values that `collect` did not measure
+    (`where="matmuls"`).
 
     Args:
       stats: the `Stats` of `collect`, in the process that traced it. Stats of a bfloat16 run under a policy predict
@@ -188,7 +200,9 @@ class _TrialRun:
         self.paths = tuple(dict.fromkeys(self._places.values()))
         self._noise = find_noise(self._operations, self.rows)
         largest = {name: parse_float_format(name).max for name in ("float16", "bfloat16")}
-        self._masked = {name: find_masked(self._operations, self.rows, largest[name]) for name in largest}
+        self._masked = {
+            name: find_masked(observed, self.rows, largest[name], clamps=by == "autocast") for name in largest
+        }
         self.find_span = functools.cache(lambda row, format: find_span(self.rows[row], format))
         self.is_of_modules = by == "autocast" and bool(observed.types)
 
@@ -199,7 +213,8 @@ class _TrialRun:
         if self._by == "with_policy":
             found += list_quantized_values(self._operations, self._observed, self.rows, policy)
         found = [value._replace(path=self._places[value.path]) for value in found]
-        return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
+        is_signal = lambda value: self.rows[value.row].amax and value.row not in self._noise
+        return [value for value in dict.fromkeys(found) if value.constant or is_signal(value)]
 
     def list_broken(self) -> list[Row]:
         """Lists rows with nan. Leaves out constants, such as the nan that the `where` of `jnp.var` does not select."""
@@ -212,7 +227,10 @@ class _TrialRun:
         row = self.rows[value.row]
         if value.is_scaled:
             return find_scaled_loss(row, value.format)
-        loss = find_loss(row, value.format, exponent if self.is_scaled(value) else 0)
+        if value.constant:
+            loss = find_overflow(value.constant, value.format)
+        else:
+            loss = find_loss(row, value.format, exponent if self.is_scaled(value) else 0)
         if loss.what == "overflow" and value.row in self._masked[value.format]:
             return Loss("", 0.0, loss.amax, loss.limit, 0.0)
         return loss
@@ -279,7 +297,8 @@ def _list_spans(
 ) -> list[SpanBar]:
     """Lists one bar per scope and pass, the worst scopes first."""
     bars: dict[tuple[str, str], SpanBar] = {}
-    for value, loss in losses.items():
+    measured = ((value, loss) for value, loss in losses.items() if not value.constant)
+    for value, loss in measured:
         row, shift = rows[value.row], exponent if value.direction == "backward" else 0
         relevant = min(row.amax, max(row.min_nonzero or row.amax, row.rms / 64))  # smaller magnitudes do not matter
         least, most = (math.log2(size) + shift for size in (relevant, row.amax))

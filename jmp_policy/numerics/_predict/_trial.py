@@ -23,9 +23,18 @@ from ..._jaxpr import (
     having,
     is_backward,
     is_float,
+    is_from_custom_rule,
     walk,
 )
-from ...autocast._rewrite import FUNCTIONS, AutocastRules, EquationPlace, Functions, make_casting_rule, root_policy
+from ...autocast._rewrite import (
+    AS_TRACED,
+    FUNCTIONS,
+    AutocastRules,
+    EquationPlace,
+    Functions,
+    make_casting_rule,
+    root_policy,
+)
 from ...policy import Policy, PolicyMap, match_policy
 from .._stats import ObservedProgram
 
@@ -187,6 +196,9 @@ class _Watcher(Rewriter):
         return fused
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Any) -> list[Value]:
+        # autocast runs a custom derivative as traced. Here differentiation has replaced the call by its equations.
+        if isinstance(context, EquationPlace) and is_from_custom_rule(eqn):
+            context = context._replace(function=AS_TRACED)
         outer = self._chain
         self._chain = chain = (*outer, id(eqn))
         results = super()._write(eqn, values, body, context)
