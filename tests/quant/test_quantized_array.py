@@ -235,3 +235,17 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
 def test_what_cannot_be_is_an_error(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4/8", "mxfp8/8(min_size=0)", "nvfp4"])
+def test_an_exported_program_of_quantized_weights_is_serialized(format):
+    params, x = {"w": quantize_array(jnp.asarray(fresh(16, 8)), format)}, jnp.ones((2, 16))
+    exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"].dequantize()))(params, x)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.in_tree == exported.in_tree
+    np.testing.assert_array_equal(again.call(params, x), x @ params["w"].dequantize())
+
+
+def test_a_table_of_parameters_is_told_to_leave_out_statistics():
+    with pytest.raises(TypeError, match=r"QuantizedArray\(int8, .*\) is not one number\. .*include_stats=False"):
+        float(quantize_array(jnp.ones((16, 8)), "int8"))

@@ -1,6 +1,7 @@
 """The quantized array, and its serialization."""
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -183,6 +184,13 @@ class QuantizedArray(Uncast):
             f"{self!r} is quantized, and was read by a layer or code that computes with floats. Give the model the "
             f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in your own code, "
             "call its dequantize().",
+        )
+
+    def __float__(self) -> float:
+        raise MisreadType(
+            self,
+            f"{self!r} is not one number. A table of parameters can leave its statistics out, as "
+            "clu.parameter_overview.get_parameter_overview(params, include_stats=False); or pass it dequantize().",
         )
 
     def __repr__(self) -> str:
@@ -373,3 +381,22 @@ def _describe_array(array: Any) -> str:
 
 
 register_with_flax()  # Flax may have been loaded before
+
+
+def _write_static(static: tuple[Any, ...]) -> bytes:
+    format, layout, dtype = static
+    return json.dumps([str(format), layout.contracted, layout.channels, dtype.name]).encode()
+
+
+def _read_static(written: bytes) -> tuple[Any, ...]:
+    format, contracted, channels, dtype = json.loads(written)
+    return parse_quantization(format), Layout(tuple(contracted), channels), np.dtype(dtype)
+
+
+# For `jax.export.Exported.serialize`; both processes must have imported this package.
+export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="jmp_policy.QuantizedArray",
+    serialize_auxdata=_write_static,
+    deserialize_auxdata=_read_static,
+)
