@@ -17,6 +17,7 @@ from .._base import (
     Loss,
     P,
     PyTree,
+    Uncast,
     describe,
     explain_reuse,
     hold_given,
@@ -99,7 +100,7 @@ def value_and_grad(
         `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is incomplete; or gradients cannot be
         reduced in `reduce_dtype`.
       TypeError: an nnx module with state, such as BatchNorm or Dropout, is differentiated: that is what
-        `jmp_policy.nnx.value_and_grad` is for.
+        `jmp_policy.nnx.value_and_grad` is for. Or quantized weights are.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -122,7 +123,8 @@ def value_and_grad(
 
     def differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
-            check_differentiable([args[i] for i in _list_positions(argnums, args)], "value_and_grad")
+            if not allow_int:
+                check_differentiable([args[i] for i in _list_positions(argnums, args)], "value_and_grad")
             return jax.value_and_grad(fun, argnums, has_aux, allow_int=allow_int)(*args, **kwargs)
 
         return compute
@@ -222,7 +224,7 @@ def build_value_and_grad(
 
 
 def check_differentiable(params: PyTree, name: str) -> None:
-    """Raises a `TypeError` if the parameters are an nnx module with state, which the function `name` would lose."""
+    """Raises a `TypeError` for an nnx module with state, which the function `name` would lose, or a quantized weight."""
     adapter = find_lifting_adapter(params)
     state = None if adapter is None else adapter.find_state(params)
     if state is not None:
@@ -232,6 +234,15 @@ def check_differentiable(params: PyTree, name: str) -> None:
             "jmp_policy.nnx.Optimizer(model, tx, wrt=nnx.Param), and in the step loss, grads = "
             "jmp_policy.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(model); optimizer.update(model, grads)."
         )
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, Uncast))
+    for path, leaf in leaves:
+        if hasattr(type(leaf), "dequantize"):
+            raise TypeError(
+                f"{name} got the quantized weight {leaf!r} at {jax.tree_util.keystr(path)}: integers have no gradient. "
+                "Train the floating weights under the policy that quantized these, which rounds them in each step, and "
+                "quantize the result; or differentiate others, such as those of LoRA. For example: "
+                f"model = jmp_policy.with_policy(model, '{leaf.format}_from_mixed_bfloat16')."
+            )
 
 
 def _reduce(

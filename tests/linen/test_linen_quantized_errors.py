@@ -86,7 +86,7 @@ def test_integers_without_a_policy_for_them_are_refused(policy):
     message = (
         "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized, and was read by a layer or "
         "code that computes with floats. Give the model the policy it was quantized with: with_policy(model, "
-        "'int8(min_size=0)_from_mixed_bfloat16'); in your own code, call its dequantize()."
+        "policy); in your own code, call its dequantize()."
     )
     with raises(TypeError, message):
         model.apply(quant.quantize(VARIABLES, INT8), X)

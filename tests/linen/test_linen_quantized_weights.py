@@ -177,8 +177,8 @@ READERS = {
     tied_by_operation: (TypeError, "QuantizedArray(int8(min_size=0), shape=(16, 8), dtype=float32) is quantized, "),
 }
 REMEDY = (
-    "Or leave 'body/embed/embedding' out by a rule of the PolicyMap that quantizes it. For example: "
-    "PolicyMap({'body/embed': 'mixed_bfloat16'}, 'int8(min_size=0)_from_mixed_bfloat16')."
+    "Or leave 'body/embed/embedding' out by a rule beside the policy that quantizes it. For example: "
+    "PolicyMap({'body/embed': 'mixed_bfloat16'}, policy)."
 )
 
 
@@ -238,8 +238,8 @@ def test_code_outside_of_a_model_is_told_of_the_rule():
         weight.T  # noqa: B018
     assert str(caught.value) == (
         "A quantized weight has no attribute 'T'; the array of its dequantize() may have it. Or leave the weight out "
-        "by a rule of the PolicyMap that quantizes it. For example: PolicyMap({'path/of/its/module': "
-        "'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
+        "by a rule beside the policy that quantizes it. For example: PolicyMap({'path/of/its/module': "
+        "'mixed_bfloat16'}, policy)."
     )
     assert not hasattr(weight, "at")
 

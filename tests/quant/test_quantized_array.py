@@ -6,7 +6,9 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 from hypothesis import given, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshes import find_devices
@@ -229,7 +231,7 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
          r"^QuantizedArray\(int8, .*\) is quantized, and was read by a layer or code that .*call its deq"),
         (lambda: weights()[2] + jnp.ones(2), TypeError, r"unsupported operand|is quantized, and was read by "),
         (lambda: jnp.dot(jnp.ones((2, 16)), weights()[2]), TypeError,
-         r"Give the model the policy it was quantized with: with_policy\(model, 'int4/8_from_mixed_bfloat16'\)"),
+         r"Give the model the policy it was quantized with: with_policy\(model, policy\)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error(make, error, text):
@@ -249,3 +251,27 @@ def test_an_exported_program_of_quantized_weights_is_serialized(format):
 def test_a_table_of_parameters_is_told_to_leave_out_statistics():
     with pytest.raises(TypeError, match=r"QuantizedArray\(int8, .*\) is not one number\. .*include_stats=False"):
         float(quantize_array(jnp.ones((16, 8)), "int8"))
+
+
+@pytest.mark.parametrize("differentiate", ["value_and_grad", "minimize"])
+def test_training_of_quantized_weights_names_the_weight_and_what_to_train(differentiate):
+    params = {"head": {"kernel": quantize_array(jnp.ones((16, 8)), "int4/8")}}
+    loss_fn = lambda params: jnp.sum(params["head"]["kernel"].dequantize())
+    message = (
+        r"^{} got the quantized weight QuantizedArray\(int4/8, .*\) at .*\['head'\]\['kernel'\]: integers have no "
+        r"gradient\. Train the floating weights .*with_policy\(model, 'int4/8_from_mixed_bfloat16'\)\.$"
+    )
+    run = {
+        "value_and_grad": jmp.value_and_grad(loss_fn, loss_scale=jmp.NoOpLossScale()),
+        "minimize": lambda params: jmp.optim.minimize(loss_fn, optax.sgd(0.1))(params, optax.sgd(0.1).init(params)),
+    }
+    with pytest.raises(TypeError, match=message.format(differentiate)):
+        run[differentiate](params)
+
+
+def test_the_error_for_a_table_does_not_propose_the_format_that_it_is_stored_in():
+    """A table under int4/32 is stored in int8(activations=false)."""
+    variables = jax.jit(nn.Embed(32, 32).init)(jax.random.key(0), jnp.zeros(1, int))
+    table = jmp.quant.quantize(variables, "int4/32(min_size=0)_from_mixed_bfloat16")["params"]["embedding"]
+    with pytest.raises(AttributeError, match=r"For example: PolicyMap\({.*: 'mixed_bfloat16'}, policy\)\.$"):
+        table.T  # noqa: B018

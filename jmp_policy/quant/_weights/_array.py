@@ -182,8 +182,7 @@ class QuantizedArray(Uncast):
         raise MisreadType(
             self,
             f"{self!r} is quantized, and was read by a layer or code that computes with floats. Give the model the "
-            f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in your own code, "
-            "call its dequantize().",
+            "policy it was quantized with: with_policy(model, policy); in your own code, call its dequantize().",
         )
 
     def __float__(self) -> float:
@@ -318,13 +317,13 @@ class Misread(Exception):
     """Raised when code that cannot handle a quantized weight reads it."""
 
     def __init__(self, weight: Any, amiss: str):
-        super().__init__(f"{amiss} {_suggest_rule(weight, 'the weight', 'path/of/its/module')}")
+        super().__init__(f"{amiss} {_suggest_rule('the weight', 'path/of/its/module')}")
         self.weight = weight
         self._amiss = amiss
 
     def name_weight(self, module: str, name: str) -> None:
         path = f"{module}/{name}" if module else name
-        self.args = (f"{self._amiss} {_suggest_rule(self.weight, repr(path), module)}",)
+        self.args = (f"{self._amiss} {_suggest_rule(repr(path), module)}",)
 
 
 class MisreadType(Misread, TypeError):
@@ -335,10 +334,11 @@ class MisreadAttribute(Misread, AttributeError):
     """`Misread` by an attribute."""
 
 
-def _suggest_rule(weight: Any, named: str, module: str) -> str:
+def _suggest_rule(named: str, module: str) -> str:
+    # Not by the weight's format: a table under 'int4/32' is stored in int8.
     return (
-        f"Or leave {named} out by a rule of the PolicyMap that quantizes it. "
-        f"For example: PolicyMap({{{module!r}: 'mixed_bfloat16'}}, '{weight.format}_from_mixed_bfloat16')."
+        f"Or leave {named} out by a rule beside the policy that quantizes it. "
+        f"For example: PolicyMap({{{module!r}: 'mixed_bfloat16'}}, policy)."
     )
 
 
