@@ -224,7 +224,7 @@ def build_value_and_grad(
 
 
 def check_differentiable(params: PyTree, name: str) -> None:
-    """Raises a `TypeError` for an nnx module with state, which the function `name` would lose, or a quantized weight."""
+    """Raises a `TypeError` for an nnx module with state, which the function `name` would lose, or quantized weights."""
     adapter = find_lifting_adapter(params)
     state = None if adapter is None else adapter.find_state(params)
     if state is not None:

@@ -9,7 +9,19 @@ from typing import Any, NoReturn, overload
 import jax
 
 from .._base import P, PyTree, R, describe, refuse_old_keywords, warn_user
-from ..policy import Decorator, F, FirstSpec, Jitted, Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec
+from ..policy import (
+    Decorator,
+    F,
+    FirstSpec,
+    Jitted,
+    Policy,
+    PolicyMap,
+    PolicySpec,
+    covers_path,
+    get_policy,
+    is_policy_spec,
+    spell_key,
+)
 from ._adapter import find_adapter, is_flax_object
 from ._call_casts import (
     cast_arguments,
@@ -171,12 +183,8 @@ def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
     if message := explain_uncast(fun):
         warn_user(message)
     names, own = frozenset(no_cast), given[""] if isinstance(given, PolicyMap) else given
-    if own.cache is not None:
-        warn_user(
-            f"{name_function(fun)} is a function: cache={str(own.cache)!r} of its policy has no effect, because only "
-            f"attention layers of Flax store a cache. Give that policy to the model. For example: with_policy(model, "
-            f"{own.name!r})."
-        )
+    if message := _explain_no_effect(fun, given, own):
+        warn_user(message)
     holds_arrays = not isinstance(fun, types.FunctionType)
 
     @functools.wraps(fun)
@@ -192,6 +200,26 @@ def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
 
     call_with_policy.__jmp_attached__ = given  # type: ignore[attr-defined]
     return call_with_policy
+
+
+def _explain_no_effect(fun: Callable[..., Any], given: Policy | PolicyMap, own: Policy) -> str:
+    """Names the first part of a policy that only layers have, or returns an empty string."""
+    keys = [rule.key for rule in given.rules] if isinstance(given, PolicyMap) else []
+    idle = [key for key in keys if isinstance(key, type) or not covers_path(key, "")]
+    if own.cache is not None:
+        part, reason = f"cache={str(own.cache)!r}", "only attention layers of Flax store a cache"
+    elif own.quantization is not None:
+        part, reason = repr(str(own.quantization)), "only the layers of a model are quantized"
+    elif idle:
+        part, reason = f"rule {spell_key(idle[0])}", "only the modules of a model have paths and types"
+    else:
+        return ""
+    instead = "" if own.cache is not None else f", or use autocast({name_function(fun)}, policy)"
+    example = "policy" if isinstance(given, PolicyMap) else repr(own.name)
+    return (
+        f"{name_function(fun)} is a function: {part} of its policy has no effect, because {reason}. Give that policy "
+        f"to the model{instead}. For example: with_policy(model, {example})."
+    )
 
 
 def _check_made_no_module(fun: Callable[..., Any], inputs: PyTree, out: PyTree) -> None:

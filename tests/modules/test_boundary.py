@@ -77,6 +77,7 @@ def test_the_program_is_the_hand_written_one(transform):
     assert programs[0] == programs[1]
 
 
+@pytest.mark.filterwarnings("ignore:.* is a function. .* of its policy has no effect:UserWarning")
 def test_positional_keyword_and_nested_inputs_and_outputs_are_cast(any_policy):
     @jmp.with_policy(any_policy)
     def probe(a, *rest, b, **more):
@@ -221,6 +222,7 @@ def test_precision_of_the_policy_holds_inside_and_nowhere_else():
     assert "HIGHEST" not in str(jax.make_jaxpr(lambda x: dot(x) @ x)(X)).rsplit("dot_general", 1)[1]
 
 
+@pytest.mark.filterwarnings("ignore:.* is a function. .* of its policy has no effect:UserWarning")
 def test_a_map_gives_a_function_the_policy_of_the_root():
     rules = jmp.PolicyMap({"head": "float16"}, "bfloat16")
     fun = jmp.with_policy(lambda x: x, rules)

@@ -244,3 +244,29 @@ def test_a_cache_in_the_policy_of_a_function_is_a_warning():
     text = r"^loss_fn is a function: cache='int8' of its policy has no effect.* with_policy\(model, 'params=float32,co"
     with pytest.warns(UserWarning, match=text):
         jmp.with_policy(loss_fn, "c=bf16,cache=int8")
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (
+            "int8_from_mixed_bfloat16",
+            r"'int8' of its policy has no effect, .* with_policy\(model, 'int8_from_mixed_bfloat16'\)",
+        ),
+        (
+            "float8_from_mixed_bfloat16",
+            r"'float8' of its policy has no effect, because only the layers of a model are quan",
+        ),
+        (
+            jmp.PolicyMap({nn.LayerNorm: "float32"}, "mixed_bfloat16"),
+            r"rule LayerNorm of its policy has no effect, because",
+        ),
+        (
+            jmp.PolicyMap({"head": "float32"}, "mixed_bfloat16"),
+            r"rule 'head' of its policy .*autocast\(loss_fn, policy\)",
+        ),
+    ],
+)
+def test_what_only_layers_do_in_the_policy_of_a_function_is_a_warning(policy, text):
+    with pytest.warns(UserWarning, match=rf"^loss_fn is a function: {text}"):
+        jmp.with_policy(loss_fn, policy)
