@@ -283,6 +283,10 @@ class Results:
         leaves = [next(given) if leaf is _ARRAY else leaf for _, leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
+    def list_others(self) -> dict[KeyPath, Any]:
+        """Returns the outputs that are not arrays, such as Python numbers, by path."""
+        return {path: leaf for path, leaf in self._leaves if leaf is not _ARRAY}
+
     def list_paths(self) -> list[KeyPath]:
         """Returns the paths of the arrays."""
         return [path for path, leaf in self._leaves if leaf is _ARRAY]

@@ -8,6 +8,7 @@ from ._cost import (
     count_bytes as count_bytes,
     count_flops as count_flops,
     count_products as count_products,
+    count_scattered_rows as count_scattered_rows,
     find_half_sum as find_half_sum,
 )
 from ._evaluate import (

@@ -173,6 +173,27 @@ def _count_overlapping_windows(step: Step) -> int:
     return math.prod(_divide_up(window, stride) for window, stride in pairs)
 
 
+def count_scattered_rows(eqn: JaxprEqn) -> int:
+    """Counts the rows that a scatter adds: 1 if no two of them meet in an element."""
+    window = eqn.params["dimension_numbers"].update_window_dims
+    sizes = [size for axis, size in enumerate(shape_of(eqn.invars[-1])) if axis not in window]
+    return 1 if eqn.params["unique_indices"] else math.prod(sizes)
+
+
+def _count_meeting(eqn: JaxprEqn) -> int:
+    """Counts the elements that a scatter adds to one element, on average over all that its indices can reach."""
+    if count_scattered_rows(eqn) == 1:
+        return 1
+    numbers, updates = eqn.params["dimension_numbers"], shape_of(eqn.invars[-1])
+    reached = list(shape_of(eqn.invars[0]))
+    left_out = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [axis for axis in range(len(reached)) if axis not in left_out]
+    for axis, window in zip(kept, numbers.update_window_dims, strict=True):
+        if axis not in numbers.scatter_dims_to_operand_dims:
+            reached[axis] = updates[window]
+    return _divide_up(math.prod(updates), max(math.prod(reached), 1))
+
+
 def _divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
@@ -184,7 +205,9 @@ _COUNTS = {
     ),
     **dict.fromkeys(("reduce_window_sum", "reduce_window"), _count_in_window),
     "select_and_scatter_add": _count_overlapping_windows,  # max pooling's gradient adds where windows overlap
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul"), lambda step: _size(step.operands[-1])),
+    **dict.fromkeys(
+        ("scatter-add", "scatter_add", "scatter-mul", "scatter-sub"), lambda step: _count_meeting(step.eqn)
+    ),
     **dict.fromkeys(
         ("cumsum", "cumprod", "cumlogsumexp"), lambda step: shape_of(step.operands[0])[step.eqn.params["axis"]]
     ),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe, drop_value_key, is_array
 from ..modules import find_adapter, is_flax_object
@@ -30,6 +31,17 @@ def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(fun)
     except (TypeError, ValueError):
         return None
+
+
+def find_real_shape(aval: Any) -> tuple[int, ...]:
+    """Returns the shape of the real numbers of an array: complex ones have a last axis for their two parts."""
+    return (*aval.shape, 2) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else aval.shape
+
+
+def split_parts(array: jax.Array) -> jax.Array:
+    """Returns the real numbers of an array, in the shape of `find_real_shape`."""
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return jnp.stack([array.real, array.imag], -1) if is_complex else array
 
 
 def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:

@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, float_dtype, is_float
+from ..._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, count_scattered_rows, float_dtype, is_float
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -87,9 +87,9 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
     """Returns the step that summed a gradient in half precision, now or earlier; the loss remains."""
     # A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks, so its
-    # inputs do not count. A scatter in order sums nothing, because each row was looked up once.
+    # inputs do not count. A scatter of one row, or in order, sums nothing, because each row was looked up once.
     scatters = step.name.startswith("scatter")
-    in_order = scatters and facts[1].made == "iota"
+    in_order = scatters and (facts[1].made == "iota" or count_scattered_rows(step.eqn) == 1)
     if float_dtype(step.results[0]) in HALF and not in_order:
         return step
     return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)

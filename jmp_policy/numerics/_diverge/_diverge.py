@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr
 from ..._base import TRACING, Args, Kwargs
 from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
 from ...modules import find_lifting_adapter
-from .._ends import Results, check_function, name_results
+from .._ends import Results, check_function, find_real_shape, name_results
 from .._tune import take_apart
 from ._align import align
 from ._divergence import Divergence
@@ -23,7 +23,7 @@ from ._measure import compare
 from ._plan import Layout, make_layout, make_plan
 from ._recording import Comparisons, Run
 from ._run import run
-from ._scopes import Flat, has_floats
+from ._scopes import Flat, has_floats, has_values
 
 
 def diverge(
@@ -41,8 +41,9 @@ def diverge(
     pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in
     `f`. Iterations of a `scan` are aligned one by one with those of the other function, or with the layers of a Python
     loop: scopes such as `layers_0`, `layers_1` in place of `layers`. Scopes inside a `shard_map` of both functions are
-    compared on each device. A `while` and a `cond`, and a `scan` or `shard_map` without a counterpart, count as one
-    operation. Scopes that are jitted again with `in_shardings` run without them.
+    compared on each device. Complex numbers are compared by their parts. The error of integers and booleans is the
+    share that differs; a recording has none of them. A `while` and a `cond`, and a `scan` or `shard_map` without a
+    counterpart, count as one operation. Scopes that are jitted again with `in_shardings` run without them.
 
     A recording in the place of `g` is the reference: values that left the scopes in another framework, version or
     process. Each error compares `f` with the recording. A scope *introduces* the error that `f` makes there on
@@ -109,8 +110,11 @@ def diverge(
         introduced = jax.jit(lambda *inputs: run(plan, *inputs, is_mixed=True)[-1])(mine.leaves, theirs.leaves)
         with jax.numpy_dtype_promotion("standard"):
             record = jax.tree.map(jnp.add, passed, introduced)
-        shapes = [(mine.names[i], mine.types[i].shape) for i in results.values()]
-        return Divergence(record, compared, totals, make_layout(plan, shapes, _name_functions(f, g)))
+        shapes = [(mine.names[i], find_real_shape(mine.types[i])) for i in results.values()]
+        unpaired = [name for j, name in enumerate(theirs.names) if j not in results and theirs.types[j].size]
+        unaligned = [f"{name} is not compared: only one function returns such numbers" for name in unpaired]
+        layout = make_layout(plan, shapes, _name_functions(f, g), unaligned)
+        return Divergence(record, compared, totals, layout)
 
     return compare_runs
 
@@ -170,7 +174,7 @@ def record(fun: Callable[..., Any]) -> Callable[..., dict[str, jax.Array]]:
 
 def _make_storable(array: jax.Array) -> jax.Array:
     """Casts dtypes that files of NumPy do not have to float32."""
-    return array if np.dtype(array.dtype).kind == "f" else array.astype(np.float32)
+    return array if np.dtype(array.dtype).kind in "fc" else array.astype(np.float32)
 
 
 def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, str]) -> Callable[..., Divergence]:
@@ -191,7 +195,7 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
             return made.find(), compared, [_measure_total(array) for array in results.values()]
 
         record, compared, totals = jax.jit(measure)(traced.leaves, top.list_recorded(), results)
-        shapes = [(name, array.shape) for name, array in results.items()]
+        shapes = [(name, find_real_shape(traced.types[places[name]])) for name in results]
         unaligned = tuple(dict.fromkeys([*problems, *comparisons.problems]))
         layout = Layout(tuple(comparisons.rows), tuple(shapes), unaligned, ("the recording", _name_function(f)))
         return Divergence(record, compared, totals, layout)
@@ -248,10 +252,14 @@ def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
     for i, other in enumerate(theirs.types):
         candidates = [i, *range(len(mine.types))]
         free = [j for j in candidates if j < len(mine.types) and j not in pairs.values()]
-        found = next((j for j in free if mine.types[j].shape == other.shape), None) if has_floats(other) else None
+        found = next((j for j in free if _is_pair(mine.types[j], other)), None) if has_values(other) else None
         if found is not None:
             pairs[i] = found
     return pairs
+
+
+def _is_pair(mine: Any, other: Any) -> bool:
+    return mine.shape == other.shape and has_values(mine) and has_floats(mine) == has_floats(other)
 
 
 def _name_functions(f: Any, g: Any) -> tuple[str, str]:
@@ -267,6 +275,6 @@ def _name_function(f: Any) -> str:
 
 def _measure_total(output: Any) -> Any:
     """Returns how far the exponentials along the last axis are from adding up to 1."""
-    if not output.ndim:
+    if not output.ndim or not jnp.issubdtype(output.dtype, jnp.floating):
         return jnp.inf
     return jnp.max(jnp.abs(jnp.sum(jnp.exp(output.astype(jnp.float32)), -1) - 1))

@@ -45,10 +45,17 @@ class Measured(NamedTuple):
 
 
 def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
-    """Measures the difference of two arrays of one shape. Elements that both mask with large negatives do not count."""
-    dtype = max((at_least_float32(x.dtype) for x in (reference, value)), key=lambda dtype: dtype.itemsize)
+    """Measures the difference of two arrays of one shape. Elements that both mask with large negatives do not count.
+
+    Complex numbers are compared by their parts. The error of integers and booleans is the share that differs.
+    """
     if reference is value:
-        return jnp.zeros(len(Measured._fields), dtype)
+        return jnp.zeros(len(Measured._fields), np.float32)
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (reference, value)):
+        return _compare_whole(reference, value)
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in (reference, value)):
+        reference, value = (jnp.stack([x.real, x.imag], -1) for x in (reference, value))
+    dtype = max((at_least_float32(x.dtype) for x in (reference, value)), key=lambda dtype: dtype.itemsize)
     reference, value = (lax.convert_element_type(keep_rounding(x), dtype).reshape(-1) for x in (reference, value))
     zero, infinity = np.zeros((), dtype), np.full((), np.inf, dtype)
     is_masked = (reference <= _MASK) & (value <= _HALF_MASK)
@@ -66,6 +73,18 @@ def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
     starts = [np.zeros((), operand.dtype) for operand in operands]
     *sums, _, page, position, at_reference, at_value = lax.reduce(operands, starts, _add_and_choose, (0,))
     return jnp.stack([unit, *sums, page.astype(dtype), position.astype(dtype), at_reference, at_value])
+
+
+def _compare_whole(reference: jax.Array, value: jax.Array) -> jax.Array:
+    """Measures the share of elements that differ, as the error of numbers that are all 1."""
+    common = np.promote_types(*(np.uint8 if x.dtype == bool else x.dtype for x in (reference, value)))
+    reference, value = (lax.convert_element_type(x, common).reshape(-1) for x in (reference, value))
+    is_different = reference != value
+    size, share = np.float32(reference.size), jnp.mean(is_different, dtype=np.float32)
+    where = jnp.argmax(is_different)
+    place = where // PAGE, where % PAGE, reference[where], value[where]
+    sums = np.float32(1), size * share**2, size, size * (1 - share), size * (1 - share) ** 2
+    return jnp.stack([*sums, *(number.astype(np.float32) for number in place)])
 
 
 def stack(rows: Sequence[jax.Array]) -> jax.Array:

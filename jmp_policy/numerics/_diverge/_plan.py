@@ -7,8 +7,9 @@ from typing import Any, Literal as OneOf, NamedTuple
 from jax.extend.core import Literal
 
 from ..._jaxpr import sub_jaxprs, walk
+from .._ends import find_real_shape
 from ._align import Alignment
-from ._scopes import RESIDUAL, Node, Scope, Side, has_floats, split_loop
+from ._scopes import RESIDUAL, Node, Scope, Side, has_values, split_loop
 
 Kind = OneOf["passed", "introduced", "skipped"]
 
@@ -80,7 +81,7 @@ def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
     """Compares the outputs of a scope that `g` lacks with the values that it has instead."""
     alignment = plan.alignment
     pairs = [(value, alignment.g.exits[other][0]) for value, other in alignment.skipped[scope]]
-    pairs = [pair for pair in pairs if has_floats(alignment.g.flat.types[pair[1]])]
+    pairs = [pair for pair in pairs if has_values(alignment.g.flat.types[pair[1]])]
     outputs, others = [value for value, _ in pairs], [other for _, other in pairs]
     outgoing, introduced = plan.add("passed", others, outputs), plan.add("skipped", others, outputs)
     return ScopePlan(scope, plan.add("passed", others), outgoing, introduced)
@@ -88,7 +89,7 @@ def _plan_skipped(plan: Plan, scope: Scope) -> ScopePlan:
 
 def _plan_scope(plan: Plan, scope: Scope, given: Collection[int]) -> ScopePlan:
     alignment, g = plan.alignment, plan.alignment.g
-    is_compared = lambda origin: origin in alignment.pairs and has_floats(g.flat.types[origin])
+    is_compared = lambda origin: origin in alignment.pairs and has_values(g.flat.types[origin])
     made = [value for value in g.list_shared(scope) if is_compared(value)]
     passed = [value for value in made if g.readers[value] != {RESIDUAL}]
     exits = [exit for value in passed or made for exit in g.exits[value]]
@@ -127,14 +128,19 @@ class Layout:
     names: tuple[str, str]
 
 
-def make_layout(plan: Plan, outputs: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str]) -> Layout:
-    unaligned = dict.fromkeys(plan.alignment.unaligned)
+def make_layout(
+    plan: Plan,
+    outputs: Iterable[tuple[str, tuple[int, ...]]],
+    names: tuple[str, str],
+    unpaired: Iterable[str] = (),
+) -> Layout:
+    unaligned = dict.fromkeys([*plan.alignment.unaligned, *unpaired])
     return Layout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
 
 
 def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:
     alignment = plan.alignment
-    shapes = tuple(alignment.g.flat.types[comparison.value].shape for comparison in plan.comparisons)
+    shapes = tuple(find_real_shape(alignment.g.flat.types[comparison.value]) for comparison in plan.comparisons)
     found: list[RowLayout] = []
     numbers = iter(range(len(plan.scopes)))
     for item in plan.scopes:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from .._ends import find_real_shape
 from ._align import describe
 from ._exits import Key, Level
 from ._measure import compare, stack
@@ -51,7 +52,7 @@ class Comparisons:
                     since[value] = Paths()
         self.unrecorded = [*map(find, flat.outputs)]  # the scopes between recorded values and each output
         plans = {key: self._plan(level, key, unknown[key], bool(around)) for key in order if isinstance(key, tuple)}
-        shapes = tuple(flat.types[value].shape for _, value, _ in self.wanted)
+        shapes = tuple(find_real_shape(flat.types[value]) for _, value, _ in self.wanted)
         self.rows: list[RowLayout] = []
         for key in order:
             if isinstance(key, int):

@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from ..._base import is_floating_dtype
 from ..._jaxpr import (
     CALLED,
     MOVING,
@@ -254,7 +254,8 @@ class Side:
 
 
 def moves(node: Node) -> bool:
-    return node.eqn.primitive.name in MOVING or is_cast(node) or not any(map(is_float, node.eqn.outvars))
+    makes_numbers = any(has_floats(var.aval) for var in node.eqn.outvars)
+    return node.eqn.primitive.name in MOVING or is_cast(node) or not makes_numbers
 
 
 def split_loop(node: Node) -> tuple[int, int]:
@@ -266,7 +267,14 @@ def split_loop(node: Node) -> tuple[int, int]:
 
 
 def has_floats(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and is_floating_dtype(aval.dtype) and aval.size > 0
+    """True for an array of floating or complex numbers."""
+    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.inexact)) and aval.size > 0
+
+
+def has_values(aval: Any) -> bool:
+    """True for any array of numbers or booleans."""
+    is_whole = hasattr(aval, "dtype") and (aval.dtype == bool or jnp.issubdtype(aval.dtype, jnp.integer))
+    return has_floats(aval) or (bool(is_whole) and aval.size > 0)
 
 
 def is_inside(path: str, outer: str) -> bool:

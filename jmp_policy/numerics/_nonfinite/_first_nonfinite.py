@@ -3,17 +3,17 @@
 import functools
 import inspect
 import itertools
-import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
-from ..._base import TRACING, Args, Kwargs, PyTree, vary, vary_everywhere
+from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, vary, vary_everywhere
 from ..._jaxpr import (
     ModulePaths,
     RecordedOp,
@@ -22,7 +22,6 @@ from ..._jaxpr import (
     explain_tracing,
     find_direction,
     find_line,
-    find_origin,
     find_unrepeatable,
     open_partials,
     prepare_replay,
@@ -30,16 +29,15 @@ from ..._jaxpr import (
     refuse_casting,
     replace_variables,
     run_lifted,
-    split_line,
     trace,
 )
 from ...loss_scale import all_finite
 from .._ends import Results, check_function, find_signature, name_results, spell_arguments
 from ._chase import find_origin as chase_origin
-from ._extremes import Extremes, ExtremesRecorder, is_measurable
+from ._extremes import Extremes, ExtremesRecorder, find_extremes, is_measurable
 from ._graph import build_graph
 from ._origin import NonfiniteOrigin
-from ._remedies import Words, find_roles
+from ._remedies import A_CONSTANT, Words, describe_code, find_roles
 
 
 def first_nonfinite(
@@ -119,6 +117,7 @@ class _Run:
         self._register, self._signature, self._given, self._checks = register, signature, given, checks
         self._noted: list[Any] | None = None
         self._marks: list[bool] = []
+        self._numbers: list[tuple[KeyPath, complex]] = []  # Python numbers among the results, not finite
 
     def note_results(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
         """Wraps a function so that only the results selected by `of` are checked."""
@@ -135,23 +134,25 @@ class _Run:
         """Traces and runs a function, and searches for the origin if a result is not finite."""
         ends = Results()
         with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
-            traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
+            traced = trace(self._mark_noted(ends, fun), args, kwargs)
         if is_lifted:
             self._unmark_unwritten(traced.program.jaxpr, name_results(ends.list_paths(), is_lifted=True))
         paths = ModulePaths(self._register.list_modules())
         names = spell_arguments(self._signature, (args, kwargs), self._given, is_lifted=is_lifted)
         program, constants = _detach_constants(traced.program)
-        leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
+        leaves, names = [*constants, *traced.leaves], [A_CONSTANT] * len(constants) + names
         made = call(program, *leaves)
-        search = _make_search(program, self._marks, names, paths)
+        search, none = _make_search(program, self._marks, names, paths), NonfiniteOrigin.empty()
+        for path, number in self._numbers[:1]:
+            none = NonfiniteOrigin.of_constant(number, name_results([path], is_lifted=is_lifted)[0] or "")
         if search is None:
-            self.origin = NonfiniteOrigin.empty()
+            self.origin = none
         elif not self._checks:
             self.origin = search(*lax.stop_gradient(leaves))
         else:
             looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
             is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
-            nothing = lambda *_: vary_everywhere(NonfiniteOrigin.empty())
+            nothing = lambda *_: vary_everywhere(none)
             self.origin = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
@@ -166,12 +167,16 @@ class _Run:
         )
         self._marks = [mark and looked_at for mark, looked_at in zip(self._marks, is_looked_at, strict=True)]
 
-    def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def _mark_noted(self, ends: Results, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+        take = ends.take_arrays(fun)
+
         def take_and_mark(*args: Any, **kwargs: Any) -> list[Any]:
-            arrays = take(*args, **kwargs)
-            noted = arrays if self._noted is None else self._noted
+            arrays, others = take(*args, **kwargs), ends.list_others()
+            noted = [*arrays, *others.values()] if self._noted is None else self._noted
             ids = set(map(id, noted))
             self._marks, self._noted = [id(array) in ids for array in arrays], None  # tracers of this trace
+            numbers = [(path, leaf) for path, leaf in others.items() if isinstance(leaf, float | complex)]
+            self._numbers = [(path, leaf) for path, leaf in numbers if id(leaf) in ids and not np.isfinite(leaf)]
             return arrays
 
         return take_and_mark
@@ -206,13 +211,17 @@ def _make_search(
     recorded, lines, _ = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _describe_lines(lines, paths, find_roles(body))
-    if not words:
+    graph = build_graph(body, arguments, lines, words, recorder)
+    if not len(graph.text):
         return None
 
     def search(*leaves: Any) -> NonfiniteOrigin:
-        record = call(recorded, *leaves)[len(body.outvars) :]
-        graph = build_graph(body, arguments, lines, words, recorder)
-        return chase_origin(graph, Extremes(*record))
+        made = call(recorded, *leaves)[len(body.outvars) :]
+        record = Extremes(*made) if words else recorder.empty(0)
+        if len(graph.numbers):
+            literals = recorder.gather([find_extremes(jnp.float32(number)) for number in graph.numbers])
+            record = recorder.join([record, literals])
+        return chase_origin(graph, record)
 
     return search
 
@@ -224,12 +233,15 @@ def _describe_lines(lines: Sequence[RecordedOp], paths: ModulePaths, roles: dict
     for line, key in zip(lines, keys, strict=True):
         if key not in known:
             step = line.step
-            source, function = split_line(find_line(find_origin(step)))
-            file, _, number = source.rpartition(":")
-            code = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
             dtype: Any = step.results[line.result].aval
-            where = paths.read_stack(step.scope), find_direction(step.scope), str(dtype.dtype)
-            known[key] = Words(step.name, source, function, code, *where, role=roles.get(id(step.eqn), ""))
+            known[key] = Words(
+                step.name,
+                path=paths.read_stack(step.scope),
+                direction=find_direction(step.scope),
+                dtype=str(dtype.dtype),
+                role=roles.get(id(step.eqn), ""),
+                **describe_code(step.eqn, step.around),
+            )
     return [known[key] for key in keys]
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..._jaxpr import CALLED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
-from ._remedies import Words, write_words
+from ._remedies import A_CONSTANT, TEXT_LENGTH, Words, describe_code, write_words
 
 NONE, CONSTANT, UNKNOWN = -1, -2, -3
 """Rows of an operand that does not exist, a literal, and a value that is not measured."""
@@ -40,6 +40,7 @@ class Graph(NamedTuple):
     is_reciprocal: np.ndarray  # True if a value may be zero because an operand is infinite, as in a division
     text: np.ndarray  # the index of each value's text
     texts: np.ndarray  # uint8 of shape (texts, TEXT_LENGTH)
+    numbers: np.ndarray  # literals that are not finite: the last values, without a row in the record
 
 
 class Edge(NamedTuple):
@@ -58,14 +59,18 @@ def build_graph(
     words: Sequence[Words],
     recorder: ExtremesRecorder,
 ) -> Graph:
-    """Builds the graph of a recorded program. Rows of `arguments` come first."""
+    """Builds the graph of a recorded program. Rows of `arguments` come first, literals last."""
     finder = _EdgeFinder(program, arguments, lines, recorder)
-    values = [(RecordedOp(None, 0), ())] * len(arguments) + [(line, line.step.around) for line in lines]  # type: ignore[arg-type]
     edges = [[] for _ in arguments] + [finder.find_sources(line) for line in lines]
+    results, literals = finder.find_results(), finder.literals
+    edges += [[] for _ in literals]
+    nowhere: Any = RecordedOp(None, 0), ()  # type: ignore[arg-type]
+    values = [nowhere] * len(arguments) + [(line, line.step.around) for line in lines] + [nowhere] * len(literals)
+    words = [*words, *literals.values()]
     merged = [[i for i, (eqn, _) in enumerate(around) if finder.is_merged(eqn)] for _, around in values]
 
     # Edges of all values, then the edges to the results.
-    start = np.cumsum([0, *map(len, edges), len(results := finder.find_results())])
+    start = np.cumsum([0, *map(len, edges), len(results)])
     common, carried = [], []
     for value, own in enumerate(edges):
         for edge in own:
@@ -78,7 +83,7 @@ def build_graph(
 
     distinct = list(dict.fromkeys(words))
     places = {word: i for i, word in enumerate(distinct)}
-    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines]
+    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines] + [[] for _ in literals]
     loops = [_list_turns(line, around, finder) for line, around in values]
     atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
     return Graph(
@@ -91,10 +96,11 @@ def build_graph(
         shifts=_pad([[shift for _, _, shift in own] for own in operands], MOST_OPERANDS, 0, np.float32),
         turns=_pad([row for row, _ in loops], MOST_TURNS, NONE, np.int32),
         last=_pad([row for _, row in loops], MOST_LOOPS, NONE, np.int32),
-        is_half=np.array([float_dtype(atom) == np.float16 for atom in atoms], bool),
-        is_reciprocal=np.array([False] * len(arguments) + [line.step.name in _RECIPROCALS for line in lines], bool),
+        is_half=_pad([[float_dtype(atom) == np.float16 for atom in atoms]], len(values), False, bool)[0],
+        is_reciprocal=np.array([line is not None and line.name in _RECIPROCALS for (line, *_), _ in values], bool),
         text=np.array([places[word] for word in words], np.int32),
-        texts=np.stack([write_words(word) for word in distinct]),
+        texts=np.array([write_words(word) for word in distinct], np.uint8).reshape(-1, TEXT_LENGTH),
+        numbers=np.array([number for number, _ in literals], np.float32),
     )
 
 
@@ -115,6 +121,8 @@ class _EdgeFinder:
         self._found: dict[Any, list[Edge]] = {}
         # True to follow integers to the floats that they were computed from, as the scales of a block-scaled format.
         self._reads_bits = False
+        self._count = len(arguments) + len(lines)
+        self.literals: dict[tuple[float, int], Words] = {}  # by number and equation that reads it
 
     def is_merged(self, eqn: JaxprEqn) -> bool:
         """True for a loop with one row for all iterations."""
@@ -125,17 +133,21 @@ class _EdgeFinder:
         self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
         found = _join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
         self._reads_bits = False
-        return found
+        return self._put_last(found)
 
     def find_results(self) -> list[Edge]:
-        return _join(self._follow(atom, (), ()) for atom in self._program.outvars)
+        return self._put_last(_join(self._follow_end(atom, (), ()) for atom in self._program.outvars))
+
+    def _put_last(self, edges: list[Edge]) -> list[Edge]:
+        """Puts literals last: they are in the program whether or not a run reaches them."""
+        return sorted(edges, key=lambda edge: edge.value >= self._count)
 
     def list_operands(self, line: RecordedOp) -> list[tuple[int, float, float]]:
         """Lists rows, scales and shifts of the first operands of a line."""
         found = []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
-            number = None if edges else self._find_number(atom, line.step.around)
+            number = None if edges else self._find_literal(atom, line.step.around)[0]
             edge = next(iter(edges), None)
             if edge is not None:
                 found.append((edge.value, edge.scale, edge.shift))
@@ -143,18 +155,35 @@ class _EdgeFinder:
                 found.append((UNKNOWN, 0.0, 0.0) if number is None else (CONSTANT, 0.0, number))
         return found
 
-    def _find_number(self, atom: Any, around: Around) -> float | None:
-        """Returns the value of an atom if it is a literal, also outside the sub-jaxpr."""
+    def _find_literal(
+        self, atom: Any, around: Around, reader: JaxprEqn | None = None
+    ) -> tuple[float | None, JaxprEqn | None, Around]:
+        """Returns the value of an atom if it is a literal, also outside the sub-jaxpr, and the place that reads it."""
+        reader = around[-1][0] if around and reader is None else reader
         while not isinstance(atom, Literal):
             body = around[-1][1] if around else self._program
             eqn, i = self._list_makers(body).get(atom, (None, 0))
             if eqn is not None and moves_only(eqn):
-                atom = eqn.invars[i]
+                atom, reader = eqn.invars[i], eqn
             elif eqn is None and around and around[-1][0].primitive.name in CALLED and atom in body.invars:
-                atom, around = around[-1][0].invars[body.invars.index(atom)], around[:-1]
+                reader, around = around[-1][0], around[:-1]
+                atom = reader.invars[body.invars.index(atom)]
             else:
-                return None
-        return float(np.asarray(atom.val, np.float32)) if float_dtype(atom) is not None else None
+                return None, None, ()
+        return float(np.asarray(atom.val, np.float32)) if float_dtype(atom) is not None else None, reader, around
+
+    def _follow_end(
+        self, atom: Any, around: Around, turns: tuple[int, ...], loop: JaxprEqn | None = None
+    ) -> list[Edge]:
+        """Follows the result of a jaxpr or the start of a loop, which may be a literal that is not finite."""
+        edges = self._follow(atom, around, turns)
+        number, eqn, around = (None, None, ()) if edges else self._find_literal(atom, around, loop)
+        if number is None or np.isfinite(number):
+            return edges
+        key = number, id(eqn)
+        if key not in self.literals:
+            self.literals[key] = Words(argument=A_CONSTANT, **({} if eqn is None else describe_code(eqn, around)))
+        return [Edge(self._count + list(self.literals).index(key))]
 
     def _follow(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Lists the rows of a value in a sub-jaxpr; empty if it is not measured, like integers."""
@@ -194,15 +223,15 @@ class _EdgeFinder:
         if name == "scan":
             order, is_carried = _list_order(eqn), i < len(bodies[0].carry)
             if not order:
-                return self._follow(_find_start(bodies[0], i), around, turns) if is_carried else []
+                return self._follow_end(_find_start(bodies[0], i), around, turns, eqn) if is_carried else []
             if not self.is_merged(eqn):
                 after = [(*turns, turn) for turn in (order[-1:] if is_carried else order)]
         found = [
-            self._follow(body.program.outvars[i], (*around, (eqn, body.program)), inner)
+            self._follow_end(body.program.outvars[i], (*around, (eqn, body.program)), inner)
             for body in bodies
             for inner in after
         ]
-        start = [self._follow(_find_start(bodies[0], i), around, turns)] if name == "while" else []
+        start = [self._follow_end(_find_start(bodies[0], i), around, turns, eqn)] if name == "while" else []
         return _join([*found, *start])
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
@@ -211,14 +240,17 @@ class _EdgeFinder:
         body = next(body for body in self._list_bodies(eqn) if body.program is program)
         given, is_carry, n = body.inputs[i][0], i in body.carry, i - body.carry.start
         if eqn.primitive.name != "scan" or self.is_merged(eqn):
-            start = self._follow(given, outside, turns)
-            return _join([self._carry(n, around, turns), start]) if is_carry else start
+            if is_carry:
+                return _join([self._carry(n, around, turns), self._follow_end(given, outside, turns, eqn)])
+            return self._follow(given, outside, turns)
         order, turn = _list_order(eqn), turns[-1]
         if is_carry and turn != order[0]:
             before = order[order.index(turn) - 1]
             return self._follow(program.outvars[n], around, (*turns[:-1], before))
         if i >= body.carry.stop:
             return self._follow_slice(given, eqn.params["length"], outside, turns)
+        if is_carry:
+            return self._follow_end(given, outside, turns[:-1], eqn)
         return self._follow(given, outside, turns[:-1])
 
     def _follow_slice(self, atom: Any, length: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._base import escape_controls
-from ._remedies import TEXT_LENGTH, Words, find_remedy, read_words
+from ._remedies import A_CONSTANT, TEXT_LENGTH, Words, find_remedy, read_words, write_words
 
 MOST_TURNS = 4
 """Maximum number of nested loops with a recorded iteration."""
@@ -68,7 +68,8 @@ class NonfiniteOrigin(_Fields):
       turns: the iterations of the loops around it, outermost first. For a `scan`, the index into its `xs`.
       operands: the smallest and largest element of each operand; `None` if it is empty or was not measured. In a loop
         of more than 64 iterations, over all iterations without a nan.
-      argument: the argument that contained the value, as `"batch['x']"`; `None` for an op.
+      argument: the argument that contained the value, as `"batch['x']"`, or `"a constant"` for a number or array in the
+        program; `None` for an op.
       cause: the origin of the infinities from which an op made a nan, or whose reciprocal is the zero from which it
         made an infinity; else `None`.
 
@@ -82,6 +83,14 @@ class NonfiniteOrigin(_Fields):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def of_constant(cls, number: complex, path: str) -> "NonfiniteOrigin":
+        """Returns the origin of a result that is a Python number, and not finite."""
+        words, kind = Words(argument=A_CONSTANT, path=path), NAN if np.isnan(number) else INFINITE
+        texts = np.stack([write_words(words), np.zeros(TEXT_LENGTH, np.uint8)])
+        kinds = jnp.array([kind, FINITE], jnp.int32)
+        return cls.empty()._replace(status=jnp.int32(FOUND), texts=jnp.asarray(texts), kinds=kinds)
 
     @classmethod
     def empty(cls) -> "NonfiniteOrigin":
@@ -149,12 +158,15 @@ class NonfiniteOrigin(_Fields):
             return "every result is finite"
         if one.status == NOT_REPRODUCED:
             return "a result was not finite, but all were in a second run"
-        if self.argument:
+        if self.argument and self.argument != A_CONSTANT:
             return escape_controls(f"{self.kind} in argument `{self.argument}`", keep="")
         code = f"`{self.code}`" if self.code else ""
-        place = [f"{self.kind} in `{self.path or self.primitive}`", os.path.basename(self.source), code]
+        name, rest = f"`{self.path or self.primitive}`", self.direction
+        if self.argument:
+            name, rest = self.argument, f"`{self.path}`" if self.path else ""
+        place = [f"{self.kind} in {name}", os.path.basename(self.source), code]
         turns = f"turn {', '.join(map(str, self.turns))}" if self.turns else ""
-        return escape_controls(", ".join(filter(None, [*place, turns, self.direction])), keep="")
+        return escape_controls(", ".join(filter(None, [*place, turns, rest])), keep="")
 
     def __repr__(self) -> str:
         return f"<NonfiniteOrigin: {'inside of a program' if isinstance(self.status, Tracer) else self}>"
@@ -188,7 +200,7 @@ class NonfiniteOrigin(_Fields):
 
 def _say_what_happened(one: NonfiniteOrigin) -> str:
     kind = {"nan": "A nan", "inf": "An infinity"}[one.kind]
-    if one.argument:
+    if one.argument and one.argument != A_CONSTANT:
         return f"{kind} came in with argument `{one.argument}`."
     passes = {"forward": "the forward pass", "recomputed": "the recompute of a remat", "backward": "the backward pass"}
     place = [f"`{one.path}`" if one.path else "", f"{one.source} ({one.function})" if one.source else ""]
@@ -196,6 +208,8 @@ def _say_what_happened(one: NonfiniteOrigin) -> str:
         place.append(f"turn {', '.join(map(str, one.turns))}")
     code = f": `{one.code}`" if one.code else ""
     where = ", ".join(filter(None, place))
+    if one.argument:
+        return f"{kind} is {one.argument} of the program{', ' if where else ''}{where}{code}."
     sentence = f"{kind} was made by {one.primitive} ({one.dtype}) in {passes[one.direction]}"
     sentence += f"{', ' if where else ''}{where}{code}."
     ranges = [f"{pair[0]:.4g} to {pair[1]:.4g}" for pair in one.operands if pair is not None]

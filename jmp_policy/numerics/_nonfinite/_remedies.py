@@ -1,15 +1,16 @@
 """Suggested fixes for non-finite values, by the primitive that made them and its role."""
 
+import linecache
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import group_by_key
-from ..._jaxpr import Fact, Step, having, walk
+from ..._jaxpr import Fact, Step, find_line, find_origin, having, split_line, walk
 
 GUARDED = "where"
 """Role of an op used by a branch of `jnp.where`."""
@@ -30,6 +31,18 @@ class Words(NamedTuple):
     dtype: str = ""
     argument: str = ""
     role: str = ""
+
+
+A_CONSTANT = "a constant"
+"""`Words.argument` of a number or array that is in the program."""
+
+
+def describe_code(eqn: JaxprEqn, around: Sequence[Any]) -> dict[str, str]:
+    """Returns the fields of `Words` about the user's line of an equation."""
+    source, function = split_line(find_line(find_origin(Step(eqn.primitive.name, (), (), eqn, "", tuple(around)))))
+    file, _, number = source.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    return {"source": source, "function": function, "code": code}
 
 
 _WIDTHS = (32, 160, 48, 96, 128, 12, 16, 103, 8)
@@ -230,6 +243,11 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
     'float16 ends at 65504. Keep this in float32: `'
     """
     primitive, dtype, path = words.primitive, words.dtype, words.path
+    if words.argument == A_CONSTANT:
+        return (
+            "If it is meant, choose the results to check. For example: "
+            "numerics.first_nonfinite(fun, of=lambda out: out[0])."
+        )
     if words.argument:
         return (
             "It was there before the function ran: check the batch and the previous step, which "

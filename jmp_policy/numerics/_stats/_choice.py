@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import Args, describe, did_you_mean, is_array, list_paths_to
 from ..._jaxpr import (
     MATMULS,
+    Atom,
     Fact,
     ModulePaths,
     Modules,
@@ -21,9 +22,9 @@ from ..._jaxpr import (
     RecordedOp,
     Recorder,
     Step,
+    array_dtype,
     body_of,
     find_direction,
-    float_dtype,
     having,
     is_recorded,
     multiplies_only,
@@ -31,6 +32,7 @@ from ..._jaxpr import (
     sub_jaxprs,
     walk,
 )
+from .._ends import split_parts
 from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
 from ._row import Direction, Layout
@@ -72,7 +74,7 @@ class StatsRecorder(Recorder):
         around = list_paths_to(context.path)
         if self.patterns and not any(re.fullmatch(pattern, path) for pattern in self.patterns for path in around):
             return ()
-        return [i for i, var in enumerate(eqn.outvars) if float_dtype(var) is not None and str(var) != "_"]
+        return [i for i, var in enumerate(eqn.outvars) if is_measured(var) and str(var) != "_"]
 
     def _is_chosen(self, eqn: JaxprEqn) -> bool:
         name = eqn.primitive.name
@@ -91,7 +93,7 @@ class StatsRecorder(Recorder):
         return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
 
     def measure(self, value: Any) -> PartialStats | Record:
-        return self.spec.look(value)
+        return self.spec.look(split_parts(value))
 
     def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
         return self.spec.gather(measured)
@@ -107,6 +109,12 @@ class StatsRecorder(Recorder):
 
     def empty(self, rows: int) -> Record:
         return self.spec.empty(rows)
+
+
+def is_measured(atom: Atom) -> bool:
+    """True for floating and complex arrays."""
+    dtype = array_dtype(atom)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 _MOVES = having(Fact.MOVES)

@@ -18,13 +18,12 @@ from ..._jaxpr import (
     ModulePaths,
     RecordedOp,
     Register,
+    array_dtype,
     evaluate,
     explain_tracing,
     find_direction,
     find_line,
     find_origin,
-    float_dtype,
-    is_float,
     open_partials,
     record_program,
     refuse_casting,
@@ -33,8 +32,8 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._ends import Results, check_function, find_signature, name_arguments, name_results
-from ._choice import Place, Request, make_recorder, make_request, remember_program, take_step
+from .._ends import Results, check_function, find_real_shape, find_signature, name_arguments, name_results
+from ._choice import Place, Request, is_measured, make_recorder, make_request, remember_program, take_step
 from ._measure import StatsSpec
 from ._record import Record
 from ._row import Direction, Layout, TensorInfo
@@ -63,7 +62,8 @@ def collect(
     A row is one tensor. Outputs may differ in their last bits, since XLA fuses a measured operation differently. Pallas
     kernels and functions with a `jax.custom_vjp` are operations: their outputs have a row if the operation is chosen,
     and values inside have none. The devices of a `shard_map` share a row, and each counts its copy of a replicated
-    value. The iterations of a `while` share a row too.
+    value. The iterations of a `while` share a row too. A complex array has a row of its real and imaginary parts, with
+    a last axis for them. Integers and booleans have none.
 
     Each measured step reads the tensors once more (`benchmarks/numerics.py`), or three times with `sample=None`, and
     `every=100` measures one step in a hundred. With two compiled functions, the other steps cost nothing:
@@ -199,13 +199,13 @@ class _Run:
 
 def _list_measured(names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
     pairs = enumerate(zip(names, atoms, strict=True))
-    return [i for i, (name, atom) in pairs if name is not None and is_float(atom)]
+    return [i for i, (name, atom) in pairs if name is not None and is_measured(atom)]
 
 
 def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
     """Uses float64 for extremes and sums if a value of the jaxpr is float64."""
     atoms = (*program.invars, *(var for step in walk(program) for var in step.results))
-    is_wide = any(float_dtype(atom) == np.float64 for atom in atoms)
+    is_wide = any(array_dtype(atom) in (np.float64, np.complex128) for atom in atoms)
     return dataclasses.replace(spec, dtype=np.dtype(np.float64)) if is_wide else spec
 
 
@@ -215,9 +215,11 @@ def _describe_line(line: RecordedOp, paths: ModulePaths) -> TensorInfo:
     source, function = split_line(find_line(find_origin(step)))
     turn = None if not turns else turns[0] if len(turns) == 1 else turns
     where = paths.read_stack(step.scope), step.name, source, function, find_direction(step.scope), turn
-    return TensorInfo(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    shape = find_real_shape(aval)
+    return TensorInfo(*where, str(aval.dtype), math.prod(shape), shape)
 
 
 def _describe_end(name: str, atom: Atom, direction: Direction) -> TensorInfo:
     aval: Any = atom.aval
-    return TensorInfo(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)
+    shape = find_real_shape(aval)
+    return TensorInfo(name, "", "", "", direction, None, str(aval.dtype), math.prod(shape), shape)

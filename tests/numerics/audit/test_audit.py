@@ -356,6 +356,12 @@ def test_what_is_no_function_is_an_error_that_shows_one(target, message):
         audit(target)
 
 
+@pytest.mark.parametrize("index", [3, jnp.array([3])])
+def test_the_gradient_of_one_row_is_not_a_sum(index):
+    loss = lambda w: jnp.sum(jnp.sin(w.astype(jnp.bfloat16).at[index].get(mode="clip")).astype(jnp.float32))
+    assert audit(jax.grad(loss))(f32(8, 4)).findings == ()
+
+
 def test_terminal_gets_no_markup():
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -389,3 +389,68 @@ def test_missing_residual_connection_is_charged_to_the_block_around(missing):
     divergence = diverge(model, lambda w, x: model(w, x, missing))(W, X)
     assert [row.path for row in divergence.rows() if row.introduced > 0] == ["block"]
     assert divergence.unaligned == ("block has 1 output unaligned (forward)",)
+
+
+def mix_complex(factor):
+    def model(x):
+        with jax.named_scope("mix"):
+            mixed = jnp.fft.fft(x) * factor
+        with jax.named_scope("head"):
+            return mixed * jnp.exp(1j * x)
+
+    return model
+
+
+def test_complex_values_are_compared_by_their_parts():
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(4, 4)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        divergence = diverge(mix_complex(1.0), mix_complex(3.0))(x)
+        introduced = {row.path: row.introduced for row in divergence.rows()}
+        # Three times as large: the difference is twice the reference, up to a few roundings of float32.
+        assert introduced == {"mix": pytest.approx(2.0, rel=2**-20), "head": 0.0}
+        [output] = divergence.outputs()
+        assert (output.error, output.is_log_probability) == (pytest.approx(2.0, rel=2**-20), False)
+        reference, value = (np.asarray(mix_complex(factor)(x), np.complex128) for factor in (1.0, 3.0))
+    row = find(divergence, "head")
+    part = np.stack([reference.real, reference.imag], -1)[row.worst.where]
+    np.testing.assert_allclose(row.worst.reference, part, rtol=1e-5)
+    np.testing.assert_allclose(output.gap, np.sqrt(np.mean(np.abs(value - reference) ** 2) / 2), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_recording_of_complex_values_is_compared():
+    with jax.numpy_dtype_promotion("standard"):
+        recording = jmp.numerics.record(mix_complex(1.0))(X)
+        divergence = diverge(mix_complex(3.0), recording)(X)
+    assert {row.path for row in divergence.rows() if row.introduced > 0.1} == {"mix"}
+
+
+def route(sign):
+    def model(x):
+        with jax.named_scope("router"):
+            chosen = jnp.argmax(sign * x, -1)
+        with jax.named_scope("experts"):
+            return 2 * jnp.take_along_axis(x, chosen[:, None], 1), chosen
+
+    return model
+
+
+def test_integers_and_booleans_that_differ_are_counted():
+    x = X.at[0].set(1.0)  # of equal numbers both choose the first
+    divergence = diverge(route(1), route(-1))(x)
+    assert find(divergence, "router").introduced == pytest.approx(7 / 8)
+    assert find(divergence, "experts").introduced == 0
+    assert [output.path for output in divergence.outputs() if output.error > 0] == ["result/0", "result/1"]
+    equal = diverge(lambda x: x > 0, lambda x: x > 0)(x)
+    assert [output.error for output in equal.outputs()] == [0.0]
+    below = diverge(lambda x: x > 0, lambda x: x > -jnp.inf)(x)
+    assert below.outputs()[0].error == pytest.approx(np.mean(np.asarray(x) <= 0))
+
+
+def test_outputs_that_are_not_compared_are_said():
+    divergence = diverge(lambda x: (x, x > 0), lambda x: (x, jnp.sum(x), jax.random.key(0)))(X)
+    assert divergence.unaligned[-2:] == (
+        "result/1 is not compared: only one function returns such numbers",
+        "result/2 is not compared: only one function returns such numbers",
+    )
+    assert "result/1 is not compared" in " ".join(str(divergence).split())

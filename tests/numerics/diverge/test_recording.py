@@ -150,9 +150,7 @@ def test_some_of_several_values_of_a_scope_are_found_by_number_or_stand_for_the_
     given = {"cell:1": recording["cell:1"], "cell:7": recording["cell"]}
     divergence = diverge(lambda x: cell(x, 3.0), given)(X)
     np.testing.assert_allclose(divergence.rows()[0].introduced, 2.0, rtol=1e-5)
-    assert divergence.unaligned == (
-        "'cell:7' of the recording: the function has no value (8, 8) of that number",
-    )
+    assert divergence.unaligned == ("'cell:7' of the recording: the function has no value (8, 8) of that number",)
 
 
 def test_scan_is_recorded_by_iteration():

@@ -1,6 +1,8 @@
 """A `NonfiniteOrigin` as data: the same shapes for every program, through everything that a state goes through."""
 
 import copy
+import math
+import os
 import pickle
 
 import jax
@@ -265,3 +267,44 @@ def test_infinities_of_a_batch_that_get_into_no_result_are_not_blamed_beside_obj
         model.weight[...] = mask / 2
 
     assert first_nonfinite(write)(model, mask)[1].argument == "mask"
+
+
+LITERALS = {
+    "python number": (lambda x: (x, math.nan), "nan", "result/1"),
+    "python number in aux": (lambda x: (jnp.sum(x), {"best": math.inf}), "inf", "result/1/best"),
+    "complex": (lambda x: (x, complex(0, math.inf)), "inf", "result/1"),
+    "full": (lambda x: jnp.full(3, jnp.nan), "nan", ""),
+    "full in a jit": (lambda x: (jax.jit(lambda x: jnp.full_like(x, jnp.inf))(x), x), "inf", ""),
+    "cond": (lambda x: lax.cond(x[0] < 1, lambda: jnp.nan, lambda: 1.0), "nan", ""),
+    "scan start": (lambda x: lax.scan(lambda c, y: (jnp.minimum(c, y), c), jnp.inf, x), "inf", ""),
+    "long scan start": (lambda x: lax.scan(lambda c, y: (y, c), jnp.inf, jnp.ones(100)), "inf", ""),
+    "scan output": (lambda x: lax.scan(lambda c, y: (c + y, jnp.nan), 0.0, x), "nan", ""),
+    "while start": (lambda x: lax.fori_loop(0, x.astype(int)[3], lambda i, c: c + 1, jnp.inf), "inf", ""),
+    "remat": (lambda x: jax.checkpoint(lambda x: (x * 2, jnp.full(2, jnp.nan)))(x), "nan", ""),
+}
+"""By name: a function, the kind of its literal, and the path of the result if it is a Python number."""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", LITERALS)
+def test_a_literal_that_is_not_finite_is_the_origin(name):
+    fun, kind, path = LITERALS[name]
+    origin = jax.jit(first_nonfinite(fun))(jnp.arange(4.0))[1]
+    assert (origin.found, origin.argument, origin.kind, origin.path) == (True, "a constant", kind, path)
+    if not path:
+        assert os.path.basename(origin.source).startswith("test_origin_as_data.py:")
+    assert str(origin).startswith(f"{kind} in a constant")
+    assert " is a constant of the program" in origin.describe()
+    assert origin.describe().endswith("For example: numerics.first_nonfinite(fun, of=lambda out: out[0]).")
+
+
+@pytest.mark.slow
+def test_a_literal_in_a_branch_that_is_not_taken_is_not_blamed():
+    fun = lambda x: (lax.cond(x[0] > 5, lambda: jnp.nan, lambda: 1.0), jnp.log(x))
+    assert jax.jit(first_nonfinite(fun))(jnp.arange(4.0))[1].primitive == "log"
+
+
+@pytest.mark.slow
+def test_results_that_are_not_chosen_may_be_infinite_numbers():
+    out, origin = first_nonfinite(lambda x: (x, math.inf), of=lambda out: out[0])(jnp.ones(2))
+    assert (origin.found, out[1]) == (False, math.inf)

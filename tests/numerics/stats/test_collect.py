@@ -409,3 +409,15 @@ def test_effects_happen_once_a_call(every):
 
 def test_collected_functions_are_public():
     assert numerics.collect is collect
+
+
+def test_a_complex_array_has_a_row_of_its_parts():
+    z = lax.complex(draw(0, 3, 4), draw(1, 3, 4))
+    (_, _), stats = jax.jit(observe(lambda z: (z * z, z.shape[0]), where="mul"))(z)
+    argument, product, result = stats.rows()
+    parts = lambda value: (np.real(value), np.imag(value))
+    square = np.asarray(z * z)
+    assert_is(argument, *parts(z))
+    assert_is(product, *parts(square))
+    assert_is(result, *parts(square))
+    assert (product.dtype, product.shape, result.path) == ("complex64", (3, 4, 2), "result/0")
