@@ -199,3 +199,15 @@ def test_last_skip_of_a_vmapped_state_is_an_error_that_takes_one_model_of_it():
         ValueError, match=r"of several models: its scalars have the shape \(3,\).*last_skip\(old_state\)\."
     ):
         jmp.optim.last_skip(jax.vmap(tx.init)(jnp.ones((3, 2))))
+
+
+@pytest.mark.parametrize("donated", ["state", "params"])
+def test_a_donated_state_or_model_is_an_error_that_keeps_a_copy(donated):
+    """It was JAX's "Array has been deleted"."""
+    tx, params = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE), {"w": jnp.ones(2)}
+    state = tx.init(params)
+    for leaf in jax.tree.leaves(state if donated == "state" else params):
+        leaf.delete()
+    example = r"before = jax\.device_get\(jmp_policy\.get_loss_scale\(opt_state\)\)"
+    with pytest.raises(ValueError, match=f"were donated to a step, which deleted .*{example}"):
+        jmp.optim.find_origin(loss_fn, tx)(params, state, GOOD)

@@ -94,7 +94,8 @@ def find_origin(
 
     Raises:
       TypeError: `tx` is not an optax transformation; or `find` is called inside `jax.jit`.
-      ValueError: `old_state` holds no loss scale, or several.
+      ValueError: `old_state` holds no loss scale, or several, or is of several models (`jax.vmap`); or arrays were
+        donated.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx, loss_fn = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)), lambda w, x: jnp.sum(w / x)
@@ -133,6 +134,13 @@ def find_origin(
             raise TypeError(
                 "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
                 "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
+            )
+        leaves = jax.tree.leaves((params, old_state, given))
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "Arrays of the parameters, the state or the batch were donated to a step, which deleted them. The new "
+                "parameters of a skipped step are the old ones. Of the state keep a copy of the scale: before = "
+                "jax.device_get(jmp_policy.get_loss_scale(opt_state)), then the step, then find(params, before, batch)."
             )
         scale = get_loss_scale(old_state)
         for leaf in jax.tree.leaves(
