@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._base import PyTree, is_array, is_half
+from ..._base import PyTree, is_array, is_half, warn_user
 from ...gradients import value_and_grad
 from ...loss_scale import (
     DynamicLossScale,
@@ -23,9 +24,11 @@ from ...loss_scale import (
     find_scaled_state,
     get_loss_scale,
     select_tree,
+    strip_variables,
 )
 from ...modules import find_adapter
 from ._origin import NonfiniteOriginState
+from ._skipped_step import SkippedStep, count_nonfinite, describe_bad_params, is_search, read_counts
 from ._step import Transformation, check_transformation
 
 if TYPE_CHECKING:
@@ -70,52 +73,6 @@ def make_skippable(
     return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class SkippedStep:
-    """A skipped step and its cause; `str` of it is one line.
-
-    Attributes:
-      step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count. `None` if
-        the optimizer does not count its steps.
-      origin: the origin of its infinities.
-      is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
-        overflowed, under a dynamic scale that can still fall.
-
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx, params = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True), jnp.ones(2)
-    >>> step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
-    >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
-    >>> skip = jmp.optim.last_skip(opt_state)
-    >>> skip.step, skip.origin.primitive, skip.is_search
-    (1, 'div', False)
-    """
-
-    step: int | None
-    origin: "NonfiniteOrigin"
-    is_search: bool
-
-    def __str__(self) -> str:
-        search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
-        return f"step{self._number} skipped: {self._reason}{search}"
-
-    def describe(self) -> str:
-        """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""
-        if self.origin.reproduced and not self.origin.found:
-            return f"Step{self._number} was skipped: {self._reason}."
-        return f"Step{self._number} was skipped. {self.origin.describe()}"
-
-    @property
-    def _number(self) -> str:
-        return "" if self.step is None else f" {self.step:,}"
-
-    @property
-    def _reason(self) -> str:
-        if self.origin.reproduced and not self.origin.found:
-            return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"
-        cause = self.origin.cause
-        return str(self.origin) if cause is None else f"{self.origin}; made of {cause}"
-
-
 def find_origin(
     loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool = False
 ) -> Callable[..., SkippedStep | None]:
@@ -137,7 +94,8 @@ def find_origin(
 
     Raises:
       TypeError: `tx` is not an optax transformation; or `find` is called inside `jax.jit`.
-      ValueError: `old_state` holds no loss scale, or several.
+      ValueError: `old_state` holds no loss scale, or several, or is of several models (`jax.vmap`); or arrays were
+        donated.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx, loss_fn = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)), lambda w, x: jnp.sum(w / x)
@@ -154,17 +112,18 @@ def find_origin(
     check_transformation(tx)
     is_static = lambda node: isinstance(node, _Static)
 
-    def search(params: PyTree, scale: LossScale, given: Any) -> NonfiniteOrigin:
+    def search(params: PyTree, scale: LossScale, given: Any) -> tuple[NonfiniteOrigin, PyTree, PyTree]:
         args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
         adapter = find_adapter(params)
         differentiate: Any = (adapter and adapter.value_and_grad) or value_and_grad
         differentiated = differentiate(loss_fn, has_aux=has_aux, loss_scale=scale)
         # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
         select = lambda out: (out[0][0] if has_aux else out[0], out[1])
-        return search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)[1]
+        (_, grads), origin = search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)
+        return origin, count_nonfinite(params), count_nonfinite(grads)
 
     @functools.cache
-    def compile_for(sharding: NamedSharding | None) -> Callable[..., NonfiniteOrigin]:
+    def compile_for(sharding: NamedSharding | None) -> Callable[..., tuple[NonfiniteOrigin, PyTree, PyTree]]:
         # XLA:CPU compiles the search in three quarters of the time without optimizations.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(search, out_shardings=sharding, compiler_options=options)
@@ -176,15 +135,28 @@ def find_origin(
                 "The function of find_origin runs on the host, and got tracers: call it after the jitted step. For "
                 "example: if not opt_state.grads_finite: print(find(params, old_state, batch))."
             )
+        leaves = jax.tree.leaves((params, old_state, given))
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "Arrays of the parameters, the state or the batch were donated to a step, which deleted them. The new "
+                "parameters of a skipped step are the old ones. Of the state keep a copy of the scale: before = "
+                "jax.device_get(jmp_policy.get_loss_scale(opt_state)), then the step, then find(params, before, batch)."
+            )
         scale = get_loss_scale(old_state)
+        for leaf in jax.tree.leaves(
+            (scale, [each.consecutive_skips for each in find_nodes(old_state, LossScaledState)])
+        ):
+            _check_one_member(leaf, "find(params, old_state, batch)")
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, given))]
         mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
         everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found = compile_for(everywhere)(params, scale, given)
+        found, *counts = compile_for(everywhere)(params, scale, given)
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
+            _warn_of_other_scale(old_state, scale)
             return None
-        return SkippedStep(_count_steps(old_state), origin, is_search(origin, scale.adjust(jnp.bool_(False))))
+        search = is_search(origin, scale.adjust(jnp.bool_(False)))
+        return SkippedStep(_count_steps(old_state), origin, search, *map(read_counts, counts))
 
     return find
 
@@ -195,6 +167,27 @@ class _Static:
     """An argument that is not an array."""
 
     value: Any
+
+
+def _warn_of_other_scale(old_state: PyTree, scale: LossScale) -> None:
+    """Warns if the state skips steps, but this one has finite gradients at its scale."""
+    states = find_nodes(old_state, LossScaledState)
+    skips = int(strip_variables(states[0].consecutive_skips)) if states else 0
+    if skips:
+        warn_user(
+            f"Loss and gradients are finite at the loss scale {float(scale.loss_scale)} of the state, whose last "
+            f"{skips} steps were skipped. If this step was skipped too, its gradients were taken with another scale, "
+            "or of another loss or batch. Pass the state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state)."
+        )
+
+
+def _check_one_member(x: Any, call: str) -> None:
+    """Raises a `ValueError` if a scalar of a state has an axis, as under `jax.vmap`."""
+    if np.ndim(x):
+        raise ValueError(
+            f"The state is of several models: its scalars have the shape {np.shape(x)}, as of jax.vmap. Pass one of "
+            f"them, for example: params, old_state = jax.tree.map(lambda x: x[0], (params, old_state)); {call}."
+        )
 
 
 def _count_steps(state: PyTree) -> int | None:
@@ -241,6 +234,7 @@ def last_skip(state: PyTree) -> SkippedStep | None:
             "for example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True). "
             "Or repeat the step on the host: jmp_policy.optim.find_origin(loss_fn, tx)(params, old_state, batch)."
         )
+    _check_one_member(found.nonfinite_step, "last_skip(old_state)")
     step = int(found.nonfinite_step)
     if step == 0:
         return None
@@ -250,7 +244,7 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     return SkippedStep(step, origin, is_search(origin, found.loss_scale))
 
 
-def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
+def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) -> None:
     """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
 
     Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
@@ -259,19 +253,38 @@ def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
     stuck earlier: after `patience` skips, if the scale did not cause the last one.
 
     Args:
-      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`. In a state of several models,
+        made by `jax.vmap`, each is looked at.
+      params: parameters to look at if training is stuck: the error names those that are not finite themselves.
       patience: the number of skips in a row after which a scale that does not change is stuck. If the loop adjusts
         dynamic scales itself, beside `skip_nonfinite`, use more than their number of backoffs, 24 from the default
         ceiling.
 
     Raises:
       FloatingPointError: training is stuck. With `debug_nonfinite` the error names the origin, and suggests a fix.
-      ValueError: `state` holds no such state, or several.
+      ValueError: `state` holds no such state, or several; or `patience` is not positive.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> jmp.optim.raise_if_stuck(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
     """
+    if patience < 1:
+        raise ValueError(f"patience must be at least 1, got {patience!r}. For example: raise_if_stuck(opt_state).")
     found = find_scaled_state(state)
+    shape = np.shape(found.consecutive_skips)
+    take = lambda i: jax.tree.map(lambda x: x[i], found) if shape else found
+    texts = {i: text for i in np.ndindex(shape) if (text := _explain_stuck(take(i), patience))}
+    if not texts:
+        return
+    text = next(iter(texts.values()))
+    if shape:
+        listed = ", ".join(str(i[0] if len(i) == 1 else i) for i in texts)
+        text = f"{len(texts)} of {math.prod(shape)} models are stuck: {listed}. Of the first: {text}"
+    bad = read_counts(count_nonfinite(params))
+    raise FloatingPointError(f"{text} {describe_bad_params(bad)}" if bad else text)
+
+
+def _explain_stuck(found: LossScaledState, patience: int) -> str:
+    """Returns the error about a state that is stuck, or an empty string."""
     scale, skips = found.loss_scale, int(found.consecutive_skips)
     last = last_skip(found) if skips and isinstance(found, NonfiniteOriginState) else None
     value = float(scale.loss_scale)
@@ -281,26 +294,19 @@ def raise_if_stuck(state: PyTree, *, patience: int = 10) -> None:
         stuck, where = skips >= 2, f" and is at its floor {scale.min_loss_scale}"
     else:
         stuck, where = last is not None and not last.is_search and skips >= patience, ", which is not to blame"
-    if stuck:
-        raise FloatingPointError(
-            f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
-            f"gradients were not finite. The loss scale is {value}{where}, so the model or its data makes the "
-            f"infinities. {_ADVICE if last is None else last.describe()}"
-        )
-
-
-def is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:
-    """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
-    if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
-        return False
-    from ...numerics._nonfinite import has_pole
-
-    root = origin.cause or origin
-    overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
-    return overflowed and root.direction == "backward"
+    if not stuck:
+        return ""
+    cause = "so the model or its data makes the infinities"
+    advice = f"{cause}, or another scale does. {_ADVICE}" if last is None else f"{cause}. {last.describe()}"
+    return (
+        f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
+        f"gradients were not finite. The loss scale is {value}{where}, {advice}"
+    )
 
 
 _ADVICE = (
-    "jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds the operation, as does "
-    "loss_scaled(..., debug_nonfinite=True); a policy that computes in bfloat16 has the range of float32."
+    "jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds the operation and the parameters, as "
+    "does loss_scaled(..., debug_nonfinite=True) the operation; a policy that computes in bfloat16 has the range of "
+    "float32. value_and_grad must scale by this state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state), not "
+    "by a constant such as policy.loss_scale()."
 )
