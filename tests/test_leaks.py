@@ -252,6 +252,18 @@ def test_equal_maps_are_one_object_and_are_freed():
     assert alive_of(30, make) == 0
 
 
+def test_maps_that_a_linen_model_had_are_freed_but_for_the_last_few():
+    def give(number):
+        rules = jmp.PolicyMap({f"(layer_{number})?": "float32"}, MIXED)  # matches the root
+        model = jmp.with_policy(nn.Dense(2), rules)
+        assert type(model) is type(jmp.with_policy(nn.Dense(2), rules))
+        if number > 35:
+            jax.eval_shape(model.init, jax.random.key(0), X)
+        return rules
+
+    assert alive_of(40, give) <= 16
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scopes", [False, True])
 def test_redefined_classes_in_the_rules_of_autocast_are_freed(scopes):

@@ -29,6 +29,7 @@ from ._memory import (
     is_wider as is_wider,
     meet_reduce_dtype as meet_reduce_dtype,
     remember_on_class as remember_on_class,
+    remember_recent as remember_recent,
     remember_weakly as remember_weakly,
     search_reduce_dtype as search_reduce_dtype,
 )

@@ -1,5 +1,6 @@
 """Caches that end with their keys, and the JAX user contexts of lazily loaded packages."""
 
+import collections
 import functools
 import threading
 import weakref
@@ -24,6 +25,7 @@ TRACING = jax.make_user_context(None)  # the scope register of the function that
 T = TypeVar("T")
 
 _MEMORY = "_jmp_memory"
+_RECENT = 16  # the last results that `remember_recent` keeps on a class
 _LOCK = threading.Lock()
 _UNKNOWN = object()
 
@@ -55,6 +57,25 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
         key = (fun, *args)
         found = results.get(key, _UNKNOWN)
         return results.setdefault(key, fun(kind, *args)) if found is _UNKNOWN else found
+
+    return look_up
+
+
+def remember_recent(fun: Callable[..., T]) -> Callable[..., T]:
+    """Like `remember_on_class`, but keeps only those results that are in use, and the last few others."""
+
+    @functools.wraps(fun)
+    def look_up(kind: type, *args: Any) -> T:
+        new = weakref.WeakValueDictionary(), collections.deque(maxlen=_RECENT)
+        results, recent = _get_memory(kind).setdefault((fun,), new)
+        found = results.get(args)
+        made = fun(kind, *args) if found is None else found
+        with _LOCK:
+            found = results.setdefault(args, made)
+            if found in recent:
+                recent.remove(found)
+            recent.append(found)
+        return found
 
     return look_up
 

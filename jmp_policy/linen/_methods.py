@@ -16,7 +16,17 @@ from typing import Any
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
-from .._base import Args, Kwargs, PyTree, cast_floating, prepare_state, read_state, remember_on_class, warn_once
+from .._base import (
+    Args,
+    Kwargs,
+    PyTree,
+    cast_floating,
+    prepare_state,
+    read_state,
+    remember_on_class,
+    remember_recent,
+    warn_once,
+)
 from ..modules import Hook, ModuleCall, cast_arguments, cast_result, check_no_cast, matmul_precision, widen_policy
 from ..modules.common import find_by_name, keep_wide_results, make_subclass
 from ..policy import Policy, PolicyMap
@@ -39,11 +49,11 @@ def make_policied_class(
     base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
     """Returns the subclass of a linen class whose public methods are boundaries; the same one for equal arguments."""
-    return _make_class(_choose_shortest_lived(base, policy), base, policy, no_cast, place)
+    make = _make_class if isinstance(policy, Policy) else _make_class_of_map
+    return make(_choose_shortest_lived(base, policy), base, policy, no_cast, place)
 
 
-@remember_on_class
-def _make_class(
+def _make_uncached_class(
     _: type, base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
     if no_cast:
@@ -60,6 +70,10 @@ def _make_class(
     cls.init_with_output = _wrap_entry(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
+
+
+_make_class = remember_on_class(_make_uncached_class)
+_make_class_of_map = remember_recent(_make_uncached_class)  # a program may make any number of maps
 
 
 def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:

@@ -311,6 +311,7 @@ _CONTEXT = jax.make_user_context(Policy("float32", "float32", "float32"))
 # of another task. This ContextVar, which belongs to a task, has the last default that `use_policy` set, and its thread.
 _SCOPED: contextvars.ContextVar[tuple[int, Any] | None] = contextvars.ContextVar("_SCOPED", default=None)
 _GLOBAL = [_CONTEXT.value]
+_LOCK = threading.RLock()  # between the two places of the default, also for signal handlers
 
 
 def default_policy() -> "Policy | PolicyMap":
@@ -322,8 +323,7 @@ def default_policy() -> "Policy | PolicyMap":
     >>> jmp.default_policy().name
     'float32'
     """
-    value: Any = _CONTEXT.value
-    _check_task(value)
+    value = _read_default()
     return value.policy if isinstance(value, _KeyedDefault) else value
 
 
@@ -335,13 +335,15 @@ def default_origin() -> Any:
 
 
 def set_default(policy: Hashable, spec: Any) -> None:
-    _GLOBAL[0] = _key_by_origin(policy, spec)
-    _CONTEXT.set_global(_GLOBAL[0])
+    value = _key_by_origin(policy, spec)
+    with _LOCK:
+        _GLOBAL[0] = value
+        _CONTEXT.set_global(value)
 
 
 @contextlib.contextmanager
 def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
-    _check_task(_CONTEXT.value)
+    _read_default()
     value = _key_by_origin(policy, spec)
     token = _SCOPED.set((threading.get_ident(), value))
     try:
@@ -351,16 +353,19 @@ def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
         _SCOPED.reset(token)
 
 
-def _check_task(value: Any) -> None:
-    """Raises if another asyncio task of this thread is inside `use_policy`."""
+def _read_default() -> Any:
+    """Returns the value of the context. Raises if another asyncio task of this thread is inside `use_policy`."""
+    with _LOCK:  # other threads may set the default
+        value, everywhere = _CONTEXT.value, _GLOBAL[0]
     scoped = _SCOPED.get()
-    expected = scoped[1] if scoped is not None and scoped[0] == threading.get_ident() else _GLOBAL[0]
+    expected = scoped[1] if scoped is not None and scoped[0] == threading.get_ident() else everywhere
     if value != expected:
         raise RuntimeError(
             f"The default policy is {quote(value)}, which another asyncio task of this thread has set "
             "by use_policy. JAX keeps it for the whole thread, so leave use_policy before the next await, or pass the "
             "policy itself. For example: jmp.with_policy(model, 'mixed_bfloat16')."
         )
+    return value
 
 
 def _key_by_origin(policy: Hashable, spec: Any) -> Any:

@@ -1,6 +1,7 @@
 """Law 11: what stands for a policy, and when the default is read."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -149,6 +150,25 @@ def test_entering_the_same_policy_again_does_not_trace_again():
         with jmp.use_policy(jmp.Policy("float32", "bf16", jnp.bfloat16)):
             f(jnp.ones(2))
     assert len(traces) == 1
+
+
+def test_a_default_that_another_thread_sets_is_no_error(restored_default):
+    is_done, interval = threading.Event(), sys.getswitchinterval()
+
+    def set_defaults():
+        while not is_done.is_set():
+            jmp.set_default_policy("bfloat16")
+            jmp.set_default_policy("float32")
+
+    setter = threading.Thread(target=set_defaults)
+    sys.setswitchinterval(1e-6)
+    setter.start()
+    try:
+        assert {jmp.default_policy().name for _ in range(20_000)} == {"bfloat16", "float32"}
+    finally:
+        sys.setswitchinterval(interval)
+        is_done.set()
+        setter.join()
 
 
 @pytest.mark.parametrize("setter", [jmp.set_default_policy, jmp.use_policy])
