@@ -165,14 +165,17 @@ class _Linen(Adapter):
     examine = staticmethod(examine)
 
     def find_weights(self, model: nn.Module) -> dict[str, Any]:
-        _, variables = model.unbind()
-        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=is_quantized)
         weights = {}
-        for keys, leaf in leaves:
-            path, _, name = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
+        for where, leaf in self.list_parameters(model).items():
+            path, _, name = where.rpartition("/")
             if name in WEIGHT_NAMES and leaf.ndim > 1:
                 weights[path] = leaf
         return weights
+
+    def list_parameters(self, model: nn.Module) -> dict[str, Any]:
+        _, variables = model.unbind()
+        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=is_quantized)
+        return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
 
     def attach_for_nnx(
         self,

@@ -108,6 +108,10 @@ class Adapter(Protocol):
         """Returns the quantized weights, and those that can be quantized, by the path of their module."""
         ...
 
+    def list_parameters(self, model: Any) -> dict[str, Any]:
+        """Returns all parameters of a bound model by their paths; quantized weights are one leaf."""
+        ...
+
     quantize: Callable[..., tuple[Any, list[str]]] | None = None
     """`(model, policy, Quantizer.quantize_weight) -> (model, sentences about unused rules)`; `None` for linen."""
 

@@ -186,6 +186,11 @@ class _Nnx(Adapter):
                 weights["/".join(map(str, path))] = found.value
         return weights
 
+    def list_parameters(self, model: nnx.Module) -> dict[str, Any]:
+        kinds = (nnx.Param, QuantizedParam)
+        nodes = ((path, node) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, kinds))
+        return {"/".join(map(str, path)): node.get_raw_value() for path, node in nodes}
+
     def quantize(
         self, model: nnx.Module, policy: Policy | PolicyMap, quantize_weight: Callable[..., Any]
     ) -> tuple[nnx.Module, list[str]]:

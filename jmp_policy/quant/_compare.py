@@ -34,7 +34,8 @@ class LayerComparison:
     """A layer with a weight, before and after quantization.
 
     Attributes:
-      path: module names joined by `/`; empty for the root.
+      path: module names joined by `/`; empty for the root. With the name of the parameter if the module is not a layer
+        of Flax, such as one of your own.
       type: the class name; empty if the layer was not called.
       quantization: the format of the weight afterwards, or the reason why it is unchanged.
       bytes_before: size of the weight.
@@ -77,8 +78,10 @@ class Comparison(Report):
     """Result of `quant.compare`: prints as a table, also in notebooks.
 
     Attributes:
-      rows: one per layer with a weight, in the order of first calls.
+      rows: one per parameter of two or more axes (but not `bias` or `scale`), in the order in which modules were first called.
       output_error: norm of the difference of the models' outputs, relative to the norm of the first.
+      parameters_before: size of all parameters in bytes, with those that have no row, such as biases.
+      parameters_after: size of all parameters afterwards.
 
     >>> import jmp_policy as jmp
     >>> head = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
@@ -89,6 +92,8 @@ class Comparison(Report):
 
     rows: tuple[LayerComparison, ...]
     output_error: float
+    parameters_before: int = 0
+    parameters_after: int = 0
 
     @property
     def bytes_before(self) -> int:
@@ -112,6 +117,7 @@ class Comparison(Report):
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as dictionaries, lists, strings and numbers, for JSON."""
         sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        sizes |= {"parameters_before": self.parameters_before, "parameters_after": self.parameters_after}
         return {"rows": [row.to_dict() for row in self.rows], **sizes, "output_error": self.output_error}
 
     def plot(self) -> Any:
@@ -145,8 +151,9 @@ class Comparison(Report):
 
     def _list_notes(self) -> list[str]:
         before, after, quantized = self.bytes_before, self.bytes_after, self.quantized
-        change = f"{format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}" if before else "0 B"
-        notes = [f"weights: {change}"]
+        notes = [f"weights: {_format_change(before, after)}"]
+        if self.parameters_before > before:
+            notes.append(f"all parameters: {_format_change(self.parameters_before, self.parameters_after)}")
         size = sum(row.bytes_before for row in quantized)
         if size and len(quantized) < len(self.rows):
             share = sum(row.bytes_after for row in quantized) / size
@@ -175,6 +182,10 @@ def _list_cells(row: LayerComparison) -> tuple[str, ...]:
         "" if is_exact else f"{row.sqnr:.1f} dB",
         "not seen" if row.output_error is None else _format_error(row.output_error),
     )
+
+
+def _format_change(before: int, after: int) -> str:
+    return f"{format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}" if before else "0 B"
 
 
 def _format_error(error: float) -> str:
@@ -213,7 +224,8 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     example = "compare(model.bind(variables), with_policy(model, policy).bind(quantize(variables, policy)), x)"
     message = "compare takes Flax modules, got {!r}. For example: " + example + "."
     models = [(model, require_adapter(model, message.format(model))) for model in (before, after)]
-    old, new = (adapter.find_weights(adapter.bind(model, None)) for model, adapter in models)
+    bound = [(adapter.bind(model, None), adapter) for model, adapter in models]
+    (old, owners, before_bytes), (new, _, after_bytes) = (_list_weights(*each) for each in bound)
     for path in sorted(old.keys() | new.keys()):
         shapes = [weights[path].shape if path in weights else None for weights in (old, new)]
         if shapes[0] != shapes[1]:
@@ -222,25 +234,47 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
                 f"{shapes[1]}."
             )
     if not old:
-        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
-    wanted, got = _Outputs(old), _Outputs(old)
+        raise ValueError("There is nothing to compare: the model has no parameter of two or more axes.")
+    wanted, got = _Outputs(owners.values()), _Outputs(owners.values())
     with jax.disable_jit():
         runs = zip(models, (wanted, got), strict=True)
         whole = [_arrays(adapter.run(model, inputs, method, kwargs, to.hook)) for (model, adapter), to in runs]
     dequantize = lambda weight: weight.dequantize() if isinstance(weight, QuantizedArray) else weight
+    order = {path: n for n, path in enumerate(wanted.called)}
     rows = (
         LayerComparison(
             path=path,
-            type=got.called[path][0] if path in got.called else "",
-            quantization=_quantization(new[path], got.called.get(path)),
+            type=got.called[owners[path]][0] if owners[path] in got.called else "",
+            quantization=_quantization(new[path], got.called.get(owners[path]), is_layer=owners[path] == path),
             bytes_before=old[path].nbytes,
             bytes_after=new[path].nbytes,
             weight_error=_error([dequantize(old[path])], [dequantize(new[path])]) or 0.0,
-            output_error=_error(wanted.by_path[path], got.by_path[path]),
+            output_error=_error(wanted.by_path[owners[path]], got.by_path[owners[path]]),
         )
-        for path in dict.fromkeys([*wanted.called, *old])
+        for path in sorted(old, key=lambda path: order.get(owners[path], len(order)))
     )
-    return Comparison(tuple(rows), _error(*whole) or 0.0)
+    return Comparison(tuple(rows), _error(*whole) or 0.0, before_bytes, after_bytes)
+
+
+_VECTORS = ("bias", "scale")
+"""Parameters that no matmul reads; in a scan they have two axes."""
+
+
+def _list_weights(model: Any, adapter: Any) -> tuple[dict[str, Any], dict[str, str], int]:
+    """Lists the parameters of two or more axes by path, the paths of their modules, and the size of all parameters.
+
+    The weight of a Flax layer has the path of the layer.
+    """
+    weights, parameters = adapter.find_weights(model), adapter.list_parameters(model)
+    identify = lambda weight: id(weight.values if isinstance(weight, QuantizedArray) else weight)
+    of_layers = set(map(identify, weights.values()))
+    owners = {path: path for path in weights}
+    for path, leaf in parameters.items():
+        owner, _, name = path.rpartition("/")
+        is_matrix = is_floating_dtype(leaf.dtype) and len(leaf.shape) > 1 and name not in _VECTORS
+        if identify(leaf) not in of_layers and is_matrix:
+            weights[path], owners[path] = leaf, owner
+    return weights, owners, sum(leaf.nbytes for leaf in parameters.values())
 
 
 class _Outputs:
@@ -266,9 +300,11 @@ class _Outputs:
         return out
 
 
-def _quantization(weight: Any, called: tuple[str, str] | None) -> str:
+def _quantization(weight: Any, called: tuple[str, str] | None, *, is_layer: bool) -> str:
     if isinstance(weight, QuantizedArray):
         return str(weight.format)
+    if not is_layer:
+        return "left: not the weight of a Flax layer"
     if called is None:
         return "left: not called"
     described = called[1] or "left: no quantization in its policy"

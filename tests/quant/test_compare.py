@@ -192,9 +192,48 @@ def test_what_cannot_be_compared_is_refused():
         quant.compare(model, other, X)
     with pytest.raises(ValueError, match=r"the weight of '' has the shapes None and \(8, 8\)"):
         quant.compare(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X)
-    with pytest.raises(ValueError, match="There is nothing to compare: the model has no 'kernel'"):
+    with pytest.raises(ValueError, match="There is nothing to compare: the model has no parameter of two"):
         quant.compare(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.LayerNorm(8, rngs=nnx.Rngs(0)), X)
     with pytest.raises(ValueError, match="A linen module runs with variables, and is not bound to them"):
         quant.compare(Model(), Model(), X)
     with pytest.raises(TypeError, match="compare takes Flax modules, got 3"):
         quant.compare(3, model, X)
+
+
+class OwnLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 64))
+        b = self.param("b", nn.initializers.zeros, (64,))
+        return nn.Dense(8, name="head")(x @ w + b)
+
+
+class OwnNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.w, self.b = nnx.Param(rngs.params.normal((16, 64))), nnx.Param(jnp.zeros(64))
+        self.head = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x @ self.w[...] + self.b[...])
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_weights_of_modules_that_are_not_layers_have_rows_and_count(api):
+    """They were left out, and 26 % was printed for 96 %."""
+    policy, x = "int8(min_size=0)_from_float32", jnp.ones((2, 16))
+    if api == "linen":
+        variables = jax.jit(OwnLinen().init)(jax.random.key(0), x)
+        quantized = quant.quantize(variables, policy)
+        comparison = quant.compare(OwnLinen().bind(variables), jmp.with_policy(OwnLinen(), policy).bind(quantized), x)
+        trees = variables, quantized
+    else:
+        before = OwnNnx(nnx.Rngs(0))
+        after = quant.quantize(before, policy)
+        comparison, trees = quant.compare(before, after, x), (nnx.state(before), nnx.state(after))
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in trees]
+    assert [comparison.parameters_before, comparison.parameters_after] == sizes
+    row = comparison["w"]
+    assert (row.type, row.bytes_before, row.bytes_after) == (f"Own{api.title()}", 4096, 4096)
+    assert row.quantization == "left: not the weight of a Flax layer"
+    assert [row.path for row in comparison.quantized] == ["head"]
+    assert f"all parameters: {sizes[0] / 1000:.3g} kB, now {sizes[1] / 1000:.3g} kB" in str(comparison)
