@@ -78,7 +78,7 @@ class Comparison(Report):
     """Result of `quant.compare`: prints as a table, also in notebooks.
 
     Attributes:
-      rows: one per parameter of two or more axes (but not `bias` or `scale`), in the order in which modules were first called.
+      rows: one per parameter of two or more axes (but not `bias` or `scale`), in the order of the first calls.
       output_error: norm of the difference of the models' outputs, relative to the norm of the first.
       parameters_before: size of all parameters in bytes, with those that have no row, such as biases.
       parameters_after: size of all parameters afterwards.
