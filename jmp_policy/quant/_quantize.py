@@ -7,6 +7,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 from jax.tree_util import KeyPath
 
 from .._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
@@ -29,6 +30,7 @@ from ._weights import (
     QuantizedArray,
     choose_format,
     describe_misfit,
+    describe_whole,
     fits_blocks,
     quantize_array,
     reason_unquantized,
@@ -81,13 +83,15 @@ def quantize(
       their format stay unchanged.
 
     Raises:
-      ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already or blocks
-        do not divide it; a rule for variables has a type as its key; a layer with `act_scale="static"` is missing in
-        `input_clips`; or `clip`, `input_clips` or `stacked` is not valid, or matches nothing.
+      ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already; blocks do
+        not divide it, or cannot be split along explicit axes of a mesh; a rule for variables has a type as its key; a
+        layer with `act_scale="static"` is missing in `input_clips`; or `clip`, `input_clips` or `stacked` is not valid,
+        or matches nothing.
       TypeError: `target` is neither.
 
     Warns:
-      UserWarning: no module (for variables: none with parameters) gets its policy from a rule of the map.
+      UserWarning: no module (for variables: none with parameters) gets its policy from a rule of the map; or the blocks
+        of a sharded weight cannot be split over its devices, so that each has all of them.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}}
@@ -115,6 +119,7 @@ class Quantizer:
         self._left: dict[str, str] = {}
         self._quantized = 0
         self._lengths: dict[Int4, dict[str, int]] = {}  # inputs of the weights of each format, by path
+        self._whole: dict[str, str] = {}  # reasons why weights are on each device whole, by path
 
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
@@ -140,6 +145,10 @@ class Quantizer:
             self._lengths.setdefault(format, {})[path] = layout.length
             if not fits_blocks(format, layout.length):
                 return None  # `check` raises, when it knows all of them
+        if not isinstance(array, QuantizedArray) and (whole := describe_whole(array, layout, format)):
+            if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:  # JAX refuses to split it otherwise
+                raise ValueError(f"The weight {path!r} cannot be quantized where it is: {whole}.")
+            self._whole[path] = whole
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
         return quantize_array(array, format, layout, **options, where=f" {path!r}")
 
@@ -163,6 +172,9 @@ class Quantizer:
                 raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
         for message in unused:
             warn_user(message)
+        if self._whole:
+            each = _join_first([f"{path!r}: {why}" for path, why in self._whole.items()], "; ")
+            warn_user(f"Each device has quantized weights whole, of which it had a part: {each}.")
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:

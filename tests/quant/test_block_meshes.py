@@ -174,6 +174,28 @@ def test_each_device_multiplies_its_own_rows_in_shard_map(format, is_checked):
     np.testing.assert_allclose(found[2], of_w + of_w2, rtol=2.0**-20, atol=2.0**-18)
 
 
+def place_dense(kind):
+    mesh = make_mesh((4,), ("fsdp",), axis_types=(kind,))
+    return {"dense": {"kernel": jax.device_put(jnp.ones((512, 64)), NamedSharding(mesh, P("fsdp")))}}
+
+
+@pytest.mark.parametrize("format", ["int4/256", "mxfp8/256"])
+def test_blocks_that_devices_cannot_share_are_a_warning_or_an_error_with_a_size_that_fits(format):
+    """Each of 8 devices had all of them, as many bytes as the shard of float32 had, without a word."""
+    policy, kind = f"{format}_from_mixed_bfloat16", format.partition("/")[0]
+    why = rf"its 2 blocks of 256 cannot be split over the 4 devices of 'fsdp'; with '{kind}/128' it is split\.$"
+    with pytest.warns(UserWarning, match=rf"^Each device has quantized weights whole, .*: 'dense/kernel': {why}"):
+        quant.quantize(place_dense(AxisType.Auto), policy)
+    model = nnx.Linear(512, 64, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = place_dense(AxisType.Auto)["dense"]["kernel"]
+    with pytest.warns(UserWarning, match=rf"'kernel': {why}"):
+        quant.quantize(model, policy)
+    with pytest.raises(ValueError, match=rf"^The weight 'dense/kernel' cannot be quantized where it is: {why}"):
+        quant.quantize(place_dense(AxisType.Explicit), policy)
+    values = quant.quantize(place_dense(AxisType.Auto), f"{kind}/128_from_mixed_bfloat16")["dense"]["kernel"].values
+    assert values.sharding.spec == P("fsdp")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("spec", [P("t"), P(None, "t")], ids=str)

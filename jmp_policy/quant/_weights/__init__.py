@@ -16,6 +16,7 @@ from ._layout import (
     block_length as block_length,
     choose_format as choose_format,
     describe_misfit as describe_misfit,
+    describe_whole as describe_whole,
     fits_blocks as fits_blocks,
     kernel_layout as kernel_layout,
     layer_size as layer_size,

@@ -3,6 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Collection
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
 
 from ...policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
 
@@ -115,6 +119,27 @@ def block_length(
         raise ValueError(describe_misfit(quantization, inputs, [length], f"the weight out {leave_out}"))
     is_whole = isinstance(quantization, Int4) and (block == PER_CHANNEL or length < block)
     return length if is_whole else block
+
+
+def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
+    """Says that blocks cannot be split over devices like their weight; empty if they can, or if JAX does not tell."""
+    if not isinstance(quantization, Int4 | BlockFormat):
+        return ""
+    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ""
+    spec = (*sharding.spec, *[None] * array.ndim)
+    names = spec[array.ndim + layout.axes[0]] or ()
+    parts = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    blocks, kind = layout.length // block_length(layout, quantization), str(quantization).partition("/")[0]
+    if blocks % parts == 0:
+        return ""
+    fits = (size for size in range(2, layout.length // blocks, 2) if layout.length % (size * parts) == 0)
+    size = max(fits, default=None)
+    fix = "" if size is None else f"; with '{kind.partition('(')[0]}/{size}' it is split"
+    return (
+        f"its {blocks} blocks of {layout.length // blocks} cannot be split over the {parts} devices of {names!r}{fix}"
+    )
 
 
 def describe_misfit(quantization: Int4 | BlockFormat, inputs: str, lengths: Collection[int], leave_out: str) -> str:
