@@ -1,6 +1,6 @@
 """The audit: the jaxpr of a function, and findings in it."""
 
-from ._audit import audit as audit
+from ._audit import audit as audit, find_in_program as find_in_program
 from ._report import (
     FINDINGS as FINDINGS,
     AuditReport as AuditReport,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from ..._base import TRACING, Results
 from ..._jaxpr import (
@@ -39,7 +39,7 @@ from ..._jaxpr import (
     walk,
 )
 from .._ends import check_function
-from ._facts import ARGUMENT, FLOAT32, OWN, ValueFacts, derive_facts, describe_constant, find_fact
+from ._facts import ARGUMENT, CONSTANT, FLOAT32, OWN, ValueFacts, derive_facts, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
 
@@ -89,28 +89,37 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
         traceable = register.watch(Results().take_arrays(fun))
         with TRACING(register.token), np.errstate(over="call", call=notice):  # of constants that become infinite
             program = trace(traceable, args, kwargs).program
-        return _Inspector(ModulePaths(register.list_modules())).inspect(program, overflows)
+        constants = map(describe_constant, program.consts)
+        inspector = _Inspector(ModulePaths(register.list_modules()).read_stack)
+        return inspector.inspect(program.jaxpr, constants, overflows)
 
     return run_audit
+
+
+def find_in_program(program: Jaxpr, read_path: Callable[[str], str]) -> tuple[Finding, ...]:
+    """Returns the findings of a jaxpr whose constants are not known. `read_path` reads a path from a name stack."""
+    constants = (ValueFacts(given=CONSTANT) for _ in program.constvars)
+    return _Inspector(read_path).inspect(program, constants, ()).findings
 
 
 class _Inspector:
     """Visits the steps of a jaxpr in order."""
 
-    def __init__(self, paths: ModulePaths):
+    def __init__(self, read_path: Callable[[str], str]):
         self._facts: dict[Var, ValueFacts] = {}
         self._has_half = False  # of any value so far
         self._rows: dict[tuple, list[int]] = {}
         self._matmuls: dict[tuple, list[int]] = {}
         self._findings: dict[tuple, list[Any]] = {}
         self._loops: dict[str, None] = {}
-        self._find_place = functools.cache(lambda scope: (paths.read_stack(scope), is_backward(scope)))
+        self._find_place = functools.cache(lambda scope: (read_path(scope), is_backward(scope)))
 
-    def inspect(self, program: ClosedJaxpr, overflows: Iterable[tuple[str, str]]) -> AuditReport:
+    def inspect(
+        self, body: Jaxpr, constants: Iterable[ValueFacts], overflows: Iterable[tuple[str, str]]
+    ) -> AuditReport:
         """Returns the report of a jaxpr. `overflows`: lines and name stacks where a constant became infinite."""
-        body = program.jaxpr
         self._facts.update((var, ValueFacts(given=ARGUMENT if is_float(var) else OWN)) for var in body.invars)
-        self._facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
+        self._facts.update(zip(body.constvars, constants, strict=False))
         self._has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
         for source, scope in overflows:
             key = "infinite-constant", source, *self._find_place(scope)

@@ -52,6 +52,9 @@ class Row:
         than it computes in; else the empty string, as for a layer whose author wrote how it multiplies.
       output_cast: the narrower dtype to which the model casts what this module returned, at its own output, if a rule
         or its author names the module; else the empty string.
+      precision_faults: sentences about a softmax in half precision in its own code, and about constants and parameters
+        that promote its values to float32, such as an adapter that is read by `get_raw_value`. `numerics.audit` has the
+        lines.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -76,6 +79,7 @@ class Row:
     half_sums: tuple[str, ...] = ()
     accumulate_dtype: str = ""
     output_cast: str = ""
+    precision_faults: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain strings, numbers and lists."""
@@ -162,7 +166,8 @@ class Explanation(Report):
             for row in self.rows
             if row.output_cast
         ]
-        return [size, *_describe_leaks(self), *casts, *_describe_half_sums(self), *self.unused, *self.unknown]
+        own = [*_describe_leaks(self), *casts, *_describe_half_sums(self), *_describe_precision_faults(self)]
+        return [size, *own, *self.unused, *self.unknown]
 
 
 Rule = tuple[str, Policy | None]
@@ -220,7 +225,7 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
 def _indent(row: Row, paths: set[str]) -> str:
     """Returns the path of a module, indented below its parent; marked if it has a note."""
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
-    name = (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
+    name = (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums or row.precision_faults else "")
     return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
 
 
@@ -246,3 +251,8 @@ def _describe_half_sums(explanation: Explanation) -> list[str]:
     by_sum = group_by_key((half_sum, row.path) for row in explanation.rows for half_sum in row.half_sums)
     growing = "whose error grows with their count"
     return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]
+
+
+def _describe_precision_faults(explanation: Explanation) -> list[str]:
+    by_fault = group_by_key((fault, row.path) for row in explanation.rows for fault in row.precision_faults)
+    return [f"{list_places(paths)} (!): {fault}" for fault, paths in by_fault.items()]

@@ -10,11 +10,25 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, is_floating_dtype, list_paths_to
-from ..._jaxpr import LIST_WEIGHTS, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
+from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, group_by_key, is_floating_dtype, list_paths_to
+from ..._jaxpr import (
+    HALF,
+    LIST_WEIGHTS,
+    Atom,
+    Fact,
+    Step,
+    find_half_sum,
+    find_origin,
+    float_dtype,
+    having,
+    is_called_by_library,
+    list_functions,
+    walk,
+)
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8, Policy
+from .._audit import find_in_program
 from ._explanation import Explanation, Row
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
@@ -56,6 +70,26 @@ def list_read_dtypes(step: Step) -> list[Any]:
 def _list_long_sums(step: Step) -> list[Any]:
     half_sum = find_half_sum(step)
     return [half_sum] if half_sum is not None and half_sum.numbers >= _LONG_SUM else []
+
+
+def _list_half_softmaxes(step: Step) -> list[Any]:
+    """Lists the dtype of the exponential of a softmax in half precision, unless a library calls it."""
+    dtype = float_dtype(step.operands[0]) if step.name == "exp" else None
+    is_found = dtype in HALF and not list_functions(step).isdisjoint(("softmax", "_softmax"))
+    return [dtype] if is_found and not is_called_by_library(find_origin(step)) else []
+
+
+def _find_precision_faults(program: Jaxpr, steps: Iterable[LocatedStep]) -> dict[str, tuple[str, ...]]:
+    """Finds, by path, softmaxes in half precision, and promotions to float32, by the rule of `audit`."""
+    softmaxes = collect_by_path(steps, _list_half_softmaxes)
+    found = group_by_key((path, _SOFTMAX.format(dtype)) for path, dtypes in softmaxes.items() for dtype in dtypes)
+    for finding in find_in_program(program, lambda scope: read_path(scope) or ""):
+        if finding.id == "accidental-promotion":
+            found.setdefault(finding.path, []).append(finding.message)
+    return {path: tuple(dict.fromkeys(messages)) for path, messages in found.items()}
+
+
+_SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its input to float32 first"
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
@@ -138,6 +172,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     computed = collect_by_path(steps, list_read_dtypes)
     made = collect_by_path(steps, lambda step: [*map(float_dtype, step.results)])
     summed = collect_by_path(steps, _list_long_sums)
+    faults = _find_precision_faults(observation.program, steps)
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
     leaking, cast = find_leaks(observation.program, steps, modules)
@@ -160,6 +195,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
             output_cast=cast.get(path, ""),
             half_sums=summed.get(path, ()),
+            precision_faults=faults.get(path, ()),
             accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
@@ -193,8 +229,9 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
 
     The model is traced and not run, with abstract parameters and inputs, so that nothing is allocated. A linen module
     is initialized abstractly; an nnx module is copied, and `nnx.eval_shape` makes one without arrays. Rules of a
-    `PolicyMap` that decide for no module are listed, and so are sums of many elements in half precision: a policy
-    reaches layers, but not functions such as `nn.avg_pool`. A model without a policy is explained as well.
+    `PolicyMap` that decide for no module are listed. So are sums of many elements and your own softmaxes in half
+    precision, and constants and parameters that promote to float32: a policy reaches layers, but not functions such as
+    `nn.avg_pool`. A model without a policy is explained as well.
 
     Of a function of `autocast`, the rows are the arrays that its argument `weights` names, by their paths.
     `row.quantization` is the format of such an array, or why it is left.

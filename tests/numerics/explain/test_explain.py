@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn, nnx
 
@@ -68,3 +70,65 @@ def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(model):
     kept = explain("params=float32,compute=bfloat16,output=float32")
     assert [row.output_cast for row in kept.rows] == ["", "", ""]
     assert "whole model" not in " ".join(str(kept).split())
+
+
+class LinenSoftmax(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.softmax(nn.Dense(3, name="body")(x)))
+
+
+class NnxSoftmax(NnxHead):
+    def __call__(self, x):
+        return self.head(jax.checkpoint(nnx.softmax)(self.body(x)))
+
+
+class LinenConstant(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = np.linspace(0, 1, 3, dtype=np.float32)
+        return nn.Dense(2, name="head")(nn.Dense(3, name="body")(x) * scale)
+
+
+class NnxConstant(NnxHead):
+    def __call__(self, x):
+        return self.head(self.body(x) * jnp.ones(3))
+
+
+class NnxAdapter(NnxHead):
+    """Reads its parameter as an adapter of qwix does."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nnx.LoRAParam(jnp.zeros((3, 3)))
+
+    def __call__(self, x):
+        return self.head(self.body(x) @ self.adapter.get_raw_value())
+
+
+FAULTS = [
+    (LinenSoftmax, "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to float32 first"),
+    (NnxSoftmax, "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to float32 first"),
+    (LinenConstant, "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
+    (NnxConstant, "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
+    (NnxAdapter, "(bfloat16 becomes float32 through a float32 parameter or argument); cast the float32 operand"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=[kind.__name__ for kind, _ in FAULTS])
+def test_a_half_softmax_and_a_promotion_to_float32_have_a_line(kind, fault):
+    x = jax.ShapeDtypeStruct((4, 3), "float32")
+    with jax.numpy_dtype_promotion("standard"):
+        found = jmp.explain(jmp.with_policy(kind(), "params=float32,compute=bfloat16,output=float32"), x)
+        wide = jmp.explain(jmp.with_policy(kind(), "float32"), x)
+    assert [len(row.precision_faults) for row in found.rows] == [1, 0, 0]
+    lines = " ".join(str(found).split())
+    assert f"{kind.__name__} (!)" in lines
+    assert "the model itself (!): " in lines
+    assert fault in lines
+    assert not any(row.precision_faults for row in wide.rows)
+
+
+def test_the_softmax_of_a_layer_of_flax_has_no_line():
+    model = jmp.with_policy(nn.MultiHeadDotProductAttention(1), "mixed_bfloat16")
+    assert not any(row.precision_faults for row in jmp.explain(model, jax.ShapeDtypeStruct((4, 3), "float32")).rows)
