@@ -16,7 +16,12 @@ from ._float8_state import (
     write_leaf as write_leaf,
     zero_unused as zero_unused,
 )
-from ._json_log import JsonLog as JsonLog, sum_arrays as sum_arrays
+from ._json_log import (
+    JsonLog as JsonLog,
+    sum_arrays as sum_arrays,
+    sum_code as sum_code,
+    sum_program as sum_program,
+)
 from ._lazy import load_lazily as load_lazily, refuse_old_keywords as refuse_old_keywords
 from ._memory import (
     ACTIVE_POLICY as ACTIVE_POLICY,

@@ -1,6 +1,9 @@
 """A file of JSON lines that a long search appends to, and resumes from."""
 
+import functools
 import json
+import re
+import types
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +34,7 @@ class JsonLog:
         self._entries, self._example, self._stem = entries, example, stem
 
     def read(self, parse: Callable[[dict[str, Any], list[dict[str, Any]]], T]) -> T | None:
-        """Returns `parse(header, lines)`, or None without a file. Removes a last line that was cut off by a kill.
+        """Returns `parse(header, lines)`, or None without a line. Removes a last line that was cut off by a kill.
 
         `parse` raises a ValueError, KeyError, TypeError or AttributeError for any other file.
         """
@@ -39,15 +42,17 @@ class JsonLog:
         if path is None or not path.exists() or not path.stat().st_size:
             return None
         text = path.read_text(encoding="utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]
+        whole, first = text[: text.rfind("\n") + 1], json.dumps(self._header)[:-1]
+        if not whole and (first.startswith(text) or text.startswith(first)):
+            return None  # cut off in the header
         try:
-            header, *lines = map(json.loads, whole.splitlines())
+            header, *lines = map(_read_line, whole.splitlines())
             parsed = parse(header, lines)
             different = [key for key, value in self._header.items() if header[key] != value]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
-                f"{path} is not a file of {self._entries}, so it was not changed. Pass another name. For example: "
-                f"{self._example.format(self._stem + '.jsonl')}."
+                f"{path} is not a file of {self._entries}, or is damaged, so it was not changed. Pass another name. "
+                f"For example: {self._example.format(self._stem + '.jsonl')}."
             ) from None
         if different:
             key = different[0]
@@ -73,7 +78,18 @@ class JsonLog:
 
 
 def _write_line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, allow_nan=False) + "\n"
+    return json.dumps({**entry, "checksum": _sum_text(json.dumps(entry))}, allow_nan=False) + "\n"
+
+
+def _read_line(line: str) -> dict[str, Any]:
+    entry = json.loads(line)
+    if entry.pop("checksum") != _sum_text(json.dumps(entry)):
+        raise ValueError
+    return entry
+
+
+def _sum_text(text: str, total: int = 0) -> str:
+    return f"{zlib.crc32(text.encode(), total):08x}"
 
 
 def sum_arrays(tree: PyTree) -> str:
@@ -89,3 +105,40 @@ def sum_arrays(tree: PyTree) -> str:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             total = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, total)
     return f"{total:08x}"
+
+
+def sum_program(fun: Callable[..., Any], *args: Any) -> str:
+    """Computes a checksum of a function as JAX traces it, with its constants, or of its code if JAX cannot trace it."""
+    try:
+        program = jax.make_jaxpr(fun)(*args)
+    except Exception:
+        return sum_code(fun)
+    text = re.sub(r"\b0x[0-9a-f]+", "", str(program))  # addresses of functions
+    return _sum_text(text + sum_arrays(program.consts))
+
+
+def sum_code(fun: Any) -> str:
+    """Computes a checksum of the code of a function, and of what it closes over and calls in its Python module."""
+    seen: set[int] = set()
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            return [describe(part) for part in (value.func, value.args, sorted(value.keywords.items()))]
+        if isinstance(value, types.MethodType):
+            return describe(value.__func__)
+        if isinstance(value, types.CodeType):
+            return value.co_code.hex(), value.co_names, describe(value.co_consts)
+        if isinstance(value, tuple | list):
+            return [describe(part) for part in value]
+        if isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            called = [value.__globals__.get(name) for name in value.__code__.co_names]
+            own = [each for each in called if getattr(each, "__module__", None) == value.__module__]
+            closed = [cell.cell_contents for cell in value.__closure__ or ()]
+            return [describe(part) for part in (value.__code__, value.__defaults__, closed, own)]
+        if is_array(value):
+            return sum_arrays(value)
+        is_plain = value is None or isinstance(value, str | bytes | int | float | complex)
+        return repr(value) if is_plain else type(value).__qualname__
+
+    return _sum_text(repr(describe(fun)))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, warn_user
+from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, sum_program, warn_user
 from ..modules import Method
 from ..policy import Int4, Int8, Policy, PolicyMap
 from ._calibrate import check_batches, require_adapter
@@ -77,8 +77,19 @@ def quantize_layer_by_layer(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         adapter.run(bound, inputs, method, kwargs, lambda call, next_fun, args, kwargs: next_fun(*args, **kwargs))
 
-    sums = {"weights": weights, "batches": sum_arrays(batches)}
-    header = {"method": name, "policy": str(policy), **calibration.settings, **sums}
+    header = (
+        {}
+        if file is None
+        else {
+            "method": name,
+            "policy": str(policy),
+            **calibration.settings,
+            "weights": weights,
+            "batches": sum_arrays(batches),
+            "arguments": f"method={getattr(method, '__name__', method)}, {sum_arrays(kwargs)}",
+            "traced program": sum_program(lambda: run(batches[0])),  # with statistics of the model
+        }
+    )
     log = JsonLog(None if file is None else Path(file), header, "matrices", f"{name}(..., file={{!r}})", name)
     done = log.read(lambda stored, lines: {line["matrix"]: Rounded.decode(line) for line in lines})
     if done is None:

@@ -1,6 +1,7 @@
 """GPTQ, against the loop over columns in float64, and through models."""
 
 import functools
+import json
 import warnings
 from typing import Any
 
@@ -252,3 +253,53 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest():
     assert (made[3] == nearest[3]).all()
     assert (made != nearest).any()
     assert (read(quant.gptq(policied, [0 * rows])) == nearest).all()
+
+
+class Shifted(nnx.Module):
+    """Reads its inputs in several ways, and beside statistics."""
+
+    def __init__(self, mean=0.0):
+        self.norm = nnx.BatchNorm(16, use_running_average=True, rngs=nnx.Rngs(0))
+        self.norm.mean[...] = jnp.full(16, mean)
+        self.dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, flip=False):
+        return self.dense(self.norm(x[:, ::-1] if flip else x))
+
+    def other(self, x):
+        return self.dense(x)
+
+
+class Edited(Shifted):
+    def __call__(self, x, flip=False):
+        return self.dense(jnp.tanh(self.norm(x)))
+
+
+def calibrate_into(file, model=None, **options):
+    return quant.gptq(jmp.with_policy(model or Shifted(), POLICY), [ROWS], file=file, progress=False, **options)
+
+
+def test_matrices_of_another_call_or_damaged_ones_are_refused(tmp_path):
+    """They were taken, and made a model worse than without calibration."""
+    file = tmp_path / "gptq.jsonl"
+    calibrate_into(file)
+    before = file.read_text(encoding="utf-8")
+    others = {
+        "arguments": [{"flip": True}, {"method": "other"}],
+        "traced program": [{"model": Shifted(mean=2.0)}, {"model": Edited()}],
+    }
+    for name, calls in others.items():
+        for options in calls:
+            with pytest.raises(ValueError, match=rf"^.*gptq\.jsonl has the matrices of another run: its {name} is "):
+                calibrate_into(file, **options)
+    header, line = before.splitlines()
+    changed = {key: json.loads(line) | {key: value} for key, value in (("matrix", 1), ("scale", None), ("path", "x"))}
+    for entry in changed.values():
+        file.write_text(f"{header}\n{json.dumps(entry)}\n")
+        with pytest.raises(
+            ValueError, match=r"gptq\.jsonl is not a file of matrices, or is damaged, so it was not chan"
+        ):
+            calibrate_into(file)
+    file.write_text(before)
+    read = lambda model: np.asarray(jax.tree.leaves(nnx.state(model, jmp.nnx.QuantizedParam))[0])
+    np.testing.assert_array_equal(read(calibrate_into(file)), read(calibrate_into(None)))

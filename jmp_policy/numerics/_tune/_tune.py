@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._base import describe, is_floating, sum_arrays
+from ..._base import describe, is_floating, sum_arrays, sum_code, sum_program
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
@@ -124,13 +124,16 @@ def tune(
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
     compared = "outputs and gradients" if subject.differentiates else "outputs"
+    run, arrays = subject.make_run(None, NoOpLossScale())
     header = {
         "function": subject.name,
         "policy": " or ".join([str(given), *policies]),
         "compared": _name_metric(metric) if metric else compared,
         "loss scale": scale,
         "seed": seed,
-        "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
+        "arguments": sum_arrays(arrays),
+        "traced program": trials_file and sum_program(run, arrays),
+        "code of the metric": metric and sum_code(metric),
         "jax": f"{jax.__version__} on {jax.default_backend()}",
     }
     is_shown = sys.stderr.isatty() if progress is None else progress

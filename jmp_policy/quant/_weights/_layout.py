@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ...policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
@@ -125,7 +126,7 @@ def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
     """Says that blocks cannot be split over devices like their weight; empty if they can, or if JAX does not tell."""
     if not isinstance(quantization, Int4 | BlockFormat):
         return ""
-    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return ""
     spec = (*sharding.spec, *[None] * array.ndim)

@@ -99,7 +99,7 @@ def test_trials_of_something_else_are_refused_and_left(change, message, tmp_path
 def test_a_file_of_something_else_is_refused_and_left(text, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"notes\.txt is not a file of trials, so it was not changed\. Pass another"):
+    with pytest.raises(ValueError, match=r"notes\.txt is not a file of trials, or is damaged, so it was not changed"):
         tune(None, trials_file=file)
     assert file.read_text(encoding="utf-8") == text
 
@@ -115,3 +115,43 @@ def test_keys_are_part_of_the_arguments(tmp_path):
     jmp.tune(draw, (jax.random.key(0), jnp.ones((4, 4))), HALF, **options)
     with pytest.raises(ValueError, match="its arguments is"):
         jmp.tune(draw, (jax.random.key(1), jnp.ones((4, 4))), HALF, **options)
+
+
+def edit(gain):
+    def net(x, weight):
+        with jax.named_scope("a"):
+            return jnp.tanh(x * gain) @ weight
+
+    return net
+
+
+def score(candidate, *args):
+    return candidate(*args)
+
+
+def score_twice(candidate, *args):
+    return 2 * candidate(*args)
+
+
+def test_trials_of_an_edited_function_or_metric_are_refused(tmp_path):
+    """They answered for it: a map that overflowed was reported with an error of 0."""
+    file = tmp_path / "trials.jsonl"
+    options = {"tolerance": 0.05, "trials_file": file}
+    jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score)
+    before = file.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"trials of another run: its traced program is '\w+', expected '\w+'\."):
+        jmp.tune(edit(2.0), ARGS, HALF, **options, metric=score)
+    score_twice.__qualname__ = score.__qualname__
+    with pytest.raises(ValueError, match=r"trials of another run: its code of the metric is '\w+', expected '\w+'\."):
+        jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score_twice)
+    assert file.read_text(encoding="utf-8") == before
+    jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score)
+
+
+def test_a_file_that_was_cut_off_in_its_first_line_is_begun_again(tmp_path):
+    file = tmp_path / "trials.jsonl"
+    wanted = tune(None, trials_file=file)
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole[:40])
+    assert tune(None, trials_file=file) == wanted
+    assert file.read_text(encoding="utf-8") == whole
