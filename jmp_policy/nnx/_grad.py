@@ -11,6 +11,7 @@ from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_u
 from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._layer_state import Float8State, check_state_types, find_states, prepare_states
+from ._optimizer import Optimizer
 
 ArgNum = int | nnx.DiffState
 
@@ -74,8 +75,9 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale or several; a float8 layer with state is used twice outside of
-        `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is not a `Float8State`; or gradients
-        cannot be reduced in `reduce_dtype`.
+        `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is not a `Float8State`, is left out by a
+        `DiffState`, or is not updated by the `flax.nnx.Optimizer` in `loss_scale`; or gradients cannot be reduced in
+        `reduce_dtype`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -97,6 +99,7 @@ def value_and_grad(
             models = list_models(args)
             for argnum, model in zip(listed, models, strict=True):
                 check_state_types(model, argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
+            _check_writes_state(loss_scale, models)
             with_state = any(map(find_states, models)) and _takes_filters(options)
             wrt = _with_state(argnums) if with_state else argnums
             value_and_grad: Any = nnx.value_and_grad
@@ -167,6 +170,20 @@ def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, nnx.Any(nnx.Param, Float8State))
     return tuple(map(_with_state, argnums))
+
+
+def _check_writes_state(loss_scale: PyTree, models: list[Any]) -> None:
+    """Raises a `ValueError` if the optimizer that holds the scale will not update the float8 state of the models."""
+    if not isinstance(loss_scale, nnx.Optimizer) or isinstance(loss_scale, Optimizer):
+        return
+    is_updated = nnx.filterlib.to_predicate(loss_scale.wrt)
+    for path, state in ((path, state) for model in models for path, state in find_states(model).items()):
+        if not is_updated(path, state):
+            raise ValueError(
+                f"The model has float8 state, {'/'.join(map(str, path))!r}, which a flax.nnx.Optimizer does not "
+                "update: its scales would never change, and small gradients would become zero. "
+                "For example: optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
 
 
 def _takes_filters(options: dict[str, Any]) -> bool:

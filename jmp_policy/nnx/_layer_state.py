@@ -17,8 +17,8 @@ class Float8State(nnx.Variable):
 
     The layer has a dictionary of them in its attribute `_overwrite_with_gradient`. They are not `nnx.Param`s.
     `jmp_policy.nnx.value_and_grad` differentiates with respect to them too: their gradients are their next values,
-    which `jmp_policy.nnx.Optimizer` writes into the model. `flax.nnx.value_and_grad` and `flax.nnx.Optimizer` do not
-    update them, so the scales stay at one; if a `wrt` names them, they are trained like parameters, which is wrong.
+    which `jmp_policy.nnx.Optimizer` writes into the model. `flax.nnx.value_and_grad` is an error for a model that has
+    them, and so is a `flax.nnx.Optimizer` as the `loss_scale`: the scales would stay at one, and gradients vanish.
 
     A policy that is attached again keeps them. A policy with another length of histories makes new ones, and one
     without state removes them. In the bridges to linen they are the collection of the same name.
@@ -30,6 +30,20 @@ class Float8State(nnx.Variable):
     >>> sorted(state)[:2], state["input_amax_history"].shape
     (['input_amax_history', 'input_scale'], (16,))
     """
+
+    __slots__ = ("is_new",)  # set until nnx copies it; metadata would be part of the graph definition
+
+
+def make_states(values: dict[str, jax.Array]) -> dict[str, Float8State]:
+    """Makes the state of a layer that has none, maybe in the middle of a step, where it has no gradient yet."""
+    states = {name: Float8State(value) for name, value in values.items()}
+    for state in states.values():
+        object.__setattr__(state, "is_new", True)
+    return states
+
+
+def has_new_state(layer: nnx.Module) -> bool:
+    return any(getattr(state, "is_new", False) for state in (vars(layer).get(OVERWRITE) or {}).values())
 
 
 def read_state(layer: nnx.Module) -> dict[str, jax.Array]:

@@ -40,7 +40,7 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import Float8State, read_state
+from ._layer_state import has_new_state, make_states, read_state
 from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, draw_key, find_layer, find_weight
 from ._shadow import Attributes
 
@@ -169,7 +169,8 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
         if not isinstance(function, Multiply):
             return function
         key, state = functools.partial(draw_key, self), functools.partial(read_state, self)
-        return Multiply(dataclasses.replace(function.product, key=key, state=state))
+        where = None if has_new_state(self) else f" of the {base.__name__}"
+        return Multiply(dataclasses.replace(function.product, key=key, state=state, where=where))
 
     def set_multiply(self: nnx.Module, function: Callable[..., Any]) -> None:  # for `nnx.merge`
         vars(self)[name] = function
@@ -316,7 +317,7 @@ def make_float8_attributes(base: type, attributes: Attributes, quantization: Qua
     known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(weight.value.shape, weight.layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
-    return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
+    return {OVERWRITE: make_states(new)}
 
 
 def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:

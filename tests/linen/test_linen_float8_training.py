@@ -185,3 +185,22 @@ def test_state_is_saved_with_the_variables_and_restored(runs, tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "0", abstract)
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), restored, trained)
+
+
+def test_parameters_that_are_differentiated_without_float8_state_are_an_error_that_names_the_layer():
+    model = jmp.with_policy(nn.Dense(16), "float8/4(min_size=0)_from_mixed_bfloat16")
+    x = jnp.ones((16, 16))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    loss_fn = lambda params, rest: model.apply({"params": params} | rest, x).astype(jnp.float32).sum()
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.1))
+    rest = {name: variables[name] for name in variables if name != "params"}
+    steps = [
+        jmp.optim.minimize(loss_fn, tx),
+        lambda params, state, rest: jmp.value_and_grad(loss_fn, loss_scale=state)(params, rest),
+        lambda params, state, rest: jax.value_and_grad(loss_fn)(params, rest),
+    ]
+    for step in steps:
+        with pytest.raises(
+            ValueError, match=r"^The weight 'kernel' of shape \(16, 16\), .* state that scales it is not"
+        ):
+            jax.eval_shape(step, variables["params"], jax.eval_shape(tx.init, variables["params"]), rest)

@@ -185,9 +185,32 @@ def test_all_ways_to_differentiate_are_one_program(name):
     assert program(WAYS[name]) == program(jmp.nnx.grad(mean_square, loss_scale=SCALE))
 
 
-def test_a_filter_of_parameters_leaves_the_state_out():
-    grads = jmp.nnx.grad(mean_square, nnx.DiffState(0, nnx.Param), loss_scale=SCALE)
-    assert state_of(nnx.eval_shape(grads, policied())) == {}
+@pytest.mark.parametrize(
+    ("differentiate", "error"),
+    [
+        (lambda: nnx.grad(mean_square), "float8 state that scales it is not"),
+        (lambda: jmp.nnx.grad(mean_square, nnx.DiffState(0, nnx.Param), loss_scale=SCALE), "that scales it is not"),
+        (
+            lambda: nnx.grad(mean_square, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, jmp.nnx.Float8State))),
+            "differentiated by JAX or Flax alone: several uses of it would be added",
+        ),
+    ],
+    ids=["gradients of Flax", "a filter without the state", "gradients of Flax by the state too"],
+)
+def test_float8_with_half_of_a_step_in_nnx_is_an_error(differentiate, error):
+    with pytest.raises(ValueError, match=rf"^The weight of the Linear of shape .*{error}.*jmp\.nnx\.value_and_grad\("):
+        nnx.eval_shape(differentiate(), policied())
+
+
+def test_an_optimizer_of_flax_as_loss_scale_of_a_float8_model_is_an_error():
+    model, tx = policied(), jmp.optim.skip_nonfinite(optax.sgd(0.1))
+    grads = lambda model, optimizer: jmp.nnx.grad(mean_square, loss_scale=optimizer)(model)
+    with pytest.raises(ValueError, match=r"/input_amax_history', which a flax\.nnx\.Optimizer does not update"):
+        nnx.eval_shape(grads, model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    # The update of `skip_nonfinite` overwrites state that it sees.
+    wrt = nnx.Any(nnx.Param, jmp.nnx.Float8State)
+    assert state_of(nnx.eval_shape(grads, model, nnx.Optimizer(model, tx, wrt=wrt)))
+    assert state_of(nnx.eval_shape(grads, model, jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
 
 @pytest.mark.exhaustive

@@ -95,8 +95,8 @@ def test_what_is_not_finite_is_seen_in_the_results_and_not_in_the_state(name, ba
 def test_a_product_is_the_same_where_nothing_is_differentiated_and_shows_what_is_not_finite(format):
     x, w = (np.random.default_rng().normal(size=(16, 16)).astype(np.float32) for _ in range(2))
     state = fresh_state(3) if format == Float8() else None
-    product = lambda x, w: TWO_AXES(x, w, quantization=format, state=state)
-    both = jax.jit(lambda x, w: (product(x, w), jax.vjp(product, x, w)[0]))
+    product = lambda x, w, state: TWO_AXES(x, w, quantization=format, state=state)
+    both = jax.jit(lambda x, w: (product(x, w, state), jax.vjp(product, x, w, state)[0]))
     np.testing.assert_array_equal(*both(x, w))
     x[:3, 5] = np.nan, np.inf, -np.inf
     assert not any(jnp.isfinite(out[:3]).any() for out in both(x, w))

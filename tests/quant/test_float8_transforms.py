@@ -191,10 +191,22 @@ def test_forward_mode_is_refused_by_jax():
 def test_second_derivatives_are_refused(second, format):
     """Tangents that are cast to 8 bits without a scale would be nan for some losses, and a third wrong for others."""
     x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3) if format == FORMAT else None
-    loss = lambda w: jnp.sum(TWO_AXES(x, w, quantization=format, state=state) ** 2)
-    penalty = lambda w: jnp.sum(jax.grad(loss)(w) ** 2)
+    loss = lambda w, state: jnp.sum(TWO_AXES(x, w, quantization=format, state=state) ** 2)
+    penalty = lambda w: jnp.sum(jax.grad(loss, argnums=(0, 1))(w, state)[0] ** 2)
     with pytest.raises(TypeError, match=r"^Float8 matmuls have no second"):
         jax.eval_shape(second(penalty), w)
+
+
+def test_a_weight_that_is_differentiated_without_its_state_is_an_error():
+    """Under `jit` and `scan` too; a frozen layer that passes gradients on needs no gradient of its state."""
+    x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3)
+    loss = lambda x, w, state: jnp.sum(product(x, w, state=state))
+    scanned = lambda x, w, state: jax.lax.scan(lambda x, _: (product(x, w, state=state), None), x, length=2)[0].sum()
+    text = r"^The weight of shape \(16, 16\), multiplied in 'float8.*jmp\.value_and_grad\("
+    for fun in (loss, jax.jit(loss), scanned, jax.checkpoint(scanned)):
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(jax.grad(fun, argnums=(0, 1)), x, w, state)
+        assert jax.eval_shape(jax.grad(fun), x, w, state).shape == x.shape
 
 
 @pytest.mark.slow

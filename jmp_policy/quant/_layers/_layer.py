@@ -75,7 +75,8 @@ class LayerProduct:
     returns_sums: bool = True  # true to return results in the accumulate dtype, false to cast them down at once
     key: Callable[[], jax.Array | None] | None = dataclasses.field(default=None, compare=False)
     state: Callable[[], State] | None = dataclasses.field(default=None, compare=False)
-    where: str = dataclasses.field(default="", compare=False)  # the path of the weight, for errors
+    # The weight for errors, by its path or layer; None for a float8 layer whose state is new in this call.
+    where: str | None = dataclasses.field(default="", compare=False)
 
     @property
     def stored_format(self) -> StoredFormat | None:
@@ -101,7 +102,7 @@ class Promote:
         is_stored = False
         if product.stored_format is not None:
             layout = product.layout or kernel_layout(weight.shape, None if bias is None else bias.shape)
-            weight = prepare_weight(weight, product.stored_format, layout, product.where)
+            weight = prepare_weight(weight, product.stored_format, layout, product.where or "")
             is_stored = isinstance(weight, QuantizedArray | FakeQuantized)
 
         # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
@@ -151,7 +152,7 @@ class Multiply:
         elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
             operation = kind.describe(*operands, **wide_options).operation
             state = product.state() if product.state is not None and needs_state(float8) else None
-            out = float8_product(operation, call.lhs, call.rhs, float8, state)
+            out = float8_product(operation, call.lhs, call.rhs, float8, state, product.where)
         elif dtype is not None:
             weight = observe_product(*call)
             out = wide_product(call.operation, call.lhs, _dequantize(weight), dtype, call.lhs.dtype)

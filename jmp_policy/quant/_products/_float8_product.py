@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
-from ..._base import OBSERVING, read_leaf, remember_weakly, warn_once, write_leaf
+from ..._base import OBSERVING, is_prepared, read_leaf, remember_weakly, warn_once, write_leaf
 from ...policy import (
     MULTIPLE,
     CurrentScaling,
@@ -48,12 +49,18 @@ _ROWS: contextvars.ContextVar[list[tuple[int, np.dtype]] | None] = contextvars.C
 
 
 def float8_product(
-    operation: Bilinear, left: jax.Array, right: jax.Array, format: Float8, state: State | None = None
+    operation: Bilinear,
+    left: jax.Array,
+    right: jax.Array,
+    format: Float8,
+    state: State | None = None,
+    where: str | None = "",
 ) -> jax.Array:
     """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
     If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
-    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state.
+    `reason_not_float8`. The gradient of `state` (for `DelayedScaling`) is the next state, so it must be differentiated
+    if the weight is; `where` names the weight of a layer for that error, and None means a state of this call alone.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
     output is scaled, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
@@ -69,7 +76,7 @@ def float8_product(
     if rows % MULTIPLE:
         return operation.compute(left, right)
     left, right = vary_together(left, right)
-    spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
+    spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right), where)
     return _product(spec, left, right, state)
 
 
@@ -82,6 +89,7 @@ class _Float8Spec:
     dtype: np.dtype  # of the operands and their gradients
     left: core.ShapedArray
     right: core.ShapedArray
+    where: str | None = dataclasses.field(default="", compare=False)  # names the weight, for errors
 
     @property
     def by_row(self) -> bool:
@@ -97,6 +105,35 @@ class _Float8Spec:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
     return _forward(spec, left, right, state, records=False)[0]
+
+
+def _forward_to_differentiate(spec: _Float8Spec, left: Any, right: Any, state: Any) -> tuple[jax.Array, Any]:
+    """Computes `_forward` where at least one operand is differentiated; they are `CustomVJPPrimal`s."""
+    if state is not None and spec.where is not None:
+        _check_state_is_trained(spec, right, next(iter(state.values())))
+    return _forward(spec, *jax.tree.map(lambda operand: operand.value, (left, right, state)))
+
+
+def _check_state_is_trained(spec: _Float8Spec, weight: Any, state: Any) -> None:
+    """Raises a `ValueError` if the gradient of the weight is used, and that of its state is not, or by JAX alone."""
+    weight_text = f"The weight{spec.where} of shape {weight.value.shape}, multiplied in {str(spec.format)!r},"
+    example = (
+        "For example, for linen variables with both collections: jmp.value_and_grad(loss_fn, loss_scale=opt_state)"
+        "(variables), then jmp.optim.step; for an nnx model: jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)"
+        "(model), then the update of a jmp.nnx.Optimizer."
+    )
+    if weight.perturbed and not state.perturbed:
+        raise ValueError(
+            f"{weight_text} is differentiated, and the float8 state that scales it is not: the scales would never "
+            f"change, and small gradients would become zero. Differentiate the state beside the weight. {example}"
+        )
+    # A matmul by hand may be differentiated by `jax.grad` alone; its state is not in a layer.
+    if spec.where and state.perturbed and not is_prepared(state.value):
+        raise ValueError(
+            f"{weight_text} has float8 state that is differentiated by JAX or Flax alone: several uses of it would be "
+            "added, and plain optax would train it like a parameter. Take gradients and steps of this package. "
+            f"{example}"
+        )
 
 
 def _forward(
@@ -121,6 +158,7 @@ def _backward(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     left, right, state = residuals
     state = None if state is None else dict(state)  # of input and kernel for the next step, of the gradient for this
     operation = spec.operation
+    grad = grad.instantiate() if isinstance(grad, SymbolicZero) else grad
     to_left = dataclasses.replace(operation, left=operation.out, out=operation.left)
     to_right = dataclasses.replace(operation, right=operation.out, out=operation.right)
     scale = functools.partial(_scale_operand, spec, state)
@@ -140,7 +178,7 @@ def _backward(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, 
     return left_grad, right_grad, state  # the gradient of the state is the next state
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_forward_to_differentiate, _backward, symbolic_zeros=True)
 
 
 def _scale_operand(
