@@ -10,7 +10,14 @@ import numpy as np
 import optax
 from optax import contrib
 
-from jmp_policy.optim._moments._moment_codes import DYNAMIC, MU, UNSIGNED_FLOAT, map_moments
+from jmp_policy.optim._moments._moment_codes import (
+    DYNAMIC,
+    MU,
+    UNSIGNED_FLOAT,
+    find_step,
+    list_roles,
+    map_moments,
+)
 
 
 def _matrices(params: Any) -> Any:
@@ -72,7 +79,25 @@ def make_grads(params: Any, step: int) -> Any:
     return jax.tree.map(draw, params)
 
 
-def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def make_noise(shape: tuple[int, ...], leaf: int, step: int) -> np.ndarray:
+    """The 16-bit noise of a moment: a hash of the position, plus multiples of the golden ratio.
+
+    Args:
+      shape: of the moment.
+      leaf: its index among the leaves of gradients and state.
+      step: the number of steps before this one.
+    """
+    words = np.arange(np.prod(shape), dtype=np.uint64) + np.uint64(leaf * 0x9E3779B1 % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = words % 2**32
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    words = (words % 2**32 >> np.uint64(16)) + np.uint64(step * 2654435769 % 2**32 >> 16)
+    return words.astype(np.uint16).reshape(shape)
+
+
+def store(
+    moment: np.ndarray, is_mean: bool, sides: tuple[int, ...], noise: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of a moment in blocks of these sides, one block after the other."""
     relative = np.zeros(moment.shape, np.float32)
     counts = [length // side for length, side in zip(moment.shape, sides, strict=True)]
@@ -84,10 +109,10 @@ def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np
         scale = -largest if (block == -largest).any() else largest
         relative[tile] = block / np.float32(scale if scale else 1)
         scales[place] = scale
-    return np.array(_encode(CODES[is_mean], relative)), scales
+    return np.array(_encode(CODES[is_mean], relative, noise)), scales
 
 
-_encode = jax.jit(lambda code, relative: code.encode(relative), static_argnums=0)
+_encode = jax.jit(lambda code, relative, noise: code.encode(relative, noise), static_argnums=0)
 
 
 def read(codes: np.ndarray, scales: np.ndarray, is_mean: bool) -> np.ndarray:
@@ -110,23 +135,33 @@ class Model:
         self._update = jax.jit(inner.update)
         self._sides = sides
         self.stored: list[tuple[np.ndarray, np.ndarray] | None] = []
-        self.state = self._round(inner.init(params))
+        self._leaves_before = len(jax.tree.leaves(params))
+        self._steps = 0
+        self.state = self._round(inner.init(params), None)
 
     def update(self, grads: Any, params: Any) -> Any:
         updates, state = self._update(grads, self.state, params)
-        self.state = self._round(state)
+        count = find_step(self.state)
+        self.state = self._round(state, self._steps if count is None else int(count))
+        self._steps += 1
         return updates
 
-    def _round(self, state: Any) -> Any:
+    def _round(self, state: Any, step: int | None) -> Any:
+        """Rounds to nearest without a step."""
         self.stored = []
 
-        def round_one(role: str, moment: Any) -> Any:
+        def round_one(i: int, role: str | None, moment: Any) -> Any:
+            if role is None:
+                return moment
             sides = self._sides.get(moment.shape)
-            stored = None if sides is None else store(np.asarray(moment), role == MU, sides)
+            noise = None if step is None else make_noise(moment.shape, self._leaves_before + i, step)
+            stored = None if sides is None else store(np.asarray(moment), role == MU, sides, noise)
             self.stored.append(stored)
             return moment if stored is None else jnp.asarray(read(*stored, role == MU))
 
-        return map_moments(lambda role, field: jax.tree.map(lambda x: round_one(role, x), field), state)
+        leaves, structure = jax.tree.flatten(state)
+        rows = zip(list_roles(state), leaves, strict=True)
+        return structure.unflatten([round_one(i, role, moment) for i, (role, moment) in enumerate(rows)])
 
 
 SIDES = {(512, 24): (32, 8), (256, 4, 8): (8, 4, 8)}

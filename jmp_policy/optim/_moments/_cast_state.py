@@ -10,8 +10,8 @@ import optax
 from ..._base import DTypeLike, PyTree, cast_floating, did_you_mean, is_half, parse_dtype, quote, round_stochastically
 from .._half import widen_half
 from .._steps import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
-from ._moment_blocks import number_positions, scramble
-from ._moment_codes import MU, NU, has_moments, map_moments, roles_of
+from ._moment_blocks import make_thresholds, number_positions
+from ._moment_codes import MU, NU, find_step, has_moments, map_moments, roles_of
 
 Rounding = Literal["nearest", "dither"]
 
@@ -75,8 +75,11 @@ def cast_state(
     def init(params: PyTree) -> Any:
         state = inner.init(params)
         _check_roles(state, dtypes)
-        if rounding == "dither":
-            _find_step(state)
+        if rounding == "dither" and find_step(state) is None:
+            raise ValueError(
+                "rounding='dither' changes by the count of steps, and the state of this optimizer has no integer "
+                "'count'. For example: cast_state(optax.adamw(1e-3), nu_dtype='bfloat16', rounding='dither')."
+            )
         return map_moments(lambda role, x: cast_floating(x, dtypes[role]) if role in dtypes else x, state)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
@@ -102,28 +105,16 @@ def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
 def _dither(old: PyTree, new: PyTree) -> Any:
     """Rounds float32 leaves of a new state to the half precision of the old one."""
     leaves, structure = jax.tree.flatten(old)
-    offset = _find_step(old).astype(jnp.uint32) * np.uint32(2654435769)  # 2**32 / golden ratio
+    step = find_step(old)
+    assert step is not None, "init has checked it"
 
     def narrow(i: int, x: Any, like: Any) -> Any:
         if not is_half(like) or x.dtype != jnp.float32:
             return x
-        start = scramble(number_positions(x.shape) + np.uint32(i * 0x9E3779B1 % 2**32))
-        return round_stochastically(x, like.dtype, start + (offset >> 16).astype(jnp.uint16))
+        return round_stochastically(x, like.dtype, make_thresholds(number_positions(x.shape), step, i))
 
     rows = zip(structure.flatten_up_to(new), leaves, strict=True)
     return structure.unflatten([narrow(i, x, like) for i, (x, like) in enumerate(rows)])
-
-
-def _find_step(state: PyTree) -> jax.Array:
-    """Returns the first count of steps in a state."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        is_count = jax.tree_util.keystr(path[-1:], simple=True) == "count"
-        if is_count and jnp.ndim(leaf) == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return leaf
-    raise ValueError(
-        "rounding='dither' changes by the count of steps, and the state of this optimizer has no integer 'count'. For "
-        "example: cast_state(optax.adamw(1e-3), nu_dtype='bfloat16', rounding='dither')."
-    )
 
 
 def _check_roles(state: PyTree, dtypes: dict[str, np.dtype]) -> None:

@@ -13,7 +13,7 @@ from .._half import check_key
 from .._steps import Transformation, check_not_loss_scaled, check_not_outermost, check_transformation
 from ._elementwise import find_constants
 from ._moment_blocks import Shape, choose_sides, place_alike, quantize, scale_shape
-from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, map_moments
+from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, find_step, map_moments
 from ._quantized_update import QuantizedMomentsState, QuantizedUpdate
 
 Path = tuple[Any, ...]
@@ -41,6 +41,12 @@ def quantize_state(
     near the largest elements and covers seven decades below. Second moments use unsigned floats with 5 exponent and 3
     mantissa bits; a nonzero value never becomes zero, because parameters are divided by its root.
 
+    Moments are rounded up or down by a threshold that differs for each element and changes in each step, so that
+    changes smaller than a code add up. This needs no key and repeats exactly. With `b2` from 0.9 to 0.999 and gradients
+    that were constant, noisy, sparse, or grew and shrank at different rates, the norms of AdamW's updates stayed within
+    2 % over 1,000 steps. Elements whose gradients are below a 10,000th of the largest in their block get smaller
+    updates.
+
     An update decodes, computes in float32 and encodes one chunk of a parameter after the other, so that a whole float32
     moment never exists. The optimizer must be elementwise: clipping by the global norm, layer-wise rates or factored
     moments raise an error that names the op. Put clipping outside: `optax.chain(optax.clip_by_global_norm(1.0),
@@ -60,8 +66,7 @@ def quantize_state(
       where: the parameters with quantized moments: regular expressions that match the path of a parameter or of a
         subtree, `"blocks/0/kernel"`, or a function `(path, param) -> bool`. By default all but embeddings, whose rows
         get gradients at different times: a path with a name that contains `embed`, or is `wte` or `wpe`.
-      stochastic: a random key, `jax.random.key(seed)`, for stochastic rounding. An average over 1,000 steps
-        (`b2=0.999`) moves by less than a code per step: rounding to nearest hardly follows gradients of changing size.
+      stochastic: a random key, `jax.random.key(seed)`, for thresholds that are random numbers.
       elementwise: `False` runs any `inner` on whole float32 moments, which are quantized between steps.
 
     Returns:
@@ -106,7 +111,10 @@ def quantize_state(
                 f"quantize_state found no moments with the shape of a parameter: {paths}. It is for elementwise "
                 "optimizers. For example: quantize_state(optax.adamw(1e-3))."
             )
-        data = None if key is None else jnp.array(jax.random.key_data(key))  # a copy: the state may be donated
+        if key is not None:
+            data = jnp.array(jax.random.key_data(key))  # a copy: the state may be donated
+        else:
+            data = jnp.uint32(0) if find_step(inner_state) is None else None
         return QuantizedMomentsState(inner_state, scales, data)
 
     implementation = None if key is None else jax.random.key_impl(key)

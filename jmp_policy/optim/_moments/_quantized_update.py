@@ -21,13 +21,14 @@ from ._moment_blocks import (
     Blocks,
     Chunks,
     dequantize,
+    make_thresholds,
     number_positions,
     plan_chunks,
     quantize,
     read_sides,
     scramble,
 )
-from ._moment_codes import MomentCode, list_roles
+from ._moment_codes import MomentCode, find_step, list_roles
 
 # Of all quantized moments together. The update of a chunk takes 8 bytes per element, and one of `_SMALL` 512 KB.
 _CHUNKS, _SMALL = 64, 2**16
@@ -40,7 +41,8 @@ class QuantizedMomentsState(NamedTuple):
       inner_state: the state of the wrapped transformation, with uint8 codes in place of quantized moments.
       scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones if the moment is not
         quantized.
-      key: the data of the random key for the next step, uint32; `None` if codes are rounded to nearest.
+      key: uint32; the data of the random key for the next step, or without `stochastic` the count of steps of an
+        optimizer that has none. Otherwise `None`.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init({"kernel": jnp.ones((256, 256))})
@@ -56,8 +58,8 @@ class QuantizedMomentsState(NamedTuple):
 class QuantizedUpdate:
     """`update` of `quantize_state`.
 
-    `codes` has the code of each role. `implementation` is the PRNG implementation of the key; None rounds to nearest.
-    An `elementwise` optimizer runs on chunks.
+    `codes` has the code of each role. `implementation` is the PRNG implementation of the key, or None without a key. An
+    `elementwise` optimizer runs on chunks.
     """
 
     def __init__(self, inner: Transformation, codes: dict[str, MomentCode], implementation: Any, elementwise: bool):
@@ -81,16 +83,20 @@ class QuantizedUpdate:
         self, updates: PyTree, state: QuantizedMomentsState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, Any]:
         call = _Call(self._update_inner, self._codes, (updates, state.inner_state, params, extra), state.scales)
-        noise, key = self._split_key(state.key)
-        new_updates, inner_state, scales = call.run_in_chunks(noise) if self._elementwise else call.run_whole(noise)
+        source, key = self._find_source(state)
+        new_updates, inner_state, scales = call.run_in_chunks(source) if self._elementwise else call.run_whole(source)
         return new_updates, QuantizedMomentsState(inner_state, scales, key)
 
-    def _split_key(self, data: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns the key of this step, and the data of the key of the next step."""
-        if data is None:
-            return None, None
-        key, noise = jax.random.split(jax.random.wrap_key_data(data, impl=self._implementation))
-        return noise, jax.random.key_data(key)
+    def _find_source(self, state: QuantizedMomentsState) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the source of the noise of this step, its number or a random key, and `key` of the next state."""
+        if self._implementation is not None:
+            key, source = jax.random.split(jax.random.wrap_key_data(state.key, impl=self._implementation))
+            return source, jax.random.key_data(key)
+        if state.key is not None:
+            return state.key, state.key + np.uint32(1)
+        step = find_step(state.inner_state)
+        assert step is not None, "init counts the steps of other optimizers"
+        return step, None
 
 
 class _Call:
@@ -116,24 +122,24 @@ class _Call:
         self._large = sorted(set(owners.values()))
         self._sides = {i: read_sides(self._blocks(i), self._leaves[owner].shape) for i, owner in owners.items()}
 
-    def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
+    def run_whole(self, source: jax.Array) -> tuple[PyTree, Any, Any]:
         new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
-            new[i] = self._write(i, new[i], noise, number_positions(new[i].shape))
+            new[i] = self._write(i, new[i], source, number_positions(new[i].shape))
         return self._join(new)
 
-    def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
+    def run_in_chunks(self, source: jax.Array) -> tuple[PyTree, Any, Any]:
         """Runs the optimizer on chunks of the parameters with quantized moments, and on all others at once."""
         if self._large:
             self._check_elementwise()
         new = self._run(self._select(lambda i: self._owners[i] not in self._large))
         largest = max(_SMALL, sum(self._leaves[owner].size for owner in self._large) // _CHUNKS)
         for owner in self._large:
-            for i, result in self._run_loop(owner, largest, noise).items():
+            for i, result in self._run_loop(owner, largest, source).items():
                 new[i] = result
         return self._join(new)
 
-    def _run_loop(self, owner: int, largest: int, noise: jax.Array | None) -> dict[int, Any]:
+    def _run_loop(self, owner: int, largest: int, source: jax.Array) -> dict[int, Any]:
         """Updates one parameter and all of its state chunk by chunk."""
         own = [i for i, other in enumerate(self._owners) if other == owner]
         written = [i for i in own if i < self._results.num_leaves]
@@ -142,7 +148,7 @@ class _Call:
         devices = max(_count_devices(self._leaves[i]) for i in own)
         plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, largest, devices)
 
-        def run(chunks: Chunks, carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
+        def run(chunks: Chunks, carried: list[Any], read: list[Any], source: jax.Array) -> list[Any]:
             read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
 
             def update_chunk(n: jax.Array, carry: list[Any]) -> list[Any]:
@@ -154,8 +160,8 @@ class _Call:
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
                 # The results overwrite their inputs.
-                positions = None if key is None else chunks.number(self._leaves[owner].shape, n)
-                write = lambda i: self._write(i, new[i], key, positions) if i in self._codes else new[i]
+                positions = chunks.number(self._leaves[owner].shape, n)
+                write = lambda i: self._write(i, new[i], source, positions) if i in self._codes else new[i]
                 chunk = list(map(write, written))
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
                 return jax.tree.map(put, carry, chunk)
@@ -169,7 +175,7 @@ class _Call:
             _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
             carried,
             [self._leaves[i] for i in rest],
-            noise,
+            source,
         )
         return dict(zip(written, results, strict=True))
 
@@ -190,11 +196,12 @@ class _Call:
         """Dequantizes leaf `i`, or a chunk of it."""
         return dequantize(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
 
-    def _write(self, i: int, moment: jax.Array, key: jax.Array | None, positions: jax.Array | None) -> Blocks:
+    def _write(self, i: int, moment: jax.Array, source: jax.Array, positions: jax.Array) -> Blocks:
         """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
-        noise = None
-        if key is not None and positions is not None:
-            noise = _hash(positions, fold_in_devices(jax.random.fold_in(key, i), moment))
+        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
+            noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, i), moment))
+        else:
+            noise = make_thresholds(positions, source, i)
         return quantize(widen_half(moment), self._codes[i], self._sides[i], noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
@@ -220,7 +227,7 @@ class _Call:
         try:
             mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
         except Exception as error:
-            jax.eval_shape(self.run_whole, None)  # raises errors that do not depend on chunks
+            jax.eval_shape(self.run_whole, jnp.uint32(0))  # raises errors that do not depend on chunks
             raise _refuse(f"it cannot be run on some of the parameters alone ({type(error).__name__})") from error
         if mixing:
             raise _refuse(describe_mixing(mixing))
