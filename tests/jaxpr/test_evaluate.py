@@ -20,6 +20,7 @@ from zoo import ZOO
 
 from jmp_policy._jaxpr import AbstractValue, Rewriter, _evaluate, float_dtype, run, trace
 from jmp_policy.autocast import autocast
+from jmp_policy.numerics import first_nonfinite
 
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
 
@@ -186,6 +187,13 @@ def test_arrays_are_moved_to_the_device_of_the_author():
 def test_what_makes_a_nan_is_named():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.*log"):
         autocast(lambda x: jnp.log(x - 2), BFLOAT16)(X)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_nan_that_an_instrument_meets_under_jax_debug_nans_is_a_public_error(transform):
+    fun = transform(first_nonfinite(jax.jit(lambda x: jnp.log(x - 2))))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.*log"):
+        fun(X)
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ Losses = tuple[jax.Array, Sums]
 class Sample(NamedTuple):
     """Elements whose losses are still to be counted."""
 
-    values: jax.Array  # filled up with nan
-    padding: jax.Array  # the number of these nan, uint32
+    values: jax.Array  # filled up with zeros: `jax_debug_nans` would raise for nan
+    padding: jax.Array  # the number of these zeros, uint32
     # The elements of the tensor per element of the sample. If it is 1, the tensor has no other `Extremes`.
     weight: jax.Array
 
@@ -133,13 +133,13 @@ class StatsSpec:
         is_whole = self.sample is not None and size <= self.sample
         extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else find_extremes(x)
         if size == 0:
-            x = lax.optimization_barrier(lax.full((1,), np.nan, x.dtype))  # which is not counted
+            x = lax.optimization_barrier(lax.full((1,), 0, x.dtype))  # which is not counted
         if self.sample is not None:
             x = self._take_sample(x)
         errors = [add_block_errors(x, extremes.most, each) for each in in_blocks]
         if self.sample is None:
             return PartialStats(extremes, self._count(x, extremes.most), errors)
-        values = lax.pad(lax.reshape(x, (x.size,)), x.dtype.type(np.nan), [(0, self.sample - x.size, 0)])
+        values = lax.pad(lax.reshape(x, (x.size,)), x.dtype.type(0), [(0, self.sample - x.size, 0)])
         weight = max(1, size) / max(1, self.count_sampled(shape))
         return PartialStats(
             extremes, Sample(values, jnp.uint32(max(0, self.sample - size)), jnp.float32(weight)), errors
@@ -160,7 +160,7 @@ class StatsSpec:
         return _Windows(width, per_row, total, min(total, self.sample // width), step)
 
     def _take_sample(self, x: jax.Array) -> jax.Array:
-        """Takes windows of a tensor, `(windows, elements)`, with nan past the end of the last axis.
+        """Takes windows of a tensor, `(windows, elements)`, with zeros past the end of the last axis.
 
         Indices leave a sharded tensor where it is: a slice or a reshape of a sharded axis would gather it.
         """
@@ -183,7 +183,7 @@ class StatsSpec:
             index = lax.broadcast_in_dim(index, across.shape, (0,))
             indices.append(index if axis else index * np.int32(windows.width) + across)
         mode: dict[str, Any] = (
-            {"mode": "fill", "fill_value": np.nan} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
+            {"mode": "fill", "fill_value": 0} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
         )
         if is_explicit:
             mode["out_sharding"] = NamedSharding(mesh, PartitionSpec(None, None))
@@ -249,7 +249,7 @@ def _choose_extremes(sample: Sample, extremes: Extremes) -> Extremes:
     """Returns the extremes of the sample if it is the whole tensor."""
     found = find_extremes(sample.values)
     zeros, nans, infinities = found.low
-    own = found._replace(low=[zeros, nans - sample.padding, infinities])
+    own = found._replace(low=[zeros - sample.padding, nans, infinities])
     return jax.tree.map(functools.partial(lax.select, sample.weight == 1), own, extremes)
 
 

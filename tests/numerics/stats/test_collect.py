@@ -421,3 +421,21 @@ def test_a_complex_array_has_a_row_of_its_parts():
     assert_is(product, *parts(square))
     assert_is(result, *parts(square))
     assert (product.dtype, product.shape, result.path) == ("complex64", (3, 4, 2), "result/0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3,), (2, 5001), (0, 3)])
+def test_a_finite_function_is_measured_under_jax_debug_nans(shape):
+    x = draw(2, *shape)
+    observed = collect(lambda x: lax.scan(lambda c, x: (c, x * 2), 0, x)[1], ["float16", "mxfp8"], where="all")
+    with jax.debug_nans(True):
+        out, stats = observed(x)
+    np.testing.assert_array_equal(out, 2 * x)
+    assert [row.to_dict() for row in stats.rows()] == [row.to_dict() for row in observed(x)[1].rows()]
+
+
+def test_a_small_array_is_measured_under_jax_debug_nans():
+    with jax.debug_nans(True):
+        _, stats = collect(jnp.exp2, [], where=["exp2"], of="forward", histogram=False)(jnp.zeros(3))
+    [row] = stats.rows()
+    assert (row.count, row.zeros, row.nans, row.amax) == (3, 0.0, 0, 1.0)
