@@ -51,7 +51,7 @@ def value_and_grad(
     """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
     If a gradient is not finite, so that the step will be skipped, batch statistics and other state that the function
-    wrote into the differentiated modules keep their old values; RNG states and intermediates keep the new ones. If
+    wrote into its arguments keep their old values; RNG states and intermediates keep the new ones. If
     `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and the model has no float8 layers, this
     is `flax.nnx.value_and_grad`.
 
@@ -112,8 +112,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        # The variables that one step hands to the next.
-        nodes = [node for _, node in nnx.iter_graph(list_models(args), graph=True) if isinstance(node, nnx.Variable)]
+        # The variables that one step hands to the next, also of models that are only called: a GAN's other network.
+        nodes = [node for _, node in nnx.iter_graph((args, kwargs), graph=True) if isinstance(node, nnx.Variable)]
         kept = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
         before = [(variable, variable.get_raw_value()) for variable in kept]
         out, grads = differentiated(*args, **kwargs)
