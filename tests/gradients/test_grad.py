@@ -251,9 +251,7 @@ def test_any_state_that_holds_one_loss_scale_will_do():
     np.testing.assert_array_equal(jmp.grad(loss_fn, loss_scale=state)(W), jax.grad(loss_fn)(W))
 
 
-@pytest.mark.parametrize(
-    "state", [{}, [jmp.NoOpLossScale(), jmp.NoOpLossScale()]], ids=lambda scale: type(scale).__name__
-)
+@pytest.mark.parametrize("state", [{}, [jmp.NoOpLossScale(), jmp.NoOpLossScale()]], ids=repr)
 def test_none_or_several_loss_scales_are_an_error(state):
     with pytest.raises(
         ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. Pass "
@@ -295,11 +293,7 @@ def test_class_that_checks_its_fields_is_never_made_of_none_beside_float8_state(
     assert grads.state.keys() == params.state.keys()
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale()],
-    ids=lambda scale: type(scale).__name__,
-)
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_have_the_dtypes_that_the_docs_say(dtype, scale):
     """The docstring, and two guides, each said something else."""
