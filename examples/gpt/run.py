@@ -41,7 +41,8 @@ class RunConfig:
     """Everything that determines a run."""
 
     api: str = "nnx"  # or "linen"
-    policy: str = "params=float32,compute=half,output=half"  # bfloat16 on TPUs, float16 with a loss scale elsewhere
+    # bfloat16 on TPUs, float16 with a loss scale elsewhere. Logits stay in half until `cross_entropy` casts them.
+    policy: str = "params=float32,compute=half,output=half"
     seed: int = 0  # of parameters and batches
     data: tuple[str, ...] = ()  # paths; the Python standard library if empty
     data_sha256: str = ""

@@ -92,7 +92,8 @@ def value_and_grad(
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the
-      loss that `fun` computed. Gradients are float32 or wider, and non-finite where the scaled backward pass
+      loss that `fun` computed. Gradients have the dtypes of their parameters, except that half-precision gradients
+      become float32 unless the scale is a `NoOpLossScale`. They are non-finite where the scaled backward pass
       overflowed.
 
     Raises:

@@ -52,7 +52,7 @@ def value_and_grad(
     """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
     If a gradient is not finite, so that the step will be skipped, batch statistics and other state that the function
-    wrote into the differentiated modules keep their old values; RNG states and intermediates keep the new ones. If
+    wrote into its arguments keep their old values; RNG states and intermediates keep the new ones. If
     `loss_scale` is a `NoOpLossScale` itself, not the state of `loss_scaled`, and the model has no float8 layers, this
     is `flax.nnx.value_and_grad`.
 
@@ -70,7 +70,8 @@ def value_and_grad(
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the
-      loss that `fun` computed. Gradients are float32 or wider, and non-finite where the scaled backward pass
+      loss that `fun` computed. Gradients have the dtypes of their parameters, except that half-precision gradients
+      become float32 unless the scale is a `NoOpLossScale`. They are non-finite where the scaled backward pass
       overflowed.
 
     Raises:
@@ -115,8 +116,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        # The variables that one step hands to the next.
-        nodes = [node for _, node in nnx.iter_graph(list_models(args), graph=True) if isinstance(node, nnx.Variable)]
+        # The variables that one step hands to the next, also of models that are only called: a GAN's other network.
+        nodes = [node for _, node in nnx.iter_graph((args, kwargs), graph=True) if isinstance(node, nnx.Variable)]
         kept = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
         before = [(variable, variable.get_raw_value()) for variable in kept]
         out, grads = differentiated(*args, **kwargs)

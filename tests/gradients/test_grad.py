@@ -291,3 +291,13 @@ def test_class_that_checks_its_fields_is_never_made_of_none_beside_float8_state(
     grads = jmp.grad(lambda params: jnp.sum(params.weight**2), loss_scale=jmp.StaticLossScale(8.0))(params)
     assert grads.weight.tolist() == [2.0, 2.0]
     assert grads.state.keys() == params.state.keys()
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_have_the_dtypes_that_the_docs_say(dtype, scale):
+    """The docstring, and two guides, each said something else."""
+    differentiated = jmp.grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), loss_scale=scale)
+    kept = isinstance(scale, jmp.NoOpLossScale)
+    grad = jax.eval_shape(differentiated, jax.ShapeDtypeStruct((2,), dtype))
+    assert grad.dtype == (dtype if kept else jnp.float32)

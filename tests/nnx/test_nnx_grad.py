@@ -127,16 +127,39 @@ def test_a_bare_scale_that_is_no_no_op_keeps_batch_statistics_too():
 
 
 @pytest.mark.slow
-def test_state_is_kept_of_every_differentiated_argument():
+def test_state_is_kept_of_every_argument_of_a_skipped_step():
+    """A GAN's generator, called in the discriminator's step, kept infinite statistics."""
     first, second, other = (Net(rngs=rngs()) for _ in range(3))
 
     def loss(first, other, second, x):
-        return loss_fn(first, x) + loss_fn(second, x) + loss_fn(other, x)
+        return loss_fn(first, x) + loss_fn(second, x) + loss_fn(other["generator"], x)
 
     argnums = (0, nnx.DiffState(2, nnx.Param))
-    grads = jmp.nnx.grad(loss, argnums, loss_scale=jmp.StaticLossScale(8.0))(first, other, second, BAD)
-    assert len(grads) == 2
-    assert (int(first.calls[...]), int(second.calls[...]), int(other.calls[...])) == (0, 0, 1)
+    differentiated = jmp.nnx.grad(loss, argnums, loss_scale=jmp.StaticLossScale(8.0))
+    before = values(other)
+    assert len(differentiated(first, {"generator": other}, second, BAD)) == 2
+    assert (int(first.calls[...]), int(second.calls[...]), int(other.calls[...])) == (0, 0, 0)
+    assert changed(before, values(other)) == set()
+    differentiated(first, {"generator": other}, second, X)
+    assert (int(first.calls[...]), int(second.calls[...]), int(other.calls[...])) == (1, 1, 1)
+
+
+@pytest.mark.slow
+def test_metrics_that_are_an_argument_do_not_count_a_skipped_step():
+    """The average of `nnx.MultiMetric` was nan until it was reset."""
+    model, scale = nnx.Linear(4, 1, rngs=rngs()), jmp.DynamicLossScale(8.0)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def loss(model, metrics, x):
+        value = model(x).sum()
+        metrics.update(loss=value)
+        return value
+
+    differentiated = nnx.jit(lambda model, metrics, x: jmp.nnx.grad(loss, loss_scale=scale)(model, metrics, x))
+    differentiated(model, metrics, X)
+    before = float(metrics.compute()["loss"])
+    differentiated(model, metrics, BAD)
+    assert float(metrics.compute()["loss"]) == before
 
 
 @pytest.mark.slow

@@ -123,13 +123,32 @@ def test_float32_values_of_another_model_are_an_error():
         optim.with_master_params(state, params, {"v": params["w"]})
 
 
-def test_states_without_one_or_with_several_are_errors():
-    text = r"holds exactly one of master_weights, kahan and stochastic_rounding, got {} with {}\. .*cast_to_full\(para"
-    with pytest.raises(ValueError, match=text.format("tuple", 0)):
-        optim.master_params(optax.adam(1e-3).init(PARAMS), PARAMS)
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-3), optim.skip_nonfinite(optax.sgd(1e-3))], ids=["adam", "skip_nonfinite"]
+)
+def test_without_masters_the_parameters_are_returned_so_that_an_average_survives_a_change_of_policy(tx):
+    wide = {"w": jnp.float32([0.1, 2.0]), "ids": jnp.arange(3)}
+    state = tx.init(wide)
+    same = optim.master_params(state, wide)
+    assert all(one is other for one, other in zip(jax.tree.leaves(same), jax.tree.leaves(wide), strict=True))
+    half = jmp.cast_floating(wide, "bfloat16")
+    assert optim.master_params(state, half)["w"].dtype == jnp.float32
+    back, kept = optim.with_master_params(state, half, wide)
+    assert kept is state
+    assert back["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back["w"], half["w"])
+
+
+def test_states_with_several_and_arguments_in_the_other_order_are_errors():
     _, state = _trained("kahan")
-    with pytest.raises(ValueError, match=text.format("list", 2)):
+    with pytest.raises(
+        ValueError, match=r"at most one of master_weights, kahan and .*, got list with 2\. .*\(opt_state, p"
+    ):
         optim.master_params([state, state], PARAMS)
+    with pytest.raises(
+        ValueError, match=r"a \w+State, hold the state of an optimizer\. They come second: .*\(opt_state, p"
+    ):
+        optim.master_params(PARAMS, state)
 
 
 @pytest.mark.parametrize("method", ["masters", "split", "kahan"])

@@ -10,7 +10,18 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, group_by_key, is_floating_dtype, list_paths_to
+from ..._base import (
+    IN_FULL_PRECISION,
+    ROUNDING_SCOPE,
+    Args,
+    Kwargs,
+    PyTree,
+    group_by_key,
+    is_array,
+    is_floating_dtype,
+    list_paths_to,
+    quote,
+)
 from ..._jaxpr import (
     HALF,
     LIST_WEIGHTS,
@@ -248,7 +259,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
       An `Explanation`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
 
     Raises:
-      TypeError: `model` is not a Flax module. Errors of the model itself propagate.
+      TypeError: `model` is not a Flax module, or the input is the shape of one. Errors of the model itself propagate.
 
     >>> import jax, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -269,6 +280,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
             f"explain takes a Flax module, got {model!r}. "
             "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
         )
+    _refuse_shape(inputs, kwargs)
     observation = Observation()
     try:
         examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
@@ -280,3 +292,14 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
             ) from error
         raise
     return build_explanation(examined, observation)
+
+
+def _refuse_shape(inputs: Args, kwargs: Kwargs) -> None:
+    """Raises a `TypeError` for `explain(model, (16, 32))`: a layer would take the tuple as an array of two integers."""
+    given = inputs[0] if inputs else None
+    is_shape = isinstance(given, tuple) and len(given) > 0 and all(type(size) is int for size in given)
+    if is_shape and not any(map(is_array, jax.tree.leaves((inputs, kwargs)))):
+        raise TypeError(
+            f"explain takes inputs, not their shapes, got {quote(given)}. "
+            f"For example: explain(model, jax.ShapeDtypeStruct({given}, 'float32'))."
+        )

@@ -117,11 +117,12 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the float32 values of half-precision parameters, for evaluation or export.
 
     These are the copies of `master_weights`, its two joined halves with `mode="split"`, or parameter plus compensation
-    of `kahan`. Under `stochastic_rounding`, and for parameters that the optimizer does not train (`optax.masked`), the
-    parameter itself is upcast.
+    of `kahan`. Where there are no masters, the parameter itself is upcast: under `stochastic_rounding` or any other
+    optimizer, and for parameters that the optimizer does not train (`optax.masked`). Float32 parameters are returned
+    as they are, so that the code of an average or of a checkpoint does not depend on the policy.
 
     Args:
-      opt_state: a tree that holds exactly one state of these transformations: an optax state, a `TrainState`, an
+      opt_state: a tree that holds at most one state of these transformations: an optax state, a `TrainState`, an
         `nnx.Optimizer`.
       params: the parameters that belong to it; for an nnx model `nnx.state(model, nnx.Param)`.
 
@@ -130,7 +131,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
       a step to which the state is donated deletes them.
 
     Raises:
-      ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.
+      ValueError: `opt_state` holds several of the states; `params` do not fit it, or hold such a state.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.kahan(optax.sgd(1.0))
@@ -139,8 +140,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> params["w"].tolist(), jmp.optim.master_params(opt_state, params)["w"].tolist()
     ([1.0, 1.0], [0.9990234375, 1.0])
     """
-    state, plain = strip_variables((_only_state(opt_state), params))
-    if isinstance(state, StochasticRoundingState):
+    state, plain = strip_variables((_find_state(opt_state, params), params))
+    if state is None or isinstance(state, StochasticRoundingState):
         wide = widen_half(plain)
     else:
         trained = _trained(state, plain)
@@ -156,7 +157,8 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
     `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
 
     Args:
-      opt_state: a tree that holds exactly one state of these transformations, for example `tx.init(params)`.
+      opt_state: a tree that holds at most one state of these transformations, for example `tx.init(params)`. Without
+        one it is returned as it is.
       params: parameters with the dtypes of the results.
       master: a tree like `params` of the values, float32 in place of half precision.
 
@@ -164,7 +166,7 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
       `(params, opt_state)`.
 
     Raises:
-      ValueError: `opt_state` holds none of the states, or several; `params` or `master` do not fit it.
+      ValueError: `opt_state` holds several of the states; `params` or `master` do not fit it.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.master_weights(optax.sgd(1.0), mode="split")
@@ -174,11 +176,11 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
     >>> params["w"].tolist(), jmp.optim.master_params(opt_state, params)["w"] == wide["w"]
     ([0.10009765625], Array([ True], dtype=bool))
     """
-    state = _only_state(opt_state)
+    state = _find_state(opt_state, params)
     check_fits(params, master, "float32 values")
     master = map_half(lambda p, m: cast_floating(m, jnp.float32), params, master, otherwise=lambda p, m: m)
     rounded = map_half(lambda p, m: round_to_half(m, p.dtype), params, master, otherwise=lambda p, m: m)
-    if isinstance(state, StochasticRoundingState):
+    if state is None or isinstance(state, StochasticRoundingState):
         return rounded, opt_state
     storage = _STORAGE_OF_STATE[type(state)]
     encoded, memory = storage.encode(_trained(state, master), _trained(state, params), state[1])
@@ -187,16 +189,25 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
     return _or_else(encoded, rounded), replaced
 
 
-def _only_state(tree: PyTree) -> Any:
+def _find_state(opt_state: PyTree, params: PyTree) -> Any:
+    """Returns the one state of these transformations in a state, or None: parameters without masters."""
     kinds = (*_STORAGE_OF_STATE, StochasticRoundingState)
-    found = [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(node, kinds)]
-    if len(found) != 1:
+    list_found = lambda tree: [
+        node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(node, kinds)
+    ]
+    found = list_found(opt_state)
+    if len(found) > 1:
         raise ValueError(
-            "Expected a state that holds exactly one of master_weights, kahan and stochastic_rounding, got "
-            f"{type(tree).__name__} with {len(found)}. Without one, parameters have no master values. For example: "
-            "jmp_policy.cast_to_full(params)."
+            "Expected a state that holds at most one of master_weights, kahan and stochastic_rounding, got "
+            f"{type(opt_state).__name__} with {len(found)}. For example, of each optimizer: "
+            "jmp_policy.optim.master_params(opt_state, params)."
         )
-    return found[0]
+    if list_found(params):
+        raise ValueError(
+            f"The parameters, a {type(params).__name__}, hold the state of an optimizer. They come second: "
+            "jmp_policy.optim.master_params(opt_state, params)."
+        )
+    return found[0] if found else None
 
 
 def _trained(state: PyTree, params: PyTree) -> PyTree:

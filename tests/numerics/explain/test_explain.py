@@ -23,6 +23,16 @@ def test_what_is_no_module_is_refused(target):
         jmp.explain(target, jax.ShapeDtypeStruct((2, 4), "float32"))
 
 
+@pytest.mark.parametrize("model", [nn.Dense(3), nnx.Linear(4, 3, rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_a_tuple_where_a_shape_was_meant_is_no_array_of_two_integers(model):
+    """linen explained a model with an input of two integers, and nnx failed in a matmul."""
+    message = (
+        "explain takes inputs, not their shapes, got (2, 4). For example: explain(model, jax.ShapeDtypeStruct((2, 4), "
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        jmp.explain(model, (2, 4))
+
+
 def test_variables_among_the_inputs_of_explain_are_an_error_that_says_so():
     model, x = nn.Dense(3), jax.ShapeDtypeStruct((2, 4), "float32")
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
