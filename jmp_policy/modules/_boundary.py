@@ -8,7 +8,7 @@ from typing import Any, NoReturn, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, refuse_old_keywords, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, refuse_old_keywords, warn_user
 from ..policy import Decorator, F, FirstSpec, Jitted, Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec
 from ._adapter import find_adapter, is_flax_object
 from ._call_casts import (
@@ -179,6 +179,7 @@ def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
         )
     holds_arrays = not isinstance(fun, types.FunctionType)
 
+    @hide_frames
     @functools.wraps(fun)
     def call_with_policy(*args: Any, **kwargs: Any) -> Any:
         held = list_held(fun) if holds_arrays else None

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, is_floating_dtype, list_paths_to
+from ..._base import IN_FULL_PRECISION, ROUNDING_SCOPE, PyTree, hide_frames, is_floating_dtype, list_paths_to
 from ..._jaxpr import LIST_WEIGHTS, Atom, Fact, Step, find_half_sum, float_dtype, having, walk
 from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
 from ...modules.common import Observation, read_path
@@ -188,6 +188,7 @@ def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> in
     return sum(math.prod(leaf.shape) * itemsize(np.dtype(leaf.dtype)) for leaf in leaves)
 
 
+@hide_frames
 def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
     """Returns the policy, the rule, and the dtypes of a traced call, for each module of a Flax model.
 
