@@ -210,7 +210,8 @@ def new_folder(path: Path | None, *, prefix: str = "", hint: str = "choose anoth
             taken = [int(name) for file in RUNS.glob(f"{prefix}*") if (name := file.name[len(prefix) :]).isdecimal()]
             path = RUNS / f"{prefix}{max(taken, default=0) + 1:03d}"
         path.mkdir(parents=True, exist_ok=True)
-        occupied = any(file.name != LOCK for file in path.iterdir())
+        # A run that could not write its configuration, as on a full disk, leaves the lock and the temporary file.
+        occupied = any(file.name not in (LOCK, "config.tmp") for file in path.iterdir())
     except OSError as error:
         raise cannot_write(path or RUNS, error) from error
     if occupied:

@@ -57,6 +57,7 @@ from ._messages import (
     describe as describe,
     escape_controls as escape_controls,
     forget_warnings as forget_warnings,
+    hide_frames as hide_frames,
     quote as quote,
     shorten as shorten,
     warn_once as warn_once,

@@ -1,13 +1,22 @@
 """Error messages: quoting values, and warnings at the user's line."""
 
+import functools
 import inspect
+import types
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
 
 _LONGEST_QUOTE = 500
 _LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
+
+_PACKAGE = __name__.partition(".")[0]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SAID: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -61,3 +70,39 @@ def shorten(text: str) -> str:
         return text
     half = (_LONGEST_QUOTE - 5) // 2
     return f"{text[: half + 1]} ... {text[-half:]}"
+
+
+def hide_frames(fun: F) -> F:
+    """Removes the frames of this package from the traceback of an error in a function, as JAX does for its own frames.
+
+    The frame that raised the error stays. `JAX_TRACEBACK_FILTERING=off` keeps all frames, of JAX and of this package.
+    """
+
+    @functools.wraps(fun)
+    def call_hiding_frames(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, RecursionError):  # one more call could raise another
+                _remove_frames(error)
+            raise
+
+    # One wrapper to other code: what `fun` wraps, where it wraps something.
+    call_hiding_frames.__wrapped__ = getattr(fun, "__wrapped__", fun)
+    return cast(F, call_hiding_frames)
+
+
+def _remove_frames(error: Exception) -> None:
+    mode: Any = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
+    if mode == "off":
+        return
+    kept: list[types.TracebackType] = []
+    step = error.__traceback__
+    while step is not None:
+        package = str(step.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if package != _PACKAGE or step.tb_next is None:
+            kept.append(step)
+        step = step.tb_next
+    for outer, inner in zip(kept, [*kept[1:], None], strict=True):
+        outer.tb_next = inner
+    error.__traceback__ = kept[0]

@@ -18,6 +18,7 @@ from .._base import (
     PyTree,
     describe,
     did_you_mean,
+    hide_frames,
     is_array,
     is_floating,
     meet_reduce_dtype,
@@ -132,6 +133,7 @@ class _Autocast:
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def wrap(self) -> Callable[..., Any]:
+        @hide_frames
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
             return self._call(args, kwargs, [])

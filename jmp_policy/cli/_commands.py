@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._base import escape_controls
-from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments
+from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments, print_out
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
@@ -139,7 +139,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 
     diagnosis = diagnose()
     if arguments.json:
-        print(json.dumps(diagnosis.to_dict(), indent=2))
+        print_out(json.dumps(diagnosis.to_dict(), indent=2))
     else:
         print_text(diagnosis)
     return 0
@@ -214,8 +214,12 @@ def _run_tune(arguments: argparse.Namespace) -> int:
             return tune(target, args, arguments.policy, metric=metric, trials_file=arguments.trials, **options)
         except ValueError as error:
             raise UserError(str(error)) from None
+        except OSError as error:
+            if arguments.trials is None or error.filename != str(arguments.trials):
+                raise
+            raise UserError(f"--trials {arguments.trials}: {error.strerror}") from None
 
-    _check_folder("--trials", arguments.trials)
+    _check_file("--trials", arguments.trials)
     return 0 if _show(make_report, arguments).is_met else 1
 
 
@@ -251,8 +255,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Checks the options `--html` and `--plot`, if the command has them, before the function runs."""
     if "plot" not in arguments:
         return
-    _check_folder("--html", arguments.html)
-    _check_folder("--plot", arguments.plot)
+    _check_file("--html", arguments.html)
+    _check_file("--plot", arguments.plot)
     if arguments.plot is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
@@ -263,9 +267,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_folder(option: str, file: Path | None) -> None:
+def _check_file(option: str, file: Path | None) -> None:
     if file is not None and not file.parent.is_dir():
         raise UserError(f"{option} {file}: the folder {file.parent} does not exist")
+    if file is not None and file.is_dir():
+        raise UserError(f"{option} {file} is a folder: name a file. For example: {option} {file / 'report'}")
 
 
 def _write_files(report: Any, arguments: argparse.Namespace) -> None:
@@ -276,14 +282,24 @@ def _write_files(report: Any, arguments: argparse.Namespace) -> None:
         from ..report import draw_document
 
         title = f"{arguments.command} of {arguments.function}"
-        arguments.html.write_text(draw_document(report, title), encoding="utf-8")
+        with _explain_unwritten("--html", arguments.html):
+            arguments.html.write_text(draw_document(report, title), encoding="utf-8")
     if arguments.plot:
-        report.plot().savefig(arguments.plot, dpi=150)
+        with _explain_unwritten("--plot", arguments.plot):
+            report.plot().savefig(arguments.plot, dpi=150)
+
+
+@contextlib.contextmanager
+def _explain_unwritten(option: str, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {file} cannot be written: {error.strerror}") from None
 
 
 def print_text(report: Any) -> None:
     """Prints a report as text. Paths and names may have control characters."""
-    print(escape_controls(str(report)))
+    print_out(escape_controls(str(report)))
 
 
 def _print_report(report: Any, arguments: argparse.Namespace) -> None:
@@ -293,7 +309,7 @@ def _print_report(report: Any, arguments: argparse.Namespace) -> None:
     from .doctor import find_machine
 
     document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
-    print(json.dumps(document, indent=2))
+    print_out(json.dumps(document, indent=2))
 
 
 class Command(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._commands import COMMANDS
-from ._user_code import UserError
+from ._user_code import UserError, print_out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,13 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with spell_signs_plainly():
         try:
+            print_out()  # raises if there is no stdout, before a command runs
             arguments = _parse(sys.argv[1:] if argv is None else argv)
             if arguments.version:
                 return _print_versions()
             _check_device()
             return arguments.run(arguments)
         except SystemExit as exit:  # argparse has printed its help or an error
-            return int(exit.code or 0)
+            return _flush(int(exit.code or 0))
         except KeyboardInterrupt:
             return _fail("interrupted", status=130)
         except ModuleNotFoundError as error:
@@ -113,7 +114,7 @@ def _print_versions() -> int:
 
     versions = list_versions()
     others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")
-    print(f"jmp_policy {versions['jmp_policy']} ({others})")
+    print_out(f"jmp_policy {versions['jmp_policy']} ({others})")
     return 0
 
 
@@ -123,6 +124,14 @@ def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
         options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
         parser.error(f"there is no option {word!r}. {did_you_mean(word.partition('=')[0], options)}")
     parser.error(f"{word!r} is one word too many. {parser.prog} --help shows what it takes")
+
+
+def _flush(status: int) -> int:
+    try:
+        print_out()
+    except UserError as error:
+        return _fail(str(error))
+    return status
 
 
 def _fail(message: str, *, status: int = 2) -> int:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,20 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 class UserError(ValueError):
     """Error of the user, printed in one line with exit status 2. Any other exception keeps its traceback."""
+
+
+def print_out(*lines: str) -> None:
+    """Prints lines to stdout, at once. Raises `UserError` if it is closed or cannot be written to, as a full disk."""
+    if sys.stdout is None:
+        raise UserError("stdout is closed. For example: jmp-policy --version > report.txt")
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python writes the rest of the buffer when it exits, and would print an error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UserError(f"cannot write to stdout: {error.strerror}. For example: jmp-policy --version") from None
 
 
 def load_call(

@@ -20,6 +20,7 @@ from .._base import (
     Uncast,
     describe,
     explain_reuse,
+    hide_frames,
     hold_given,
     map_parts,
     prepare_state,
@@ -200,6 +201,7 @@ def build_value_and_grad(
         )
     get_loss_scale(state)  # raises at the line of the user
 
+    @hide_frames
     @functools.wraps(fun)
     def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
         scale = get_loss_scale(state)  # an `nnx.Optimizer` may have another scale than before
@@ -310,6 +312,7 @@ def warn_of_half(loss: object, scale: LossScale) -> None:
 def drop_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """Builds the function that returns only the gradients, and the auxiliary data if there is any."""
 
+    @hide_frames
     @functools.wraps(value_and_grad_fun)
     def compute_grad(*args: Any, **kwargs: Any) -> Any:
         out, grads = value_and_grad_fun(*args, **kwargs)

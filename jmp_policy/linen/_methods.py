@@ -21,6 +21,7 @@ from .._base import (
     Kwargs,
     PyTree,
     cast_floating,
+    hide_frames,
     prepare_state,
     read_state,
     remember_on_class,
@@ -98,6 +99,7 @@ def _init_subclass(cls: Any, **kwargs: Any) -> None:
 def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `Module.apply` of a model with float8 state, which autodiff combines by max."""
 
+    @hide_frames
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
         return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
@@ -149,6 +151,7 @@ def _call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, k
 def _wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `Module.apply` or `Module.init_with_output`, so that any `method=` runs under the policy."""
 
+    @hide_frames
     @functools.wraps(entry)
     def call_entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if isinstance(method, str):
@@ -181,6 +184,7 @@ def _wrap_method(method: Callable[..., Any], casts: bool) -> Callable[..., Any]:
     if getattr(method, _OURS, None) is method:  # not after a decorator such as `nn.remat` wrapped it
         return method
 
+    @hide_frames
     @functools.wraps(method)
     def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         active: ActivePolicy | None = CURRENT.value

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, refuse_old_keywords, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, refuse_old_keywords, warn_user
 from ..policy import (
     Decorator,
     F,
@@ -187,6 +187,7 @@ def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
         warn_user(message)
     holds_arrays = not isinstance(fun, types.FunctionType)
 
+    @hide_frames
     @functools.wraps(fun)
     def call_with_policy(*args: Any, **kwargs: Any) -> Any:
         held = list_held(fun) if holds_arrays else None

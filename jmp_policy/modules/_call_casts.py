@@ -25,6 +25,7 @@ from .._base import (
     cast_floating,
     describe,
     floating_leaves,
+    hide_frames,
     is_floating,
     meet_reduce_dtype,
     quote,
@@ -306,6 +307,7 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     widen = lambda leaf: cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
 
+    @hide_frames
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
         wide_args, wide_kwargs = jax.tree.map(widen, (args, kwargs), is_leaf=is_flax_object)

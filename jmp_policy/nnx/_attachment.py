@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._base import OVERWRITE, remember_on_class
+from .._base import OVERWRITE, hide_frames, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
@@ -291,6 +291,7 @@ def _wrap_inherited_methods(base: type, owner: type) -> type:
 
 
 def _wrap_method(method: Any) -> Callable[..., Any]:
+    @hide_frames
     @functools.wraps(method)
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)

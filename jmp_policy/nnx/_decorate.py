@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from .._base import PyTree, cast_floating, forget_warnings, remember_on_class, warn_once
+from .._base import PyTree, cast_floating, forget_warnings, hide_frames, remember_on_class, warn_once
 from ..modules import is_flax_object
 from ..modules.common import make_subclass, pickle_by_recipe
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy
@@ -121,6 +121,7 @@ def _make_metaclass(parent: type[type]) -> type[type]:
     if getattr(parent, "attaches_policy", False):
         return parent
 
+    @hide_frames
     def construct(kind: Any, *args: Any, **kwargs: Any) -> Any:
         module = parent.__call__(kind, *args, **kwargs)
         given, no_cast = getattr(kind, _GIVEN)

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 from flax import nnx
 
-from .._base import Aux, DTypeLike, Loss, P, PyTree, refuse_old_keywords, zero_unused
+from .._base import Aux, DTypeLike, Loss, P, PyTree, hide_frames, refuse_old_keywords, zero_unused
 from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._layer_state import Float8State, check_state_types, find_states, prepare_states
@@ -114,6 +114,7 @@ def value_and_grad(
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
+    @hide_frames
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
         # The variables that one step hands to the next, also of models that are only called: a GAN's other network.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import PyTree
+from .._base import PyTree, hide_frames
 from ..modules import Method
 from ..policy import Int4, Int8
 from ._layer_by_layer import quantize_layer_by_layer
@@ -20,6 +20,7 @@ _LEAST_FRACTION, _FRACTIONS = 0.65, 20  # of a range: the smallest to try, and h
 _SMALLEST = np.float32(1e-4)  # of the magnitude of an input, as a share of the largest
 
 
+@hide_frames
 def awq(
     model: Any,
     batches: Iterable[Any],

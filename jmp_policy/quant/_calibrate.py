@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._base import Args, Kwargs, PyTree, is_array, warn_user
+from .._base import Args, Kwargs, PyTree, hide_frames, is_array, warn_user
 from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_numbers
 from ._products import Bilinear, is_integer_product, observe_products
@@ -151,6 +151,7 @@ def check_batches(name: str, batches: Any) -> None:
         )
 
 
+@hide_frames
 def calibrate(
     model: Any,
     batches: Iterable[Any],

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._base import Args, Kwargs, is_array, is_floating_dtype
+from .._base import Args, Kwargs, hide_frames, is_array, is_floating_dtype
 from ..modules import Method, ModuleCall
 from ..report import (
     BEFORE,
@@ -192,6 +192,7 @@ def _format_error(error: float) -> str:
     return f"{error:.3g}" if error > 10 else f"{error * 100:.2g} %"
 
 
+@hide_frames
 def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwargs: Any) -> Comparison:
     """Runs a model and its quantized form on the same inputs, and compares each layer.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._base import PyTree
+from .._base import PyTree, hide_frames
 from ..modules import Method
 from ..policy import Int4, Int8
 from ._layer_by_layer import quantize_layer_by_layer
@@ -18,6 +18,7 @@ from ._matrix import Calibration, InputStatistics, Rounded
 from ._numbers import Clip, Quantized, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric, to_numbers
 
 
+@hide_frames
 def gptq(
     model: Any,
     batches: Iterable[Any],

@@ -2,13 +2,17 @@
 
 import builtins
 import platform
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import pytest
 
 import jmp_policy as jmp
 from jmp_policy.cli import main
+from jmp_policy.cli._commands import _explain_unwritten
+from jmp_policy.cli._user_code import UserError
 
 
 @pytest.mark.parametrize(
@@ -112,3 +116,34 @@ def test_another_error_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(jax, "devices", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["doctor"])
+
+
+@pytest.mark.parametrize("command", ["--version", "--help"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a device of Linux")
+def test_a_stdout_that_cannot_be_written_to_is_one_line(command, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([command]) == 2
+    said = "cannot write to stdout: No space left on device. For example: jmp-policy --version"
+    assert capsys.readouterr().err == f"jmp-policy: error: {said}\n"
+
+
+def test_a_closed_stdout_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["doctor"]) == 2
+    said = "stdout is closed. For example: jmp-policy --version > report.txt"
+    assert capsys.readouterr().err == f"jmp-policy: error: {said}\n"
+
+
+@pytest.mark.parametrize(("command", "option"), [("numerics", "--html"), ("numerics", "--plot"), ("tune", "--trials")])
+def test_a_folder_in_the_place_of_a_file_is_one_line(command, option, capsys):
+    assert main([command, "os:getcwd", option, "."]) == 2
+    said = f"{option} . is a folder: name a file. For example: {option} report"
+    assert capsys.readouterr().err == f"jmp-policy: error: {said}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a device of Linux")
+def test_a_page_that_cannot_be_written_is_one_line():
+    expected = pytest.raises(UserError, match=r"^--html /dev/full cannot be written: No space left on device$")
+    with expected, _explain_unwritten("--html", Path("/dev/full")):
+        Path("/dev/full").write_text("x")

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +202,19 @@ def test_a_folder_that_another_process_holds_is_refused_until_that_one_is_killed
         holder.kill()
     with hold_folder(tmp_path):
         pass
+
+
+def test_a_disk_that_was_full_at_the_configuration_leaves_a_folder_for_a_new_run(tmp_path, monkeypatch):
+    def fill_disk(file, text, **_):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    folder = new_folder(tmp_path / "run")
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(UserError, match="no space left on device"), hold_folder(folder):
+        write_config(folder, CONFIG)
+    monkeypatch.undo()
+    again = new_folder(tmp_path / "run")
+    with hold_folder(again):
+        write_config(again, CONFIG)
+    assert read_config(again) == CONFIG

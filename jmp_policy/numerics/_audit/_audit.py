@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._base import TRACING, Results
+from ..._base import TRACING, Results, hide_frames
 from ..._jaxpr import (
     AUTOCAST,
     DEVICE_SUMS,
@@ -79,6 +79,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     """
     check_function(fun, "audit")
 
+    @hide_frames
     @functools.wraps(fun)
     def run_audit(*args: Any, **kwargs: Any) -> AuditReport:
         register, overflows = Register(), list[tuple[str, str]]()

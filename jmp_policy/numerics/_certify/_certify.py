@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._base import PyTree, cast_floating, describe, is_array
+from ..._base import PyTree, cast_floating, describe, hide_frames, is_array
 from ..._jaxpr import find_running_line, find_unrepeatable, split_line, trace, walk
 from ...modules import with_policy
 from ...policy import Policy, PolicySpec, get_policy
@@ -74,6 +74,7 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
     known = None if policy is None else get_policy(policy)
     policied = fun if known is None else with_policy(fun, known)
 
+    @hide_frames
     @functools.wraps(fun)
     def run_certify(*args: Any) -> Certificate:
         if isinstance(known, Policy):

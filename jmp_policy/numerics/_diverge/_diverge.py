@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import TRACING, Args, Kwargs
+from ..._base import TRACING, Args, Kwargs, hide_frames
 from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
 from ...modules import find_lifting_adapter
 from .._ends import Results, check_function, find_real_shape, name_results
@@ -91,6 +91,7 @@ def diverge(
     if names is not None:
         raise ValueError(f"names={names!r} renames recorded values, and {g!r} is a function. Name its scopes as in f.")
 
+    @hide_frames
     @functools.wraps(f)
     def compare_runs(*args: Any, **kwargs: Any) -> Divergence:
         mine, theirs = (_Traced(fun, args, kwargs) for fun in (f, g))
@@ -155,6 +156,7 @@ def record(fun: Callable[..., Any]) -> Callable[..., dict[str, jax.Array]]:
     """
     check_function(fun, "record")
 
+    @hide_frames
     @functools.wraps(fun)
     def run_and_record(*args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         traced = _Traced(fun, args, kwargs)
@@ -178,6 +180,7 @@ def _make_storable(array: jax.Array) -> jax.Array:
 
 
 def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, str]) -> Callable[..., Divergence]:
+    @hide_frames
     @functools.wraps(f)
     def compare_run(*args: Any, **kwargs: Any) -> Divergence:
         traced = _Traced(f, args, kwargs)

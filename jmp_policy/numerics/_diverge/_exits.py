@@ -4,6 +4,8 @@ import collections
 import functools
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -198,8 +200,13 @@ def _pair(
 
 def _read_arrays(recording: Recording) -> dict[str, list[Any]]:
     if not isinstance(recording, Mapping):
-        with np.load(recording) as file:
-            recording = dict(file)
+        try:
+            with open(recording, "rb") as stream, np.load(stream) as file:
+                recording = dict(file)
+        except (ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(
+                f"{recording} is damaged, or is not an .npz file: {error}. For example: np.savez(path, **record(f)(x))."
+            ) from None
     found: dict[str, list[Any]] = {}
     for name, value in recording.items():
         several = value if isinstance(value, list | tuple) else [value]

@@ -17,6 +17,7 @@ from ..._base import (
     Kwargs,
     PyTree,
     group_by_key,
+    hide_frames,
     is_array,
     is_floating_dtype,
     list_paths_to,
@@ -235,6 +236,7 @@ def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> in
     return sum(math.prod(leaf.shape) * itemsize(np.dtype(leaf.dtype)) for leaf in leaves)
 
 
+@hide_frames
 def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
     """Returns the policy, the rule, and the dtypes of a traced call, for each module of a Flax model.
 

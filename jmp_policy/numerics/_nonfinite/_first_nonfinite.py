@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
-from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, vary, vary_everywhere
+from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, hide_frames, vary, vary_everywhere
 from ..._jaxpr import (
     ModulePaths,
     RecordedOp,
@@ -93,6 +93,7 @@ def search_nonfinite(
     check_function(fun, "first_nonfinite")
     register = Register()
 
+    @hide_frames
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, NonfiniteOrigin]:
         refuse_casting("first_nonfinite")

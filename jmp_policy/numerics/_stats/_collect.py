@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere, warn_user
+from ..._base import TRACING, Args, Kwargs, PyTree, hide_frames, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
@@ -125,6 +125,7 @@ def collect(
     check_function(fun, "collect")
     request, register = make_request(formats, where, of, histogram, loops, every, sample), Register()
 
+    @hide_frames
     @functools.wraps(fun)
     def run_collect(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
         refuse_casting("collect")

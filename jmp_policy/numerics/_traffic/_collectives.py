@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..._base import TRACING, Results, describe, flatten_function
+from ..._base import TRACING, Results, describe, flatten_function, hide_frames
 from ..._jaxpr import ModulePaths, Register, find_direction, walk
 from .._ends import check_function
 from ._hlo import make_unique, parse_module, partition
@@ -65,6 +65,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
     if compiled is not None and not isinstance(compiled, bool):
         raise TypeError(f"compiled is True, False or None, got {describe(compiled)}. For example: compiled=False.")
 
+    @hide_frames
     @functools.wraps(fun)
     def find_collectives(*args: Any, **kwargs: Any) -> Collectives:
         register, results = Register(), Results()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._base import describe, is_floating, sum_arrays, sum_code, sum_program
+from ..._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
@@ -23,6 +23,7 @@ from ._tuning import Tuning, list_numbers, measure_error
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
 
 
+@hide_frames
 def tune(
     fun_or_module: Any,
     args: Sequence[Any],

@@ -17,6 +17,7 @@ from ..._base import (
     P,
     PyTree,
     explain_reuse,
+    hide_frames,
     is_half,
     prepare_state,
     refuse_old_keywords,
@@ -92,6 +93,7 @@ def minimize(
     ([0.0, 0.75], 1.25)
     """
 
+    @hide_frames
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         def call_on_params(params: PyTree) -> Any:

@@ -278,3 +278,18 @@ def test_scan_without_iterations_has_no_rows():
     weights = jnp.ones((0, 8, 8))
     for g in (lambda weights, x: scan(weights, x * 1.5), record(scan)(weights, X)):
         assert "layer" not in [row.path for row in diverge(scan, g)(weights, X).rows()]
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "another file", "one array"])
+def test_a_damaged_file_is_an_error_that_names_it(damage, tmp_path):
+    path = tmp_path / "recording.npz"
+    np.savez(path, head=np.ones(1000, np.float32))
+    whole = path.read_bytes()
+    path.write_bytes({"cut off": whole[:-100], "empty": b"", "another file": b"text"}.get(damage, whole))
+    if damage == "one array":
+        with path.open("wb") as file:
+            np.save(file, np.ones(3))
+    with pytest.raises(
+        ValueError, match=r"recording\.npz is damaged, or is not an \.npz file: .* For example: np\.savez"
+    ):
+        diverge(shifted, path)(W, X)
