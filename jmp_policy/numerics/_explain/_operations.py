@@ -26,6 +26,7 @@ from ..._base import (
 from ..._jaxpr import (
     HALF,
     LIST_WEIGHTS,
+    MATMULS,
     Atom,
     Fact,
     Step,
@@ -115,6 +116,16 @@ def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collect
     return f"left: {ODD_ROWS}" if module.is_layer else f"left: {ODD_ROWS}, or its code is no layer of Flax's"
 
 
+def _describe_own_matmul(module: ModuleInfo, params: PyTree, matmuls: Collection[str]) -> str:
+    """Says that a matmul of a module that is not a layer of Flax stays as it is, under a policy that quantizes."""
+    is_quantized = module.policy is not None and module.policy.quantization is not None and not module.is_layer
+    has_weight = any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(params))
+    return _OWN_MATMUL if is_quantized and has_weight and matmuls and not module.quantization else ""
+
+
+_OWN_MATMUL = "left: its matmul is not that of a layer of Flax's"
+
+
 def _has_float8(dtypes: Collection[str]) -> bool:
     return any(dtype.startswith("float8") for dtype in dtypes)
 
@@ -184,6 +195,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     computed = collect_by_path(steps, list_read_dtypes)
     made = collect_by_path(steps, lambda step: [*map(float_dtype, step.results)])
     summed = collect_by_path(steps, _list_long_sums)
+    multiplied = collect_by_path(steps, lambda step: [step.name] if step.name in MATMULS else [])
     faults = _find_precision_faults(observation.program, steps)
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
@@ -204,7 +216,8 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             param_bytes=_sum_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
             float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
-            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
+            quantization=_describe_own_matmul(module, own, multiplied.get(path, ()))
+            or describe_weight(module, computed.get(path, ()), made.get(path, ())),
             output_cast=cast.get(path, ""),
             half_sums=summed.get(path, ()),
             precision_faults=faults.get(path, ()),

@@ -142,3 +142,25 @@ def test_a_half_softmax_and_a_promotion_to_float32_have_a_line(kind, fault):
 def test_the_softmax_of_a_layer_of_flax_has_no_line():
     model = jmp.with_policy(nn.MultiHeadDotProductAttention(1), "mixed_bfloat16")
     assert not any(row.precision_faults for row in jmp.explain(model, jax.ShapeDtypeStruct((4, 3), "float32")).rows)
+
+
+class OwnLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64, name="head")(x @ self.param("w", nn.initializers.lecun_normal(), (64, 64)))
+
+
+class OwnNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.w, self.head = nnx.Param(jnp.ones((64, 64))), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x @ self.w[...])
+
+
+@pytest.mark.parametrize("make", [OwnLinen, lambda: OwnNnx(nnx.Rngs(0))], ids=["linen", "nnx"])
+def test_matmuls_that_a_quantized_policy_leaves_are_named(make):
+    explain = lambda policy: jmp.explain(jmp.with_policy(make(), policy), jnp.ones((2, 64)))
+    rows = {row.path: row.quantization for row in explain("int8(min_size=0)_from_mixed_bfloat16").rows}
+    assert rows == {"": "left: its matmul is not that of a layer of Flax's", "head": "int8(min_size=0)"}
+    assert not any(row.quantization for row in explain("mixed_bfloat16").rows)
