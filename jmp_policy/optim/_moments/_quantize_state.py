@@ -47,6 +47,9 @@ def quantize_state(
     2 % over 1,000 steps. Elements whose gradients are below a 10,000th of the largest in their block get smaller
     updates.
 
+    A gradient that is not finite makes only its own update nan. If `inner` has second moments, a gradient above 2**62,
+    whose square may overflow, counts as zero: AdamW would stop updating that element.
+
     An update decodes, computes in float32 and encodes one chunk of a parameter after the other, so that a whole float32
     moment never exists. The optimizer must be elementwise: clipping by the global norm, layer-wise rates or factored
     moments raise an error that names the op. Put clipping outside: `optax.chain(optax.clip_by_global_norm(1.0),

@@ -28,10 +28,13 @@ from ._moment_blocks import (
     read_sides,
     scramble,
 )
-from ._moment_codes import MomentCode, find_step, list_roles
+from ._moment_codes import UNSIGNED_FLOAT, MomentCode, find_step, list_roles
 
 # Of all quantized moments together. The update of a chunk takes 8 bytes per element, and one of `_SMALL` 512 KB.
 _CHUNKS, _SMALL = 64, 2**16
+
+# Of gradients beside second moments. The square of a sum of three of them is still finite.
+_LARGEST = 2.0**62
 
 
 class QuantizedMomentsState(NamedTuple):
@@ -89,14 +92,14 @@ class QuantizedUpdate:
 
     def _find_source(self, state: QuantizedMomentsState) -> tuple[jax.Array, jax.Array | None]:
         """Returns the source of the noise of this step, its number or a random key, and `key` of the next state."""
-        if self._implementation is not None:
-            key, source = jax.random.split(jax.random.wrap_key_data(state.key, impl=self._implementation))
-            return source, jax.random.key_data(key)
-        if state.key is not None:
+        if state.key is None:
+            step = find_step(state.inner_state)
+            assert step is not None, "init counts the steps of other optimizers"
+            return step, None
+        if state.key.ndim == 0:
             return state.key, state.key + np.uint32(1)
-        step = find_step(state.inner_state)
-        assert step is not None, "init counts the steps of other optimizers"
-        return step, None
+        key, source = jax.random.split(jax.random.wrap_key_data(state.key, impl=self._implementation))
+        return source, jax.random.key_data(key)
 
 
 class _Call:
@@ -123,7 +126,7 @@ class _Call:
         self._sides = {i: read_sides(self._blocks(i), self._leaves[owner].shape) for i, owner in owners.items()}
 
     def run_whole(self, source: jax.Array) -> tuple[PyTree, Any, Any]:
-        new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
+        new = self._run_apart([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
             new[i] = self._write(i, new[i], source, number_positions(new[i].shape))
         return self._join(new)
@@ -158,7 +161,7 @@ class _Call:
                     values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x))
                 for i, x in zip(rest, read, strict=True):
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
-                new = self._run(values)
+                new = self._run_apart(values)
                 # The results overwrite their inputs.
                 positions = chunks.number(self._leaves[owner].shape, n)
                 write = lambda i: self._write(i, new[i], source, positions) if i in self._codes else new[i]
@@ -184,6 +187,23 @@ class _Call:
         updates, state, params, extra = self._structure.unflatten(values)
         new = self._update(widen_half(updates), state, widen_half(params), **extra)
         return self._results.flatten_up_to(new)
+
+    def _run_apart(self, values: Sequence[Any]) -> list[Any]:
+        """Runs the optimizer with zeros for gradients that would spoil the blocks of their moments.
+
+        These are gradients that are not finite, whose updates become nan, and gradients whose squares overflow.
+        """
+        values, kept = list(values), {}
+        for owner in self._large:
+            if not isinstance(values[owner], optax.MaskedNode):
+                grad = kept[owner] = widen_half(values[owner])
+                has_squares = any(self._codes[i] == UNSIGNED_FLOAT for i in self._sides if self._owners[i] == owner)
+                largest = _LARGEST if has_squares else float(jnp.finfo(grad.dtype).max)
+                values[owner] = jnp.where(jnp.abs(grad) <= largest, grad, jnp.zeros_like(grad))
+        new = self._run(values)
+        for owner, grad in kept.items():
+            new[owner] = jnp.where(jnp.isfinite(grad), new[owner], jnp.full_like(new[owner], jnp.nan))
+        return new
 
     def _select(self, is_seen: Callable[[int], bool]) -> list[Any]:
         return [leaf if is_seen(i) else optax.MaskedNode() for i, leaf in enumerate(self._leaves)]
