@@ -22,14 +22,19 @@ from .._base import (
     is_array,
     is_floating,
     meet_reduce_dtype,
+    warn_once,
     warn_user,
 )
 from .._jaxpr import (
     AUTOCAST,
+    HALF,
     LIST_WEIGHTS,
+    MATMULS,
     Register,
     Rewriter,
     explain_tracing,
+    find_line,
+    find_origin,
     float_dtype,
     is_backward,
     note_casting,
@@ -67,6 +72,7 @@ from ._rewrite import (
 )
 
 CUSTOM_RULES = ("opaque", "inside")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 Weights = int | Sequence[int] | Callable[[str], bool]
 
@@ -193,10 +199,32 @@ class _Autocast:
             are_weights, rows = read_weights(args, kwargs).find(rule, old.jaxpr)
             found.extend(rows)
             kinds = [rule.as_weight(kind) if own else kind for kind, own in zip(kinds, are_weights, strict=True)]
+        if any(each.compute_dtype in HALF for each in (policy, *list_policies(self._policy))):
+            self._warn_if_hidden(rule, old.jaxpr, policy)
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
+
+    def _warn_if_hidden(self, rule: CastingRule, program: Jaxpr, policy: Policy) -> None:
+        """Warns if all matmuls are float32 and inside custom derivatives, which run as traced."""
+        found = None
+        for step in walk(program):
+            if step.name in MATMULS:
+                calls = [eqn for eqn, _ in step.around if eqn.primitive.name in _CUSTOM]
+                is_hidden = not all(rule.enters(eqn, EquationPlace()) for eqn in calls)
+                if not is_hidden or not any(float_dtype(atom) == np.float32 for atom in step.operands):
+                    return
+                found = found or step
+        if found is not None:
+            line = find_line(find_origin(found))
+            place = f" of {line}" if line else ""
+            warn_once(
+                self,
+                f"autocast runs no matmul in {policy.compute_dtype}: each one is inside a jax.custom_vjp or "
+                f"jax.custom_jvp function, which runs as written; the first is {found.name}{place}. For example: "
+                f"autocast(fun, {policy.name!r}, custom_rules='inside').",
+            )
 
     def __reduce__(self) -> tuple:  # without the caches
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules, self._weights)

@@ -86,6 +86,10 @@ def autocast(
       ValueError: `policy` is unreadable, or has another compute or accumulate dtype. Of a quantized policy: `weights`
         is missing, one of them reaches no matmul, or the format needs a state or a key for each layer.
 
+    Warns:
+      UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; or all
+        matmuls are inside functions with custom derivatives, which run as traced.
+
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn, nnx
@@ -173,3 +174,43 @@ def test_what_holds_for_a_scope_is_a_policy_or_a_treatment():
 def test_a_bad_pattern_of_a_scope_is_refused():
     with raises(ValueError, "The key '(', rule 0 of a PolicyMap, is not a valid pattern"):
         AutocastRules(scopes={"(": "float32"})
+
+
+@jax.custom_vjp
+def hide(x):
+    return jnp.tanh(x @ x)
+
+
+hide.defvjp(lambda x: (hide(x), x), lambda x, g: (g @ x.T,))
+
+HIDING = {
+    "call": hide,
+    "jit": jax.jit(hide),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (hide(c), None), x, None, length=2)[0],
+    "vmap": lambda x: jax.vmap(hide)(x[None]),
+    "gradient": jax.grad(lambda x: autocast(lambda x: jnp.sum(hide(x)), "mixed_bfloat16")(x).astype(jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_matmuls_that_are_all_inside_custom_derivatives_are_a_warning(name):
+    is_inside = name == "gradient"  # autocast is inside of the gradient
+    fun = HIDING[name] if is_inside else autocast(HIDING[name], "mixed_bfloat16")
+    text = (
+        r"^autocast runs no matmul in bfloat16: each one is inside a jax.custom_vjp or jax.custom_jvp function, which "
+        r"runs as written; the first is dot_general of .*test_autocast_errors.py:\d+ \(.*\)\. For example: "
+        r"autocast\(fun, 'mixed_bfloat16', custom_rules='inside'\)\.$"
+    )
+    with pytest.warns(UserWarning, match=text) as found:
+        jax.eval_shape(fun, X)
+    assert len(found) == 1
+    if not is_inside:
+        jax.eval_shape(fun, X)  # warns once
+
+
+def test_matmuls_that_are_cast_or_meant_to_stay_are_no_warning():
+    jax.eval_shape(autocast(lambda x: hide(x) @ x, "mixed_bfloat16"), X)
+    jax.eval_shape(autocast(hide, "mixed_bfloat16", custom_rules="inside"), X)
+    jax.eval_shape(autocast(hide, "float32"), X)
+    jax.eval_shape(autocast(hide, "mixed_bfloat16"), X.astype(jnp.bfloat16))
+    jax.eval_shape(autocast(jnp.tanh, "mixed_bfloat16"), X)
