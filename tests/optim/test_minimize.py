@@ -185,3 +185,27 @@ def test_a_loss_whose_arguments_are_named_like_those_of_the_step_still_trains():
     tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
     step = jax.jit(jmp.optim.minimize(lambda weights, params: jnp.sum(weights * params), tx))
     assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["novograd", "apply_if_finite"])
+@pytest.mark.parametrize("way", ["minimize", "step", "update"])
+def test_an_optimizer_that_needs_one_dtype_names_master_weights_under_half_precision(dtype, name, way):
+    """Optax's error told of branches of `lax.cond` alone."""
+    inner = {"novograd": optax.novograd(1e-3), "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3)}[name]
+    params, grads = {"w": jnp.ones(4, dtype)}, {"w": jnp.ones(4)}
+    loss_fn = lambda params: jnp.sum(params["w"].astype(jnp.float32) ** 2)
+
+    def run(tx):
+        state = tx.init(params)
+        if way == "minimize":
+            return jmp.optim.minimize(loss_fn, tx)(params, state)
+        return jmp.optim.step(tx, grads, state, params) if way == "step" else tx.update(grads, state, params)
+
+    scale = jmp.DynamicLossScale()
+    with pytest.raises(TypeError, match="cond branches must have equal output types") as error:
+        jax.eval_shape(lambda: run(jmp.optim.loss_scaled(inner, scale)))
+    (note,) = (note for note in error.value.__notes__ if "JAX" not in note)
+    assert f"parameters are {dtype} here" in note
+    assert "loss_scaled(master_weights(optax.novograd(1e-3)), loss_scale)" in note
+    jax.eval_shape(lambda: run(jmp.optim.loss_scaled(jmp.optim.master_weights(inner), scale)))

@@ -25,6 +25,7 @@ from ._step import (
     ParameterUpdate,
     Transformation,
     check_transformation,
+    explain_errors,
     keep_dtypes,
     overwrite_state,
     restore_float0,
@@ -56,7 +57,8 @@ class LossScaledUpdate(ParameterUpdate):
         # Without state among the gradients, the inner optimizer sees the state among the parameters.
         params, old = (params, None) if gradient is None else split_state(params, MASKED)
         zeros = zero_float0(updates)
-        new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
+        with explain_errors(updates, updates if params is None else params):
+            new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
         # Adding the difference to float8 state gives the next state, up to rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
         return join_state(restore_float0(updates, new_updates, zeros), difference), after

@@ -13,7 +13,18 @@ import numpy as np
 import optax
 from jax import lax
 
-from ..._base import AxisName, PyTree, at_least_float32, describe, join_state, list_axes, next_state, split_state, vary
+from ..._base import (
+    AxisName,
+    PyTree,
+    at_least_float32,
+    describe,
+    is_half,
+    join_state,
+    list_axes,
+    next_state,
+    split_state,
+    vary,
+)
 from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
 from ._origin import take_origin
 
@@ -290,7 +301,7 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
 
 @contextlib.contextmanager
 def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
-    """Adds notes to errors about two trees of different structure, and about missing arguments of an optimizer."""
+    """Adds notes to errors about trees that differ in structure or dtype, and about arguments that are missing."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -306,6 +317,15 @@ def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
             "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
             "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
         )
+        # `optax.novograd` and `optax.apply_if_finite` choose between values that must have one dtype.
+        half = next((x.dtype for x in jax.tree.leaves(params) if is_half(x)), None)
+        if half is not None and "cond branches must have equal output types" in str(error):
+            text = (
+                f"This optimizer needs parameters, gradients and state of one dtype, and parameters are {half} here. "
+                "Give it float32 parameters. Write loss_scaled(master_weights(optax.novograd(1e-3)), loss_scale)."
+            )
+            if text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
         # `step` calls itself under `loss_scaled`.
         if "required keyword-only argument" in str(error) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
