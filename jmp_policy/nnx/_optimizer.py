@@ -8,7 +8,7 @@ from flax import nnx
 from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
-from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin
+from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin, warn_of_half_params
 from ._layer_state import Float8State
 
 
@@ -33,6 +33,12 @@ class Optimizer(nnx.Optimizer):
     >>> int(optimizer.step[...]), float(jmp.get_loss_scale(optimizer).loss_scale)
     (0, 2.0)
     """
+
+    def __init__(self, model: nnx.Module, tx: Any, **options: Any):
+        super().__init__(model, tx, **options)
+        if not has_scaled_state(self.opt_state):  # `loss_scaled` has warned
+            params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+            warn_of_half_params(tx, params, nnx.as_pure(self.opt_state))
 
     def update(self, model: nnx.Module, grads: PyTree, /, **extra: Any) -> Any:
         """Updates the parameters of a model and the state of the optimizer, unless a gradient is not finite.

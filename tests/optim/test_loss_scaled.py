@@ -1,12 +1,14 @@
 """`loss_scaled` around, beside and under what optax offers: chains, extra arguments, meshes."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 from optimizer_registry import WAYS, bits, by_step, by_update, grads_of, params_of, types
@@ -344,3 +346,37 @@ def test_around_multisteps_the_scale_counts_microbatches():
         scales.append(float(state.loss_scale.loss_scale))
     assert scales == [8.0] * 5 + [16.0]  # at the end of the second step of three
     assert int(state.inner_state.gradient_step) == 2
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: jmp.optim.loss_scaled(tx, jmp.DynamicLossScale()), jmp.optim.skip_nonfinite]
+)
+def test_an_optimizer_that_would_lose_small_updates_of_half_parameters_warns_once(wrap):
+    """A hundred steps of adam(1e-5) moved nothing, without a word."""
+    params = {"layer": {"kernel": jnp.ones(3, jnp.bfloat16)}}
+    text = r"^The parameter 'layer/kernel' is stored in bfloat16; an update below 2\*\*-9 .*optim\.master_weights\("
+    plain = wrap(optax.adam(1e-5))
+    with pytest.warns(UserWarning, match=text):
+        plain.init(params)
+    forms = [
+        jmp.optim.master_weights,
+        lambda tx: jmp.optim.master_weights(tx, mode="split"),
+        jmp.optim.kahan,
+        lambda tx: jmp.optim.stochastic_rounding(tx, jax.random.key(0)),
+        lambda tx: optax.chain(optax.clip(1.0), jmp.optim.kahan(tx)),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain.init(params)
+        for form in forms:
+            wrap(form(optax.adam(1e-5))).init(params)
+        wrap(optax.adam(1e-5)).init({"kernel": jnp.ones(3)})
+
+
+def test_an_optimizer_of_nnx_warns_of_half_parameters_too():
+    model = jmp.nnx.cast_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "float16")
+    with pytest.warns(UserWarning, match=r"^The parameter 'bias' is stored in float16; an update below 2\*\*-12 of it"):
+        jmp.nnx.Optimizer(model, optax.adam(1e-5), wrt=nnx.Param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmp.nnx.Optimizer(model, jmp.optim.master_weights(optax.adam(1e-5)), wrt=nnx.Param)

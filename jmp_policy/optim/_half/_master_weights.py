@@ -25,6 +25,7 @@ class MasterWeightsState(NamedTuple):
     {'w': Array([1., 1.], dtype=float32)}
     """
 
+    KEEPS_SMALL_UPDATES = True
     inner_state: Any
     master: Any
 
@@ -41,6 +42,7 @@ class SplitWeightsState(NamedTuple):
     {'w': Array([0, 0], dtype=uint16)}
     """
 
+    KEEPS_SMALL_UPDATES = True
     inner_state: Any
     remainder: Any
 

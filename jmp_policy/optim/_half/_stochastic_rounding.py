@@ -37,6 +37,7 @@ class KahanState(NamedTuple):
     (dtype(bfloat16), [0.0, 0.0])
     """
 
+    KEEPS_SMALL_UPDATES = True
     inner_state: Any
     compensation: Any
 
@@ -97,6 +98,7 @@ class StochasticRoundingState(NamedTuple):
     Array([0, 3], dtype=uint32)
     """
 
+    KEEPS_SMALL_UPDATES = True
     inner_state: Any
     key: jax.Array
 

@@ -23,5 +23,6 @@ from ._step import (
     overwrite_state as overwrite_state,
     pmean as pmean,
     step as step,
+    warn_of_half_params as warn_of_half_params,
     with_extra_args as with_extra_args,
 )

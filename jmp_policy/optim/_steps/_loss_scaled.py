@@ -30,6 +30,7 @@ from ._step import (
     overwrite_state,
     restore_float0,
     step,
+    warn_of_half_params,
     with_extra_args,
     zero_float0,
 )
@@ -224,6 +225,9 @@ def loss_scaled(
       TypeError: `inner` is not an optax transformation, or `loss_scale` is not a loss scale.
       ValueError: `inner` is a `loss_scaled`, or holds one (`init` raises this).
 
+    Warns:
+      UserWarning: `init` gets half-precision parameters, and `inner` would lose small updates of them.
+
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
@@ -245,6 +249,7 @@ def loss_scaled(
         inner_state = inner.init(split_state(params, MASKED)[0])
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
+        warn_of_half_params(inner, params, inner_state)
         # Copies: the state may be donated, and the loss scale may initialize another one.
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)

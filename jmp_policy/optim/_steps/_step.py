@@ -24,6 +24,7 @@ from ..._base import (
     next_state,
     split_state,
     vary,
+    warn_once,
 )
 from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
 from ._origin import take_origin
@@ -229,6 +230,23 @@ class ParameterUpdate(abc.ABC):
     @abc.abstractmethod
     def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         """Returns the updated parameters and the next state."""
+
+
+def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
+    """Warns once for an optimizer that adds its updates to half-precision parameters, which rounds small ones away."""
+    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(params) if is_half(leaf)]
+    keeps = lambda node: hasattr(type(node), "KEEPS_SMALL_UPDATES")
+    if not leaves or any(map(keeps, jax.tree.leaves(state, is_leaf=keeps))):
+        return
+    path, leaf = leaves[0]
+    name = f" {jax.tree_util.keystr(path, simple=True, separator='/')!r}" if path else ""
+    warn_once(
+        tx.init,
+        f"The parameter{name} is stored in {leaf.dtype}; an update below 2**{-2 - int(jnp.finfo(leaf.dtype).nmant)} of "
+        "it changes nothing, and moments in float16 underflow. Wrap the optimizer in master_weights, kahan or "
+        "stochastic_rounding, and choose the dtype of moments by cast_state. "
+        "For example: loss_scaled(optim.master_weights(optax.adamw(1e-3)), scale).",
+    )
 
 
 def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
