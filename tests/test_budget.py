@@ -8,13 +8,13 @@ import sampling
 
 
 def test_each_limit_that_a_run_exceeds_is_named():
-    seconds = {"tests/a.py::test_b[1]": 6.1, "tests/a.py::test_c": 5.9, "tests/quant/a.py::test_d": 9.0}
-    both = budget.find_excess(730.0, seconds)
+    seconds = {"tests/a.py::test_b[1]": 8.1, "tests/a.py::test_c": 7.9, "tests/quant/a.py::test_d": 12.0}
+    both = budget.find_excess(970.0, seconds)
     assert [line.partition(" took ")[0] for line in both] == [
         "Over the budget: all tests",
         "Over the budget: tests/a.py::test_b[1]",
     ]
-    assert budget.find_excess(700.0, {"tests/a.py::test_c": 5.9}) == []
+    assert budget.find_excess(950.0, {"tests/a.py::test_c": 7.9}) == []
 
 
 def test_what_may_take_longer_exists():

@@ -252,6 +252,7 @@ def test_equal_maps_are_one_object_and_are_freed():
     assert alive_of(30, make) == 0
 
 
+@pytest.mark.slow
 def test_maps_that_a_linen_model_had_are_freed_but_for_the_last_few():
     def give(number):
         rules = jmp.PolicyMap({f"(layer_{number})?": "float32"}, MIXED)  # matches the root

@@ -179,6 +179,7 @@ def place_dense(kind):
     return {"dense": {"kernel": jax.device_put(jnp.ones((512, 64)), NamedSharding(mesh, P("fsdp")))}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["int4/256", "mxfp8/256"])
 def test_blocks_that_devices_cannot_share_are_a_warning_or_an_error_with_a_size_that_fits(format):
     """Each of 8 devices had all of them, as many bytes as the shard of float32 had, without a word."""

@@ -239,6 +239,7 @@ def test_what_cannot_be_is_an_error(make, error, text):
         make()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["int8", "int4/8", "mxfp8/8(min_size=0)", "nvfp4"])
 def test_an_exported_program_of_quantized_weights_is_serialized(format):
     params, x = {"w": quantize_array(jnp.asarray(fresh(16, 8)), format)}, jnp.ones((2, 16))
