@@ -392,6 +392,7 @@ def test_a_softmax_of_sums_keeps_its_result_in_half_and_nothing_else():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
 def test_rules_for_functions_of_the_user_hold():
     @jax.custom_vjp
     def product(w, x):

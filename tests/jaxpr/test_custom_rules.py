@@ -38,6 +38,7 @@ def matmul_dtypes(fun, *args):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
 @pytest.mark.parametrize("custom_rules", ["opaque", "inside"])
 @pytest.mark.parametrize("wrong", [wrong_jvp, wrong_vjp])
 def test_a_wrong_gradient_survives(wrong, custom_rules):

@@ -93,7 +93,6 @@ def minimize(
     ([0.0, 0.75], 1.25)
     """
 
-    @hide_frames
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         def call_on_params(params: PyTree) -> Any:
@@ -115,7 +114,7 @@ def minimize(
         return (new_params, new_state, *out) if has_aux else (new_params, new_state, out)
 
     _declare_signature(minimizing_step, fun)
-    return minimizing_step
+    return hide_frames(minimizing_step)
 
 
 def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
