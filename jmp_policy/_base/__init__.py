@@ -69,6 +69,7 @@ from ._rounding import (
     is_half as is_half,
     join_float32 as join_float32,
     keep_rounding as keep_rounding,
+    keeps_small_updates as keeps_small_updates,
     round_as_float32 as round_as_float32,
     round_stochastically as round_stochastically,
     round_to_half as round_to_half,

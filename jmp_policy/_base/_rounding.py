@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._trees import DTypeLike, is_floating_dtype
+from ._trees import DTypeLike, PyTree, is_floating_dtype
 
 ROUNDING_SCOPE = "jmp_rounding"
 """The scope in which operands are rounded to a quantized format and back; not part of a module path."""
@@ -28,6 +28,12 @@ def is_half(leaf: Any) -> bool:
     """True for arrays of 16-bit floats."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and is_floating_dtype(dtype) and np.dtype(dtype).itemsize == 2
+
+
+def keeps_small_updates(tree: PyTree) -> bool:
+    """True if a tree holds the state of an optimizer that loses no small update of half-precision parameters."""
+    is_marked = lambda node: hasattr(type(node), "KEEPS_SMALL_UPDATES")
+    return any(map(is_marked, jax.tree.leaves(tree, is_leaf=is_marked)))
 
 
 def round_as_float32(x: jax.Array, dtype: DTypeLike) -> jax.Array:

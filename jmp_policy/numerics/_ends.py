@@ -33,6 +33,18 @@ def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def keep_changes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function so that it also returns what it changes in its arguments, such as an nnx model."""
+
+    @functools.wraps(fun)
+    def call_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        given = jax.tree.leaves((args, kwargs))
+        ids = set(map(id, given))
+        return fun(*args, **kwargs), [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in ids]
+
+    return call_and_keep
+
+
 def find_real_shape(aval: Any) -> tuple[int, ...]:
     """Returns the shape of the real numbers of an array: complex ones have a last axis for their two parts."""
     return (*aval.shape, 2) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else aval.shape

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._base import TRACING, Results, hide_frames
+from ..._base import TRACING, Results, hide_frames, keeps_small_updates
 from ..._jaxpr import (
     AUTOCAST,
     DEVICE_SUMS,
@@ -38,8 +38,8 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._ends import check_function
-from ._facts import ARGUMENT, CONSTANT, FLOAT32, OWN, ValueFacts, derive_facts, describe_constant, find_fact
+from .._ends import check_function, keep_changes
+from ._facts import ARGUMENT, CONSTANT, FLOAT32, OWN, ValueFacts, count_uses, derive_facts, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
 
@@ -87,11 +87,12 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
         def notice(kind: str, flag: int) -> None:
             overflows.append((find_running_line(), str(source_info_util.current_name_stack())))
 
-        traceable = register.watch(Results().take_arrays(fun))
+        traceable = register.watch(Results().take_arrays(keep_changes(fun)))
         with TRACING(register.token), np.errstate(over="call", call=notice):  # of constants that become infinite
             program = trace(traceable, args, kwargs).program
         constants = map(describe_constant, program.consts)
-        inspector = _Inspector(ModulePaths(register.list_modules()).read_stack)
+        keeps_updates = keeps_small_updates((args, kwargs))
+        inspector = _Inspector(ModulePaths(register.list_modules()).read_stack, keeps_updates)
         return inspector.inspect(program.jaxpr, constants, overflows)
 
     return run_audit
@@ -106,7 +107,8 @@ def find_in_program(program: Jaxpr, read_path: Callable[[str], str]) -> tuple[Fi
 class _Inspector:
     """Visits the steps of a jaxpr in order."""
 
-    def __init__(self, read_path: Callable[[str], str]):
+    def __init__(self, read_path: Callable[[str], str], keeps_updates: bool = False):
+        self._keeps_updates = keeps_updates  # of half-precision parameters
         self._facts: dict[Var, ValueFacts] = {}
         self._has_half = False  # of any value so far
         self._rows: dict[tuple, list[int]] = {}
@@ -131,6 +133,8 @@ class _Inspector:
             fact = find_fact(atom, self._facts)
             if fact.summed is not None:
                 self._suspect(suspect_half_gradient(fact, atom), backward=True)
+            if fact.updated is not None and (dtype := float_dtype(atom)) in HALF and not self._keeps_updates:
+                self._suspect(Suspicion("half-update", fact.updated, f"in {dtype}", (dtype,)), backward=False)
         rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
         matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
         findings = (
@@ -357,8 +361,7 @@ def _check_addition(step: Step, facts: Sequence[ValueFacts], backward: bool) -> 
         if fact.carried is None:
             continue
         # The loop uses the carry only for a sum that it returns.
-        uses = sum(atom is other for eqn in fact.carried.eqns for other in eqn.invars)
-        if uses == 1 and any(other is step.results[0] for other in fact.carried.outvars):
+        if count_uses(atom, fact.carried) == 1 and any(other is step.results[0] for other in fact.carried.outvars):
             gradient = any(other.is_gradient for other in facts)
             name = "half-gradient" if gradient else "half-reduction"
             yield Suspicion(name, step, f"over the iterations of a loop, in {dtype}", (dtype,))

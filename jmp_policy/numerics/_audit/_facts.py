@@ -23,8 +23,11 @@ class ValueFacts(NamedTuple):
     made: str = ""  # its name in the language of losses and norms, such as `"sum of exp"`, or the empty string
     narrowest: np.dtype | None = None  # the narrowest dtype in which that was made
     is_gradient: bool = False  # whether a backward pass made it; it was at most moved, converted or scaled since
+    of_gradient: bool = False  # whether it was computed from what a backward pass made
     # The step of a backward pass that added it up in half precision; it was at most moved or converted since.
     summed: Step | None = None
+    # The step that added what comes of a gradient to an argument in half precision; it was at most moved since.
+    updated: Step | None = None
     carried: Jaxpr | None = None  # the body of the loop that carries it
 
 
@@ -51,7 +54,8 @@ def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Seq
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
-        return [ValueFacts(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
+        reset = dict.fromkeys(("widening", "summed", "updated", "carried"))
+        return [fact._replace(given="", constants=(), **reset) for fact in facts]
     return [_derive_fact(step, facts, backward)] * len(step.results)
 
 
@@ -71,7 +75,9 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
         made=made,
         narrowest=narrowest,
         is_gradient=gradient,
+        of_gradient=backward or any(fact.of_gradient for fact in facts),
         summed=_find_half_sum(step, facts) if backward and step.name in _SUMS else None,
+        updated=step if not backward and _is_half_update(step, facts) else None,
     )
 
 
@@ -95,6 +101,24 @@ def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
     return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)
 
 
+def _is_half_update(step: Step, facts: Sequence[ValueFacts]) -> bool:
+    """True if a step adds what comes of a gradient to an argument that is given in half precision."""
+    if step.name not in ("add", "sub") or not any(fact.of_gradient for fact in facts):
+        return False
+    pairs = zip(step.operands, facts, strict=True)
+    params = (
+        atom if fact.widening is None else fact.widening.operands[0]
+        for atom, fact in pairs
+        if fact.given == ARGUMENT or (fact.carried and count_uses(atom, fact.carried) != 1)  # 1: a running sum
+    )
+    return any(float_dtype(atom) in HALF for atom in params)
+
+
+def count_uses(atom: Atom, program: Jaxpr) -> int:
+    """Counts the operands of equations that a value is, without those of sub-jaxprs."""
+    return sum(atom is other for eqn in program.eqns for other in eqn.invars)
+
+
 def _follow_conversion(step: Step, fact: ValueFacts) -> ValueFacts:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     # Whole numbers and masks become floating: they keep their origin, and a mask is remembered as one.
@@ -115,7 +139,8 @@ def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
         # A carry may depend on more values in later iterations.
         return ValueFacts(given="" if step.name == "carry" else _join_origins(facts), made=made)
     if step.name == "carry":
-        return ValueFacts(constants=floats[0].constants, carried=step.around[-1][1])
+        of_gradient = any(fact.of_gradient for fact in floats)
+        return ValueFacts(constants=floats[0].constants, of_gradient=of_gradient, carried=step.around[-1][1])
     if len(floats) == 1:
         return floats[0]
     # Of several values that become one, a computed value says more than an argument.

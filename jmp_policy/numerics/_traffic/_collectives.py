@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..._base import TRACING, Results, describe, flatten_function, hide_frames
 from ..._jaxpr import ModulePaths, Register, find_direction, walk
-from .._ends import check_function
+from .._ends import check_function, keep_changes
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collective, Collectives
@@ -69,7 +69,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
     @functools.wraps(fun)
     def find_collectives(*args: Any, **kwargs: Any) -> Collectives:
         register, results = Register(), Results()
-        flat, arrays, _ = flatten_function(register.watch(results.take_arrays(fun)), args, kwargs)
+        flat, arrays, _ = flatten_function(register.watch(results.take_arrays(keep_changes(fun))), args, kwargs)
         unique = make_unique(flat, getattr(fun, "__name__", ""))
         with TRACING(register.token):
             traced = jax.jit(unique).trace(*arrays)

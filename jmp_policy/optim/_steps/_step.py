@@ -20,6 +20,7 @@ from ..._base import (
     describe,
     is_half,
     join_state,
+    keeps_small_updates,
     list_axes,
     next_state,
     split_state,
@@ -235,8 +236,7 @@ class ParameterUpdate(abc.ABC):
 def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
     """Warns once for an optimizer that adds its updates to half-precision parameters, which rounds small ones away."""
     leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(params) if is_half(leaf)]
-    keeps = lambda node: hasattr(type(node), "KEEPS_SMALL_UPDATES")
-    if not leaves or any(map(keeps, jax.tree.leaves(state, is_leaf=keeps))):
+    if not leaves or keeps_small_updates(state):
         return
     path, leaf = leaves[0]
     name = f" {jax.tree_util.keystr(path, simple=True, separator='/')!r}" if path else ""

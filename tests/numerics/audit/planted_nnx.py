@@ -123,3 +123,15 @@ class cumulative_sum_in_a_jitted_model:
 
     def clean(model, x):
         return nnx.jit(lambda model, x: jnp.cumsum(model(x).astype(jnp.float32), axis=1))(model, x)
+
+
+@planted(made(lambda: nnx.Linear(8, 8, param_dtype=BF16, rngs=nnx.Rngs(0))), bf16(4, 8))
+class parameters_updated_in_place:
+    def faulty(model, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x).astype(jnp.float32)))(model)
+        model.bias[...] -= 0.1 * grads["bias"][...]  # fault: half-update
+
+    def clean(model, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x).astype(jnp.float32)))(model)
+        model.bias[...] = (model.bias[...].astype(jnp.float32) * 0.9).astype(BF16)
+        return grads

@@ -318,3 +318,35 @@ class all_reduce_in_half:
 
     def clean(grads):
         return jax.vmap(lambda g: half(lax.psum(wide(g), "data")), axis_name="data")(grads)
+
+
+@planted(bf16(8), f32(3, 8))
+class parameters_that_a_loop_updates:
+    def faulty(w, xs):
+        def step(w, x):
+            grads = jax.grad(lambda w: jnp.sum(jnp.tanh(wide(w) * x)))(w)
+            return w - 0.1 * grads, None  # fault: half-update
+
+        return lax.scan(step, w, xs)[0]
+
+    def clean(w, xs):
+        def step(w, x):
+            return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(w * x)))(w), None
+
+        return half(lax.scan(step, wide(w), xs)[0])
+
+
+@planted(bf16(8), f32(3, 8))
+class gradients_that_a_loop_adds_up:
+    def faulty(w, xs):
+        def add(total, x):
+            grads = jax.grad(lambda w: jnp.sum(jnp.tanh(wide(w) * x)))(w)
+            return total + grads, None  # fault: half-gradient
+
+        return lax.scan(add, jnp.zeros(8, jnp.bfloat16), xs)[0]
+
+    def clean(w, xs):
+        def add(total, x):
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(wide(w) * x)))(w).astype(jnp.float32), None
+
+        return lax.scan(add, jnp.zeros(8), xs)[0]

@@ -387,6 +387,56 @@ def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
     assert audit(by_broadcast)(f32(1)).findings == ()
 
 
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_small_updates_of_half_parameters_are_lost_except_in_optimizers_that_keep_them(name):
+    def find(tx, dtype, train):
+        params = {"w": jnp.ones(4, dtype)}
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs
+            report = audit(train(tx))(params, tx.init(params), f32(4))
+        return [finding.dtypes for finding in report.findings if finding.id == "half-update"]
+
+    def by_hand(tx):
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    def by_scan(tx):
+        return lambda params, state, x: lax.scan(lambda c, _: (by_hand(tx)(*c, x), None), (params, state), length=3)
+
+    def by_minimize(tx):
+        return jmp.optim.minimize(loss, tx)
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(params["w"].astype(jnp.float32) * x))
+
+    tx = OPTIMIZERS[name]
+    for train in (by_hand, by_scan, by_minimize):
+        assert find(tx, jnp.bfloat16, train) == [("bfloat16",)]
+        assert find(tx, jnp.float32, train) == []
+        for keep in (jmp.optim.master_weights, jmp.optim.kahan):
+            assert find(keep(tx), jnp.bfloat16, train) == []
+
+
+def test_what_a_step_changes_in_an_nnx_model_is_audited():
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(x)))(model))
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    report = audit(step)(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), f32(2, 4))
+    assert [matmul.backward for matmul in report.matmuls] == [True]  # the loss is not returned: no forward pass
+
+
 def test_of_a_choice_by_platform_the_branch_of_this_one_counts():
     def choose(x):
         here, elsewhere = lambda x: jnp.sin(x), lambda x: jnp.cos(jnp.float16(x)).astype(jnp.float32)
