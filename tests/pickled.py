@@ -108,6 +108,7 @@ BY_VALUE = {
     "a function": (lambda: jmp.with_policy(plain, POLICY), lambda fun: fun(X)),
     "a lambda that keeps": (lambda: jmp.with_policy(lambda x, t: x @ x, POLICY, no_cast=["t"]), lambda fun: fun(X, X)),
     "an autocasted function": (lambda: jmp.autocast(plain, POLICY), lambda fun: fun(X)),
+    "one of jax.numpy": (lambda: jmp.autocast(jnp.tanh, POLICY), lambda fun: fun(X)),
     "one with a map": (lambda: jmp.autocast(plain, jmp.PolicyMap({}, POLICY)), lambda fun: fun(X)),
     "a decorator": (lambda: jmp.with_policy(POLICY), lambda decorate: decorate(plain)(X)),
 }

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._commands import COMMANDS
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_device()
             return arguments.run(arguments)
         except SystemExit as exit:  # argparse has printed its help or an error
-            return _flush(int(exit.code or 0))
+            return int(exit.code or 0)
         except KeyboardInterrupt:
             return _fail("interrupted", status=130)
         except ModuleNotFoundError as error:
@@ -108,6 +108,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {escape_controls(message)}\n")
 
+    def print_help(self, file: Any = None) -> None:
+        print_out(self.format_help().rstrip())  # argparse passes over a full disk
+
 
 def _print_versions() -> int:
     from .doctor import list_versions
@@ -124,14 +127,6 @@ def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
         options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
         parser.error(f"there is no option {word!r}. {did_you_mean(word.partition('=')[0], options)}")
     parser.error(f"{word!r} is one word too many. {parser.prog} --help shows what it takes")
-
-
-def _flush(status: int) -> int:
-    try:
-        print_out()
-    except UserError as error:
-        return _fail(str(error))
-    return status
 
 
 def _fail(message: str, *, status: int = 2) -> int:

@@ -1,6 +1,7 @@
 """The command line: exit statuses, one line for each error, and what the commands print."""
 
 import builtins
+import io
 import platform
 import sys
 from importlib import metadata
@@ -118,11 +119,12 @@ def test_another_error_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
+@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("command", ["--version", "--help"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a device of Linux")
-def test_a_stdout_that_cannot_be_written_to_is_one_line(command, capsys, monkeypatch):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
+def test_a_stdout_that_cannot_be_written_to_is_one_line(command, buffered, capsys, monkeypatch):
+    with open("/dev/full", "wb", -1 if buffered else 0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=not buffered))
         assert main([command]) == 2
     said = "cannot write to stdout: No space left on device. For example: jmp-policy --version"
     assert capsys.readouterr().err == f"jmp-policy: error: {said}\n"
