@@ -258,6 +258,15 @@ def test_function_without_floating_values_has_no_scope_of_a_recording():
         diverge(jnp.argmax, {"a": X})(X)
 
 
+def test_results_that_a_recording_cannot_have_are_said_to_be_uncompared():
+    def classify(w, x):
+        scores = model(w, x)
+        return scores, jnp.argmax(scores, -1)
+
+    divergence = diverge(classify, record(classify)(W, X))(W, X)
+    assert divergence.unaligned == ("result/1 is not compared: a recording has no integers or booleans",)
+
+
 def test_names_without_a_recording_are_an_error():
     with pytest.raises(ValueError, match=r"names=\{'a': 'net'\} renames recorded values, and <function model"):
         diverge(model, model, names={"a": "net"})
