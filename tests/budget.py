@@ -46,7 +46,7 @@ WORKERS = pytest.StashKey[list[float]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds `--budget`."""
-    parser.addoption("--budget", action="store_true", help="fail if a test takes more CPU time than tests/budget.py allows")
+    parser.addoption("--budget", action="store_true", help="fail if a test exceeds its part of the CPU time")
 
 
 def pytest_configure(config: pytest.Config) -> None:

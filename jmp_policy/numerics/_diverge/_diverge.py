@@ -199,8 +199,9 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
 
         record, compared, totals = jax.jit(measure)(traced.leaves, top.list_recorded(), results)
         shapes = [(name, find_real_shape(traced.types[places[name]])) for name in results]
-        left = [name for name, aval in zip(traced.names, traced.types, strict=True) if aval.size and not has_floats(aval)]
-        problems += [f"{name} is not compared: a recording has no integers or booleans" for name in left]
+        for name, aval in zip(traced.names, traced.types, strict=True):
+            if has_values(aval) and not has_floats(aval):
+                problems.append(f"{name} is not compared: a recording has no integers or booleans")
         unaligned = tuple(dict.fromkeys([*problems, *comparisons.problems]))
         layout = Layout(tuple(comparisons.rows), tuple(shapes), unaligned, ("the recording", _name_function(f)))
         return Divergence(record, compared, totals, layout)
