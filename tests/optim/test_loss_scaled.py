@@ -373,6 +373,21 @@ def test_an_optimizer_that_would_lose_small_updates_of_half_parameters_warns_onc
         wrap(optax.adam(1e-5)).init({"kernel": jnp.ones(3)})
 
 
+def test_half_parameters_that_the_optimizer_freezes_are_no_warning():
+    """As the base of LoRA, whose adapters are float32."""
+    params = {"adapter": jnp.ones(3), "base": jnp.ones(3, jnp.bfloat16)}
+    labels = {"adapter": "train", "base": "freeze"}
+    frozen = optax.partition({"train": optax.adam(1e-5), "freeze": optax.set_to_zero()}, labels)
+    masked = optax.chain(optax.adam(1e-5), optax.masked(optax.set_to_zero(), {"adapter": False, "base": True}))
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), frozen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tx in (frozen, masked, clipped):
+            jax.eval_shape(jmp.optim.skip_nonfinite(tx).init, params)
+    with pytest.warns(UserWarning, match="^The parameter 'adapter' is stored in float16"):
+        jmp.optim.skip_nonfinite(clipped).init({**params, "adapter": jnp.ones(3, jnp.float16)})
+
+
 def test_an_optimizer_of_nnx_warns_of_half_parameters_too():
     model = jmp.nnx.cast_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "float16")
     with pytest.warns(UserWarning, match=r"^The parameter 'bias' is stored in float16; an update below 2\*\*-12 of it"):

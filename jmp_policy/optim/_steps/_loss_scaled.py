@@ -246,7 +246,8 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(split_state(params, MASKED)[0])
+        params = split_state(params, MASKED)[0]
+        inner_state = inner.init(params)
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
         warn_of_half_params(inner, params, inner_state)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import Var
 
 from ..._base import (
     AxisName,
@@ -235,10 +236,13 @@ class ParameterUpdate(abc.ABC):
 
 def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
     """Warns once for an optimizer that adds its updates to half-precision parameters, which rounds small ones away."""
-    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(params) if is_half(leaf)]
-    if not leaves or keeps_small_updates(state):
+    leaves = jax.tree.leaves_with_path(params)
+    if not any(is_half(leaf) for _, leaf in leaves) or keeps_small_updates(state):
         return
-    path, leaf = leaves[0]
+    trained = zip(leaves, _list_trained(tx, params, state), strict=True)
+    path, leaf = next((pair for pair, is_trained in trained if is_trained and is_half(pair[1])), ((), None))
+    if leaf is None:
+        return
     name = f" {jax.tree_util.keystr(path, simple=True, separator='/')!r}" if path else ""
     warn_once(
         tx.init,
@@ -247,6 +251,19 @@ def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> No
         "stochastic_rounding, and choose the dtype of moments by cast_state. "
         "For example: loss_scaled(optim.master_weights(optax.adamw(1e-3)), scale).",
     )
+
+
+def _list_trained(tx: Transformation, params: PyTree, state: PyTree) -> list[bool]:
+    """Tells of each parameter if its update depends on gradients; not so if `optax.partition` freezes it."""
+    try:
+        program = jax.make_jaxpr(lambda grads: tx.update(grads, state, params)[0])(params).jaxpr
+    except (TypeError, ValueError):  # it needs more arguments
+        return [True] * len(jax.tree.leaves(params))
+    reached = set(program.invars)
+    for eqn in program.eqns:
+        if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+            reached.update(eqn.outvars)
+    return [isinstance(atom, Var) and atom in reached for atom in program.outvars]
 
 
 def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
