@@ -347,6 +347,18 @@ def test_an_nnx_model():
     assert {(row.path, row.dtype, row.is_gradient) for row in report.rows} == {("body", "bfloat16", True)}
 
 
+def test_what_a_step_changes_in_an_nnx_model_is_reduced():
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
+
+    graph, state = nnx.split(Module(nnx.Rngs(0)))
+    model = nnx.merge(graph, jax.device_put(state, NamedSharding(DATA, P())))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(DATA, P("data")))
+    assert collectives(step)(model, optimizer, x).total_bytes(gradients=True) == 4 * (8 * 8 + 8)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, of the extra `compiled`, is missing")
 def test_a_program_is_read_as_it_is_partitioned_for_tpus(monkeypatch):
     for name, value in TPU.items():
