@@ -292,8 +292,9 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
-            f"explain takes a Flax module, got {model!r}. "
-            "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
+            f"explain takes a Flax module, got {model!r}. For example: "
+            "explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32')); of a function, "
+            "jmp_policy.numerics.audit(fun)(params, x) has the dtype of each operation."
         )
     _refuse_shape(inputs, kwargs)
     observation = Observation()

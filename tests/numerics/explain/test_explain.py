@@ -16,8 +16,9 @@ import jmp_policy as jmp
 @pytest.mark.parametrize("target", [3, lambda x: x, nn.Dense], ids=["number", "function", "class"])
 def test_what_is_no_module_is_refused(target):
     message = (
-        f"explain takes a Flax module, got {target!r}. "
-        "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
+        f"explain takes a Flax module, got {target!r}. For example: "
+        "explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32')); of a function, "
+        "jmp_policy.numerics.audit(fun)(params, x) has the dtype of each operation."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         jmp.explain(target, jax.ShapeDtypeStruct((2, 4), "float32"))
