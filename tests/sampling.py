@@ -2,7 +2,7 @@
 
 A test with one parameter runs all of its cases. A test over a product of parameters runs each value of each parameter
 at least once. `@pytest.mark.sample(n)` runs `n` cases, spread over the list, and `@pytest.mark.every_case` all of a
-product. In a test that is `slow` as a whole, four of the chosen cases are slow and the others exhaustive.
+product. In a test that is `slow` as a whole, two of the chosen cases are slow and the others exhaustive.
 """
 
 import itertools
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-MORE = 4
+MORE = 2
 """How many further cases of a test are slow."""
 
-OF_SLOW = 4
+OF_SLOW = 2
 """How many cases are slow of a test that is slow as a whole, unless a marker says how many."""
 
 

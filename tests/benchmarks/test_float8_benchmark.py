@@ -36,13 +36,14 @@ def _operations(program):
 
 # Flax hides infinities, which costs nothing. In training qwix rounds the rows of each operand once, ours twice: once
 # along each of the axes that are summed over, and both look for a nan, which qwix's maximum loses on a CPU. In blocks
-# ours reads exponents from bits, and qwix's nvfp4 has no scale of the tensor.
+# ours reads exponents from bits, and qwix's nvfp4 has no scale of the tensor. Each rounding of ours has two operations
+# more, which choose by platform whether XLA needs a barrier.
 @pytest.mark.parametrize(
     ("recipe", "forward", "training"),
     [
         ("delayed", 1.15, 1.2),
-        ("current", 0.9, 0.85),
-        ("current/row", 1.05, 1.4),
+        ("current", 0.95, 0.85),
+        ("current/row", 1.1, 1.5),
         ("mxfp8", 2.1, 2.1),
         ("nvfp4", 5.0, 5.0),
     ],
