@@ -116,4 +116,6 @@ def test_casts_and_checks_of_trees_leave_integers_alone(dense):
 
 @pytest.mark.slow
 def test_plain_function_under_a_quantized_policy_is_cast_and_no_more():
-    assert jmp.with_policy(lambda x: x @ x.T, INT8)(X[0]).dtype == jnp.bfloat16
+    with pytest.warns(UserWarning, match="has no effect, because only the layers of a model are quantized"):
+        fun = jmp.with_policy(lambda x: x @ x.T, INT8)
+    assert fun(X[0]).dtype == jnp.bfloat16
