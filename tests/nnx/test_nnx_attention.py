@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from programs import products
 
 import jmp_policy as jmp
 
@@ -17,8 +18,8 @@ def make(**options):
 
 def count_products(model, *args, **options):
     """Returns the number of int8 matmuls, and of all."""
-    text = str(jax.make_jaxpr(lambda *args: model(*args, **options))(*args))
-    return text.count("preferred_element_type=int32"), text.count("dot_general[")
+    found = products(jax.make_jaxpr(lambda *args: model(*args, **options))(*args))
+    return sum(dtype == "int8" for _, dtype in found), len(found)
 
 
 X = jnp.ones((2, 16, 64))
