@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {escape_controls(message)}\n")
 
     def print_help(self, file: Any = None) -> None:
-        print_out(self.format_help().rstrip())  # argparse passes over a full disk
+        print_out(self.format_help().rstrip())  # argparse ignores a full disk
 
 
 def _print_versions() -> int:

@@ -388,6 +388,18 @@ def test_half_parameters_that_the_optimizer_freezes_are_no_warning():
         jmp.optim.skip_nonfinite(clipped).init({**params, "adapter": jnp.ones(3, jnp.float16)})
 
 
+def test_an_optimizer_that_cannot_be_traced_at_init_warns_and_is_made():
+    """Its update needs an axis that only the step has."""
+
+    def mean(updates, state, params=None):
+        return jax.tree.map(lambda x: jax.lax.pmean(x, "devices"), updates), state
+
+    tx = optax.chain(optax.GradientTransformation(optax.init_empty_state, mean), optax.sgd(0.1))
+    with pytest.warns(UserWarning, match="^The parameter 'kernel' is stored in bfloat16"):
+        state = jmp.optim.skip_nonfinite(tx).init({"kernel": jnp.ones(3, jnp.bfloat16)})
+    assert int(state.skipped_steps) == 0
+
+
 def test_an_optimizer_of_nnx_warns_of_half_parameters_too():
     model = jmp.nnx.cast_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "float16")
     with pytest.warns(UserWarning, match=r"^The parameter 'bias' is stored in float16; an update below 2\*\*-12 of it"):

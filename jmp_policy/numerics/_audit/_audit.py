@@ -55,7 +55,8 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     findings.
 
     Args:
-      fun: any function of trees of arrays. The audit ignores outputs other than arrays.
+      fun: any function of trees of arrays. The audit ignores outputs other than arrays. Changes of nnx modules among
+        the arguments count as outputs.
 
     Returns:
       A function of the same arguments that returns an `AuditReport`: a table when printed or shown in a notebook,

@@ -26,7 +26,7 @@ class ValueFacts(NamedTuple):
     of_gradient: bool = False  # whether it was computed from what a backward pass made
     # The step of a backward pass that added it up in half precision; it was at most moved or converted since.
     summed: Step | None = None
-    # The step that added what comes of a gradient to an argument in half precision; it was at most moved since.
+    # The step that added a value computed from gradients to an argument in half precision; it was at most moved since.
     updated: Step | None = None
     carried: Jaxpr | None = None  # the body of the loop that carries it
 
@@ -54,8 +54,8 @@ def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Seq
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
     if step.name in DEVICE_SUMS:
-        reset = dict.fromkeys(("widening", "summed", "updated", "carried"))
-        return [fact._replace(given="", constants=(), **reset) for fact in facts]
+        kept = ("made", "narrowest", "is_gradient", "of_gradient")
+        return [ValueFacts(**{name: getattr(fact, name) for name in kept}) for fact in facts]
     return [_derive_fact(step, facts, backward)] * len(step.results)
 
 
@@ -102,7 +102,7 @@ def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
 
 
 def _is_half_update(step: Step, facts: Sequence[ValueFacts]) -> bool:
-    """True if a step adds what comes of a gradient to an argument that is given in half precision."""
+    """True if a step adds a value that was computed from gradients to an argument in half precision."""
     if step.name not in ("add", "sub") or not any(fact.of_gradient for fact in facts):
         return False
     pairs = zip(step.operands, facts, strict=True)

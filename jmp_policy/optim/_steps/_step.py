@@ -254,10 +254,10 @@ def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> No
 
 
 def _list_trained(tx: Transformation, params: PyTree, state: PyTree) -> list[bool]:
-    """Tells of each parameter if its update depends on gradients; not so if `optax.partition` freezes it."""
+    """Returns for each parameter if its update depends on gradients; it does not if `optax.partition` freezes it."""
     try:
         program = jax.make_jaxpr(lambda grads: tx.update(grads, state, params)[0])(params).jaxpr
-    except (TypeError, ValueError):  # it needs more arguments
+    except Exception:  # it needs more arguments, or an axis that only the step has
         return [True] * len(jax.tree.leaves(params))
     reached = set(program.invars)
     for eqn in program.eqns:
