@@ -92,11 +92,11 @@ def remember_by_jaxpr(fun: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def multiplies_only(eqn: JaxprEqn) -> bool:
-    """True if a `dot_general` sums nothing: an outer product, such as `einsum("i,j->ij")`."""
+    """True if a `dot_general` sums nothing: an outer product, such as `einsum("i,j->ij")` or `x[:, None] @ y[None]`."""
     if eqn.primitive.name != "dot_general":
         return False
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return not contracted
+    ((contracted, _), _), shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    return all(shape[axis] == 1 for axis in contracted)
 
 
 def name_stack(eqn: JaxprEqn) -> str:

@@ -151,8 +151,8 @@ class Rewriter:
         iterate: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
     ) -> list[AbstractValue]:
         """Finds kinds of the carry that one iteration returns unchanged. The carry follows `consts` arguments."""
-        accumulators = self.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
-        carry = [self.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
+        variables = body_of(program).invars[consts : consts + len(kinds)]
+        carry = [self.rule.carried(kind, float_dtype(var)) for kind, var in zip(kinds, variables, strict=True)]
         while True:
             joined = [self.rule.join(pair) for pair in zip(carry, iterate(carry)[: len(carry)], strict=True)]
             if joined == carry:

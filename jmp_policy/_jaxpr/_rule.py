@@ -64,12 +64,8 @@ class Rule(abc.ABC):
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         """Returns the kind of a value that may have any of some kinds: of several branches, or around a loop."""
 
-    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
-        """Returns the positions in the carry of the values that a loop accumulates; `carry` numbers its arguments."""
-        return frozenset()
-
-    def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        """Returns the kind in which to carry an accumulator whose initial value has the kind `kind`."""
+    def carried(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
+        """Returns the kind in which a loop that was traced with a `dtype` carries an initial value of a kind."""
         return kind
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:

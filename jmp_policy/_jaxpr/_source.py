@@ -151,6 +151,9 @@ ELSEWHERE = "^"
 AUTOCAST = "jmp_autocast"
 """The scope of equations that autocast wrote; not part of a module path."""
 
+ROUNDED = "jmp_rounded"
+"""The scope of casts that autocast wrote because a rule of the user says so; not part of a module path."""
+
 LIST_WEIGHTS = "_jmp_list_weights"
 """The attribute of a function of autocast that describes the weights of a call, for `explain`."""
 
@@ -158,7 +161,7 @@ RECORD = "jmp_record"
 """The scope of a recorder's measurements; not part of a module path."""
 
 _NO_SCOPES = frozenset({
-    "", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,
+    "", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, ROUNDED, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,
 })  # fmt: skip
 
 

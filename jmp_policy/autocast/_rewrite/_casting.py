@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value, float_dtype, is_float, shape_of
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
-from ._dataflow import find_accumulators, is_applied_to_each, is_gradient_sum, is_steep_in
+from ._dataflow import is_applied_to_each, is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
     CastState,
@@ -24,8 +24,12 @@ from ._precision import (
     as_low,
     cast_value,
     is_castable,
+    is_dense,
+    is_exact,
+    is_given,
     is_sum,
     keeps_sums,
+    note_rounding,
     round_sum,
     write_product,
 )
@@ -34,7 +38,7 @@ from ._rules import AutocastRules
 from ._tables import Precision
 from ._weight_products import Product, describe_attention_product, describe_weight_product
 from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
-from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
+from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, PRODUCT, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -54,6 +58,8 @@ class CastingRule(EquationWriter):
         may_have_sums = self.sums is not None or (self.scopes is not None and self.scopes.accumulates)
         may_attend = attention_format_of(self.quantization) is not None or bool(self.scopes and self.scopes.attends)
         self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums, may_attend)
+        self.rounds_given = self.rules.residuals == "half"
+        self._own_functions = {name for name, _ in self.rules.functions}
         self._in_scopes: dict[Any, CastingRule] = {}
 
     fusing = KEEPING | {"add_any", SOFTMAX[0]}
@@ -75,20 +81,29 @@ class CastingRule(EquationWriter):
             return first
         if first.dtype not in COMPUTE_DTYPES:
             return AbstractValue(first.dtype, TRACED)
-        levels, narrow, backward, _, _, weights = zip(*(kind.state for kind in kinds), strict=True)
-        state = CastState(max(levels), any(narrow), any(backward), weight=all(weights))
-        if state.level is Level.SUM and any(kind.dtype != FLOAT32 for kind in kinds):
-            state = state._replace(level=Level.LOW)
-        low_dtypes = {kind.dtype for kind in kinds if kind.state.level is Level.LOW}
-        if state.level is Level.LOW and len(low_dtypes) == 1:  # may be another scope's compute dtype
-            return AbstractValue(low_dtypes.pop(), state)
-        return AbstractValue(first.dtype if state.level is Level.TRACED else self._dtype_of(state.level), state)
+        states = [kind.state for kind in kinds]
+        level = max(state.level for state in states)
+        if level and any(self._stays_float32(kind) for kind in kinds):
+            level = _FULL_LEVEL
+        elif level is _SUM_LEVEL and any(kind.dtype != FLOAT32 for kind in kinds):
+            level = LOW.level
+        marks = max(state.narrow for state in states), any(state.backward for state in states)
+        joined = CastState(level, *marks, weight=all(state.weight for state in states))
+        low_dtypes = {kind.dtype for kind in kinds if 0 < kind.state.level < _SUM_LEVEL}
+        if 0 < level < _SUM_LEVEL and len(low_dtypes) == 1:  # may be another scope's compute dtype
+            return AbstractValue(low_dtypes.pop(), joined)
+        return AbstractValue(self._dtype_of(level) if level else first.dtype, joined)
 
-    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
-        return find_accumulators(program, carry)
+    def _stays_float32(self, kind: AbstractValue) -> bool:
+        """True for given values in float32, but for constants that half precision represents."""
+        is_traced = kind.dtype == FLOAT32 and not kind.state.level
+        return is_traced and not is_exact(kind.state.numbers, self.compute_dtype)
 
-    def accumulated(self, kind: AbstractValue) -> AbstractValue:
-        return AbstractValue(FLOAT32, FULL) if kind.dtype in COMPUTE_DTYPES else kind
+    def carried(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
+        # Rounded in each iteration, a state stalls (512 + 1 is 512 in bfloat16), drifts, or never converges.
+        if dtype != FLOAT32 or is_given(kind):
+            return kind
+        return AbstractValue(FLOAT32, FULL if kind.state.level else TRACED)
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: EquationPlace) -> list[AbstractValue]:
         # Residuals for the backward pass of a loop stay as small as without an accumulate dtype.
@@ -204,7 +219,7 @@ class CastingRule(EquationWriter):
         is_crossing = has_sums = has_weights = False
         for _, (dtype, state) in values:
             if dtype is not None:
-                is_crossing |= state.narrow or state.backward or state.scope is not None
+                is_crossing |= bool(state.narrow) or state.backward or state.scope is not None
                 has_sums |= state.level is _SUM_LEVEL
                 has_weights |= state.weight
         product: Any = ""
@@ -276,7 +291,8 @@ class CastingRule(EquationWriter):
             options = (*product.options, ("preferred_element_type", made))
             kind = AbstractValue(made, FULL if made == FLOAT32 else LOW)
             return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
-        kind = AbstractValue(dtype, LOW) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
+        low = PRODUCT if is_dense(eqn) else LOW
+        kind = AbstractValue(dtype, low) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
         return write_product(product, eqn, atoms, kind, body)
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
@@ -319,6 +335,7 @@ class CastingRule(EquationWriter):
         is_steep = bool(place.steep) or is_steep_in(eqn, position)
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
+            eqn = note_rounding(eqn) if state.narrow == "rule" else eqn
             return cast_value(value, AbstractValue(self.compute_dtype, LOW), eqn, body)
         return value
 
@@ -327,8 +344,12 @@ class CastingRule(EquationWriter):
         dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = state.level is _FULL_LEVEL and place.treatment == "narrow"
-        marked = state.level, narrow, place.backward, state.numbers, None if place.backward else place.scope, weight
+        narrow = ""
+        if state.level is _FULL_LEVEL and place.treatment == "narrow":
+            is_ours = place.function is not None and place.function.name not in self._own_functions
+            narrow = "table" if is_ours else "rule"
+        scope = None if place.backward else place.scope
+        marked = state.level, narrow, place.backward, state.numbers, scope, weight, state.row
         return result if state == marked else Value(result.atom, AbstractValue(dtype, CastState(*marked)))
 
 

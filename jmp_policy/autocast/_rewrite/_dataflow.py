@@ -1,4 +1,4 @@
-"""Follows values through a jaxpr: to steep operations and backward passes, and around loops that accumulate.
+"""Follows values through a jaxpr, to steep operations and backward passes.
 
 A sigmoid of h is 1 in half precision from h = 6.2 (bfloat16) or 8.3 (float16) on. Float32 still represents the
 difference to 1 up to h = 17. Gates and activations lose nothing, but `log(1 - sigmoid(h))` becomes infinite, without a
@@ -6,31 +6,18 @@ gradient.
 
 Sums are followed only to logarithms, as of the probability of a class or mixture. A sum before a root is a norm, and
 all values of a model lead to norms.
-
-A loop accumulates a carried value if the new value is the old one plus, times or blended with something.
-
-Rounded to half precision in each iteration, such a value stalls (512 + 1 is 512 in bfloat16), drifts, or never
-converges. So a loop carries it in float32.
-
-A value that is only moved, as in a cache or shift register, does not accumulate. Neither does one that reaches its next
-value only through a matmul or a saturating activation, as in a simple recurrent cell.
 """
 
-import collections
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..._jaxpr import (
     WITHOUT_JAXPRS,
-    Atom,
     SubJaxpr,
     float_dtype,
     is_backward,
     list_variables,
-    multiplies_only,
     remember_by_jaxpr,
     sub_jaxprs,
 )
@@ -143,104 +130,6 @@ def _find_gradient_sums(program: Jaxpr) -> set[int]:
 def _is_of_backward(eqn: JaxprEqn) -> bool:
     """True by the own name stack: outputs of a loop in a backward pass may be gradients of activations."""
     return is_backward(str(eqn.source_info.name_stack))
-
-
-Sources = frozenset[tuple[int, bool]]
-"""The carried values that a value depends on, each with True if it does through arithmetic, not only moves."""
-
-_NO_SOURCES: Sources = frozenset()
-
-_CARRYING = PASSING - {"sign", "one_minus_square"} | {"scatter-add", "scatter-sub", "scatter-mul"}
-_ARITHMETIC = (PASSING & set(INFER)) | {"scatter-add", "scatter-sub", "scatter-mul", "dot_general"}
-
-
-@remember_by_jaxpr  # a body is rewritten several times, until the kinds of its carry settle
-def find_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Finds the positions in the carry of accumulated values; `carry` numbers the carried arguments of `program`."""
-    return _find_float32_accumulators(program, carry) | _find_plain_sums(program, carry)
-
-
-def _find_float32_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Finds float32 values that depend on themselves, over one or more iterations, through arithmetic."""
-    variables = [program.invars[i] for i in carry]
-    sources: dict[Atom, Sources] = {var: frozenset([(i, False)]) for i, var in enumerate(variables) if _is_float32(var)}
-    made = _spread_sources(program, sources)
-    made_of = [_find_sources(atom, made) for atom in program.outvars[: len(carry)]]
-    links: dict[int, set[int]] = {}
-    for target, origins in enumerate(made_of):
-        for origin, _ in origins:
-            links.setdefault(origin, set()).add(target)
-    reached = [_find_reached(i, links) for i in range(len(carry))]
-    steps = [(i, target) for target, origins in enumerate(made_of) for i, is_calculated in origins if is_calculated]
-    return frozenset(i for origin, target in steps for i in reached[target] if origin in reached[i])
-
-
-def _find_reached(start: int, links: Mapping[int, set[int]]) -> set[int]:
-    reached, pending = {start}, [start]
-    while pending:
-        for i in links.get(pending.pop(), ()):
-            if i not in reached:
-                reached.add(i)
-                pending.append(i)
-    return reached
-
-
-def _spread_sources(program: Jaxpr, sources: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
-    """Finds the sources of all values of a jaxpr, given the sources of some arguments."""
-    found: dict[Atom, Sources] = dict(sources)
-    for eqn in program.eqns:
-        if found.keys().isdisjoint(list_variables(eqn.invars)):
-            continue
-        for inside in sub_jaxprs(eqn):
-            for var, leaving in _spread_inside(inside, found).items():
-                found[var] = found.get(var, _NO_SOURCES) | leaving
-        if eqn.primitive.name in _CARRYING or multiplies_only(eqn):
-            read = [_find_sources(atom, found) for atom in eqn.invars]
-            joined = _NO_SOURCES.union(*read)
-            if eqn.primitive.name in _ARITHMETIC:
-                joined = frozenset((i, True) for i, _ in joined)
-            each = read if is_applied_to_each(eqn) else [joined] * len(eqn.outvars)
-            found.update({var: own for var, own in zip(eqn.outvars, each, strict=True) if own and _is_float32(var)})
-    return found
-
-
-def _spread_inside(inside: SubJaxpr, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
-    """Finds the sources of the outputs of a sub-jaxpr, over all iterations of a loop."""
-    entering = {inner: _find_sources(outer, found) for outer, inner in inside.inputs if _is_float32(inner)}
-    while True:
-        made = _spread_sources(inside.program, {var: own for var, own in entering.items() if own})
-        again = dict(entering)
-        for i in inside.carry if inside.outputs else ():
-            inner, result = inside.program.invars[i], inside.program.outvars[i - inside.carry.start]
-            if inner in entering:
-                again[inner] |= _find_sources(result, made)
-        if again == entering:
-            return {outer: own for inner, outer in inside.outputs if (own := _find_sources(inner, made))}
-        entering = again
-
-
-def _find_sources(atom: Atom, found: Mapping[Atom, Sources]) -> Sources:
-    return _NO_SOURCES if isinstance(atom, Literal) else found.get(atom, _NO_SOURCES)
-
-
-def _is_float32(atom: Atom) -> bool:
-    return float_dtype(atom) == np.float32
-
-
-def _find_plain_sums(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Finds values of any dtype that one addition per iteration updates, and nothing else reads."""
-    carried = {program.invars[number]: i for i, number in enumerate(carry)}
-    read = [*(atom for eqn in program.eqns for atom in eqn.invars), *program.outvars]
-    uses = collections.Counter(list_variables(read))
-    found = set()
-    for eqn in program.eqns:
-        if eqn.primitive.name not in ("add", "add_any") or uses[eqn.outvars[0]] != 1:
-            continue
-        for var in list_variables(eqn.invars):
-            i = carried.get(var)
-            if i is not None and uses[var] == 1 and program.outvars[i] is eqn.outvars[0]:
-                found.add(i)
-    return frozenset(found)
 
 
 def is_applied_to_each(eqn: JaxprEqn) -> bool:

@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._jaxpr import (
+    ROUNDED,
     AbstractValue,
     Atom,
     Fact,
@@ -45,29 +46,80 @@ class Level(enum.IntEnum):
     """The reason for the dtype of a value. The highest level of the operands wins.
 
     As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 if its input comes from a
-    float32-only operation. A value that merely is float32, such as a bias, does not keep an operation in float32.
+    float32-only operation. So it does if an input is float32 that the function was given: see `is_given`.
     """
 
     TRACED = 0  # an argument, a parameter or a constant
-    LOW = 1  # comes from a low operation
-    SUM = 2  # the float32 output of a matmul under an accumulate dtype, not yet cast down
-    FULL = 3  # comes from a full operation
+    PRODUCT = 1  # the output of a dense layer's matmul, perhaps moved, to which a bias may be added
+    LOW = 2  # comes from a low operation
+    SUM = 3  # the float32 output of a matmul under an accumulate dtype, not yet cast down
+    FULL = 4  # comes from a full operation
+
+
+# Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
+_TRACED_LEVEL, _PRODUCT_LEVEL, _LOW_LEVEL, _SUM_LEVEL, _FULL_LEVEL = Level
 
 
 class CastState(NamedTuple):
     """Autocast's knowledge of a value beside its dtype."""
 
     level: Level  # the reason for its dtype
-    narrow: bool = False  # True for an output of a `narrow` function, which the next operation casts down
+    narrow: str = ""  # "table" or "rule", which made its function `narrow`: the next operation casts it down
     backward: bool = False  # True if a backward pass computed it
     numbers: Numbers = ()  # its distinct elements, if they are known
     scope: Scope | None = None  # the scope that it was computed in
     weight: bool = False  # True if it consists of elements of the user's weights
+    row: bool = False  # True for a given value with axes put before its own, as before those of a bias
+
+
+def is_given(kind: AbstractValue) -> bool:
+    """True for float32 that autocast did not compute and whose elements are not known: an argument, a parameter."""
+    return kind.dtype == np.float32 and kind.state.level is _TRACED_LEVEL and not kind.state.numbers
+
+
+def find_level(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_given: bool) -> Level:
+    """Finds the level of an operation that follows JAX's promotion. Constants and biases give way to half precision.
+
+    With `rounds_given`, all given values do.
+    """
+    level = max([kind.state.level for kind in kinds], default=_TRACED_LEVEL)
+    if level is _TRACED_LEVEL or level is _FULL_LEVEL:
+        return level
+    is_added = eqn.primitive.name == "add" and level is not _LOW_LEVEL
+    given = [kind for kind in kinds if is_given(kind)]
+    if not rounds_given and any(not (is_added and kind.state.row) for kind in given):
+        return _FULL_LEVEL
+    if level is _PRODUCT_LEVEL and (given or eqn.primitive.name not in _LINEAR):
+        return _LOW_LEVEL
+    return level
+
+
+_LINEAR = having(Fact.MOVES, Fact.ANNOTATES, Fact.ADDS)
+
+
+def is_row(eqn: JaxprEqn, operand: CastState) -> bool:
+    """True if an equation puts axes before those of an array, as NumPy's broadcasting does."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "reshape"):
+        return False
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    more = len(new) - len(old)
+    is_longer = bool(old) and (more > 0 or (more == 0 and operand.row))
+    if eqn.primitive.name == "reshape":
+        return is_longer and new == (1,) * more + old
+    return is_longer and eqn.params["broadcast_dimensions"] == tuple(range(more, len(new)))
+
+
+def is_dense(eqn: JaxprEqn) -> bool:
+    """True for a matmul without batch axes, and for a convolution."""
+    if eqn.primitive.name == "dot_general":
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        return not batch
+    return eqn.primitive.name == "conv_general_dilated"
 
 
 def is_sum(kind: AbstractValue) -> bool:
     """True for the float32 output of a matmul, which most operations cast down."""
-    return kind.dtype == np.float32 and kind.state.level is Level.SUM
+    return kind.dtype == np.float32 and kind.state.level is _SUM_LEVEL
 
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
@@ -97,8 +149,9 @@ def find_numbers(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
     return tuple(sorted(found)) if len(found) <= _MOST and not any(map(np.isnan, found)) else ()
 
 
-_BOUNDS = frozenset(("max", "min", "clamp"))
 _FACTORS = frozenset(("mul", "div", "rem"))
+_LARGE = 16.0
+_LARGEST_MASK = -1000.0
 
 
 def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> bool:
@@ -114,14 +167,18 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
     if name in _FACTORS:
         return not is_in_range
     # Numbers far below zero, and the maximum of a dtype, mask elements. Other large numbers may be values.
-    if number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max):
+    is_mask = number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max)
+    is_added = name in ("add", "sub", "add_any")
+    if is_mask and not (is_added and dtype == jnp.float16):
         return False
     if not is_in_range:
         return True
     rounded = _round(number, dtype)
-    # The output may violate a rounded bound. Elsewhere, rounding a constant is as harmless as rounding an output,
-    # except for 1 - 1e-7: it avoids 1, where a logarithm of the complement is infinite.
-    return rounded != number and (name in _BOUNDS or abs(rounded) == 1)
+    if not is_added:  # a bound, which the output may violate, or an element of the output
+        return rounded != number
+    # A sum with a large number keeps little of the other operand. 1 - 1e-7 avoids 1, where a logarithm of the
+    # complement is infinite. Elsewhere, rounding a constant is as harmless as rounding an output.
+    return abs(number) > _LARGE and number > _LARGEST_MASK or (rounded != number and abs(rounded) == 1)
 
 
 def _round(number: float, dtype: np.dtype) -> float:
@@ -169,7 +226,6 @@ _INSIDE = {
 """Replaces precisions inside a function or scope with a treatment."""
 
 
-# Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
 _LOW, _FULL, _, _INFER, _CLEAR, _, _TRACED = Precision
 
 
@@ -186,10 +242,10 @@ class PrecisionFinder:
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
         if not is_castable(eqn):
             return _TRACED
-        # An outer product sums nothing, so it is a multiplication.
+        # An outer product sums nothing: of float32 values, it is a multiplication.
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
-        if precision is _LOW and multiplies_only(eqn):
+        if precision is _LOW and multiplies_only(eqn) and all(kind.dtype == np.float32 for _, kind in values):
             precision = _INFER
         # The enclosing function or scope wins over the tables, and constants that would be lost win over both.
         if place.treatment is not None:
@@ -203,7 +259,7 @@ class PrecisionFinder:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
         states = [(i, kind.state) for i, (_, kind) in enumerate(values) if kind.dtype is not None]
         constants = [(i, state.numbers) for i, state in states if state.numbers]
-        if not constants or is_applied_to_each(eqn) or all(state.level is Level.TRACED for _, state in states):
+        if not constants or is_applied_to_each(eqn) or all(state.level is _TRACED_LEVEL for _, state in states):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
@@ -225,14 +281,13 @@ def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
         factors = values if name == "mul" else values[1:]
         return any(value.kind.dtype is not None and value.kind.state.numbers for value in factors)
     if name in ("add", "sub", "add_any"):  # a bias, not a residual stream, which norms would keep in float32
-        return sum(value.kind.state.level in (Level.LOW, Level.SUM) for value in values) == 1
+        return sum(_TRACED_LEVEL < value.kind.state.level < _FULL_LEVEL for value in values) == 1
     return name in KEEPING_SUMS
 
 
 def is_stored(value: Value) -> bool:
     """True for a float32 weight or input, which the matmul rounds itself, so that its gradient is float32."""
-    kind = value.kind
-    return kind.dtype == np.float32 and kind.state.level is Level.TRACED and not kind.state.numbers
+    return is_given(value.kind)
 
 
 def cast_value(value: Value, kind: AbstractValue, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
@@ -242,6 +297,12 @@ def cast_value(value: Value, kind: AbstractValue, eqn: JaxprEqn, body: JaxprBuil
 def round_sum(value: Value, dtype: np.dtype, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
     """Casts the float32 output of a matmul down to `dtype`; returns any other value unchanged."""
     return cast_value(value, as_low(value.kind, dtype), eqn, body) if is_sum(value.kind) else value
+
+
+def note_rounding(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns an equation for whose sake a rule of the user rounds a value, so that the audit finds the cast."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(ROUNDED)))
 
 
 def as_low(kind: AbstractValue, dtype: np.dtype) -> AbstractValue:

@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jax.extend.core import Primitive
 
@@ -14,6 +14,10 @@ from ...policy import Key, PolicyMap, PolicySpec
 from . import _tables
 from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
+
+
+Residuals = Literal["promote", "half"]
+_RESIDUALS = get_args(Residuals)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -33,6 +37,9 @@ class AutocastRules:
         function with a row wins.
       scopes: a pattern of `PolicyMap` for paths of modules or `jax.named_scope`s, or a module type, and a policy, a
         dtype, or a treatment. The first row that covers an operation wins. A `PolicyMap` comes after these rows.
+      residuals: `"promote"`: as in JAX, half precision and a float32 array that the function was given make float32, so
+        that a residual stream of given values stays float32. `"half"`: such arrays are rounded to half precision. The
+        audit names each line where this happens.
       backward: the same for backward passes inside the function, where it wins over `scopes`; a policy, dtype or
         treatment alone is for all of them. The backward pass of `grad(autocast(f))` is outside: write
         `autocast(grad(f))`.
@@ -42,14 +49,15 @@ class AutocastRules:
 
     >>> import jmp_policy as jmp
     >>> rules = jmp.AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
-    >>> rules == jmp.AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})
-    True
+    >>> rules.primitives, rules.functions, rules.residuals
+    ((('exp', 'low'),), (('softmax', 'full'),), 'promote')
     """
 
     primitives: tuple[tuple[str, str], ...]
     functions: tuple[tuple[str, str], ...]
     scopes: tuple[ScopeRow, ...]
     backward: tuple[ScopeRow, ...]
+    residuals: Residuals
 
     def __init__(
         self,
@@ -58,7 +66,14 @@ class AutocastRules:
         functions: Mapping[str, str] | None = None,
         scopes: Mapping[Key, PolicySpec] | None = None,
         backward: Mapping[Key, PolicySpec] | PolicySpec = None,
+        residuals: Residuals = "promote",
     ):
+        if residuals not in _RESIDUALS:
+            raise ValueError(
+                f"Unknown residuals {residuals!r} of AutocastRules. {did_you_mean(residuals, _RESIDUALS)} "
+                "For example: residuals='half'."
+            )
+        object.__setattr__(self, "residuals", residuals)
         everywhere = backward if isinstance(backward, Mapping) or backward is None else {"": backward}
         rows = {
             "primitives": [_read_primitive_row(*row) for row in (primitives or {}).items()],

@@ -69,6 +69,9 @@ FULL = {
     "cumsum": "as reduce_sum; the error is 4.5e-3 in bfloat16, and 1.7e-3 with float32 inside",
     "cumprod": "as reduce_prod; the error is 0.59 in bfloat16, and 1.7e-3 with float32 inside",
     "cumlogsumexp": "as exp and cumsum",
+    "scatter-add": "adds many elements to one; XLA adds in the dtype of the operand",
+    "scatter-sub": "as scatter-add",
+    "reduce_window_sum": "the sum of average pooling",
     "fft": "a sum over all points, and XLA does not have one in half precision",
     "reduce": "as reduce_sum, with a function of the user",
     **_give("special functions are sums of many terms", having(Fact.SPECIAL)),
@@ -82,10 +85,7 @@ FULL_IN_FLOAT16 = {
 """Class full if the compute dtype is float16. In bfloat16, which has the range of float32, see `INFER`."""
 
 WIDE = {
-    "scatter-add": "adds many elements to one; XLA adds in the dtype of the operand",
-    "scatter-mul": "as scatter-add, multiplying",
-    "scatter-sub": "as scatter-add",
-    "reduce_window_sum": "the sum of average pooling",
+    "scatter-mul": "multiplies many elements; XLA does so in the dtype of the operand",
     "reduce_window": "as reduce_window_sum, with a function of the user",
     "select_and_scatter_add": "the backward pass of max pooling adds where windows overlap",
     "select_and_gather_add": "packs pairs of float32",

@@ -8,23 +8,28 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..._base import at_least_float32
-from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, having
+from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, having, shape_of
 from ._place import EquationPlace
 from ._precision import (
     CastState,
     Level,
+    cast_value,
     clamp_masks,
+    find_level,
     find_numbers,
+    is_dense,
     is_exact,
-    is_stored,
+    is_given,
+    is_row,
     make_wide_product,
+    note_rounding,
     write_product,
 )
 from ._tables import Precision
 
 FLOAT32 = np.dtype(np.float32)
-TRACED, LOW, SUM, FULL = _STATES = [CastState(level) for level in Level]
-_SUM_LEVEL = SUM.level
+TRACED, PRODUCT, LOW, SUM, FULL = _STATES = [CastState(level) for level in Level]
+_ROW, _SUM_LEVEL = TRACED._replace(row=True), SUM.level
 _NOT_FLOAT = AbstractValue(None)
 _COMBINING = having(Fact.COMBINES)
 
@@ -34,6 +39,7 @@ class EquationWriter(Rule):
 
     compute_dtype: np.dtype
     sums: np.dtype | None
+    rounds_given: bool  # whether given values of full size are rounded to the half precision of other operands
 
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         product = None if self.sums is None else make_wide_product(eqn, self.sums, self.compute_dtype)
@@ -44,8 +50,8 @@ class EquationWriter(Rule):
             if product is None or not is_as_here:
                 return self._write_traced(eqn, values, body)
         if product is None or self.sums is None:
-            return self._write_in(AbstractValue(self.compute_dtype, LOW), eqn, values, body)
-        operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
+            return self._write_in(AbstractValue(self.compute_dtype, PRODUCT if is_dense(eqn) else LOW), eqn, values, body)
+        operands = [v.atom if is_given(v.kind) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
         return write_product(product, eqn, operands, AbstractValue(self.sums, SUM), body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
@@ -60,7 +66,16 @@ class EquationWriter(Rule):
         ]
 
     def _write_following(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        return self._write_in(self._follow(eqn, values), eqn, values, body)
+        kind = self._follow(eqn, values)
+        if kind.dtype != FLOAT32 and self.rounds_given:
+            whole = shape_of(eqn.outvars[0])
+            values = [
+                cast_value(value, kind, note_rounding(eqn), body)
+                if is_given(value.kind) and shape_of(value.atom) == whole
+                else value
+                for value in values
+            ]
+        return self._write_in(kind, eqn, values, body)
 
     def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
@@ -123,23 +138,23 @@ class EquationWriter(Rule):
         if source is None or source == dtype:
             return atom
         if value.kind.state.numbers and dtype == self.compute_dtype:
-            # Masks that are added are clamped to half the maximum, so that sums stay finite.
-            largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
-            atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
+            atom = clamp_masks(atom, value.kind.state.numbers, float(jnp.finfo(dtype).max), eqn, body)
         if at_least_float32(source) == source:  # cast down at each use, so that gradients of a weight sum in float32
             return body.cast(atom, dtype, eqn)
         return body.cast_once(atom, dtype, eqn)
 
     def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
-        """Returns the kind with the highest level of the operands, and its dtype."""
-        states = [kind.state for _, kind in values if kind.dtype is not None]
-        level = max([state.level for state in states], default=0)
+        """Returns the kind of the outputs of an operation that follows its operands."""
+        kinds = [kind for _, kind in values if kind.dtype is not None]
+        level = find_level(eqn, kinds, rounds_given=self.rounds_given)
         if level:
             return AbstractValue(self._dtype_of(level), _STATES[level])
-        numbers = find_numbers(eqn, [state.numbers for state in states])
+        numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
         dtype = next((dtype for dtype in traced if dtype is not None), None)
-        return AbstractValue(dtype, TRACED._replace(numbers=numbers) if numbers else TRACED)
+        if numbers:
+            return AbstractValue(dtype, TRACED._replace(numbers=numbers))
+        return AbstractValue(dtype, _ROW if kinds and is_row(eqn, kinds[0].state) else TRACED)
 
     def _dtype_of(self, level: int) -> np.dtype:
         return self.compute_dtype if level < _SUM_LEVEL else FLOAT32

@@ -16,6 +16,7 @@ from ..._jaxpr import (
     HALF_SUMS,
     MATMULS,
     MOVING,
+    ROUNDED,
     Atom,
     ModulePaths,
     Register,
@@ -298,6 +299,8 @@ def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None or target not in HALF or source == target:
         return
+    if ROUNDED in step.scope and not backward:
+        yield Suspicion("rounded-by-rule", step, f"from {source} to {target}", (source, target))
     first = None if backward else facts[0].widening
     is_trip = first is not None and float_dtype(first.operands[0]) == target and not is_backward(first.scope)
     # Two casts that somebody wrote. A function of jax.numpy has its reasons for both, as has a transposed cast.

@@ -37,6 +37,7 @@ FINDINGS = {
     "log-of-sigmoid": "the logarithm of a sigmoid that was rounded to half precision: log(0) is -inf",
     "half-gradient": "a gradient that is summed in half precision over the uses of a weight",
     "half-update": "an update added to a parameter in half precision: a small one changes nothing",
+    "rounded-by-rule": "float32 that autocast rounds because of residuals='half' or a narrow rule of AutocastRules",
     "infinite-constant": "a finite constant that is infinite in half precision",
     "half-all-reduce": "a sum over devices in half precision",
 }
@@ -57,6 +58,7 @@ REMEDIES = {
     "log-of-sigmoid": "use jax.nn.log_sigmoid of float32 logits",
     "half-gradient": "cast the weight at each use, inside of a loop, after a lookup; or add in float32",
     "half-update": "wrap the optimizer in master_weights, kahan or stochastic_rounding",
+    "rounded-by-rule": "leave the rule out, or give it fewer scopes, where the digits count",
     "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
     "half-all-reduce": "cast to float32 before, and back after",
 }
