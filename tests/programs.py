@@ -57,6 +57,17 @@ def _without_one_repeated_function(text: str) -> str:
     return text
 
 
+def trace(fun: Any) -> Any:
+    """As `jax.make_jaxpr`, without the call that autocast makes of a program inside `jit`."""
+
+    def make(*args: Any) -> Any:
+        program = jax.make_jaxpr(fun)(*args)
+        is_call = [eqn.primitive.name for eqn in program.eqns] == ["jit"]
+        return program.eqns[0].params["jaxpr"] if is_call else program
+
+    return make
+
+
 def products(program: Any) -> list[tuple[str, str]]:
     """The name stack and the dtype of each matrix product of a traced program."""
     steps = [step for step in walk(program.jaxpr) if step.name == "dot_general"]

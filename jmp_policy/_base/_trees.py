@@ -256,6 +256,7 @@ def flatten_function(
         out_trees.append(out_tree)
         return out
 
+    flat.__name__ = getattr(fun, "__name__", flat.__name__)
     return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
 
 

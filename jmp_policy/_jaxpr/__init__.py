@@ -68,9 +68,9 @@ from ._rewriter import WRITERS as WRITERS, Rewriter as Rewriter, Rewritten as Re
 from ._rule import Context as Context, Rule as Rule
 from ._source import (
     AUTOCAST as AUTOCAST,
-    ROUNDED as ROUNDED,
     LIST_WEIGHTS as LIST_WEIGHTS,
     RECORD as RECORD,
+    ROUNDED as ROUNDED,
     ModulePaths as ModulePaths,
     Modules as Modules,
     Register as Register,

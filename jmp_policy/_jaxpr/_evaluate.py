@@ -101,7 +101,13 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace
 
 def run(traced: Traced, program: ClosedJaxpr) -> Any:
     """Runs `program`, a rewritten form of the traced jaxpr, on the traced arguments."""
-    return jax.tree.unflatten(traced.out_tree, evaluate(program, *traced.leaves))
+    # Inside `jit` nothing is differentiated yet, and one call is quicker than to bind each equation.
+    is_staged = _find_tracers(program, traced.leaves) == {_STAGED}
+    return jax.tree.unflatten(traced.out_tree, (call if is_staged else evaluate)(program, *traced.leaves))
+
+
+def _find_tracers(program: ClosedJaxpr, args: Sequence[Any]) -> set[type]:
+    return {type(value) for value in (*args, *program.consts) if isinstance(value, Tracer)}
 
 
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
@@ -109,8 +115,7 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     # Each equation becomes an inlined jitted function that equal equations share, so that JAX caches its derivative.
     # Differentiating equations that are bound one by one takes two to three times as long. Inside `jit` nothing is
     # differentiated yet, and binding one is quicker.
-    body, tracers = program.jaxpr, [type(value) for value in (*args, *program.consts) if isinstance(value, Tracer)]
-    is_staged = bool(tracers) and all(kind is _STAGED for kind in tracers)
+    body, is_staged = program.jaxpr, _find_tracers(program, args) == {_STAGED}
     environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
@@ -134,8 +139,10 @@ def call(program: ClosedJaxpr, *args: Any) -> list[Any]:
     """Runs a jaxpr as one jitted function. It is quick to trace, but JAX does not cache its derivative."""
     if _is_debugging(args):
         return evaluate(program, *args)
-    params = _make_jit_params(program, program.jaxpr.debug_info.func_name)
-    return _JIT.primitive.bind(*args, **params | _read_context_mesh())
+    body = program.jaxpr
+    opened = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars).replace(constvars=())
+    params = _make_jit_params(ClosedJaxpr(opened, ()), body.debug_info.func_name)  # constants may be tracers
+    return _JIT.primitive.bind(*program.consts, *args, **params | _read_context_mesh())
 
 
 def _is_debugging(operands: Sequence[Any]) -> bool:

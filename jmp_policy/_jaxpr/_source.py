@@ -161,7 +161,8 @@ RECORD = "jmp_record"
 """The scope of a recorder's measurements; not part of a module path."""
 
 _NO_SCOPES = frozenset({
-    "", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, ROUNDED, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,
+    "", "rematted_computation", "checkpoint", "force_full_precision",
+    AUTOCAST, ROUNDED, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,
 })  # fmt: skip
 
 

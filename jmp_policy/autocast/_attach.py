@@ -164,6 +164,7 @@ class _Autocast:
         read_weights = functools.partial(WeightArguments, self._weights, opened=len(args) - given, lifted=lifted)
         trace_and_run = functools.partial(self._trace_and_run, policy, read_weights, found)
 
+        @functools.wraps(fun)
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
             with matmul_precision(policy), explain_tracing(), note_casting():
                 out = cast_result(policy, fun(*args, **kwargs))

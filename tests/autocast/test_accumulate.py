@@ -12,6 +12,7 @@ from flax import linen as nn, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
+from programs import trace
 
 import jmp_policy as jmp
 from jmp_policy._jaxpr import walk
@@ -371,11 +372,7 @@ def test_loops_carry_and_keep_what_they_carry_and_keep_without():
 def test_a_checkpoint_keeps_what_it_is_given_in_half():
     w = make_weights()
     fun = lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x) @ w["down"])(w, x @ w["up"])
-    [eqn] = [
-        eqn
-        for eqn in jax.make_jaxpr(jmp.autocast(fun, WIDE))(w, X).eqns
-        if eqn.primitive.name in ("remat2", "checkpoint")
-    ]
+    [eqn] = [eqn for eqn in trace(jmp.autocast(fun, WIDE))(w, X).eqns if eqn.primitive.name in ("remat2", "checkpoint")]
     assert "bfloat16" in [str(var.aval.dtype) for var in eqn.invars if var.aval.shape == (4, 8, 32)]
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import products
+from programs import products, trace
 
 import jmp_policy as jmp
 from jmp_policy import autocast
@@ -23,7 +23,7 @@ def layer(w, x):
 
 
 def product_dtypes(fun, *args):
-    return [dtype for _, dtype in products(jax.make_jaxpr(fun)(*args))]
+    return [dtype for _, dtype in products(trace(fun)(*args))]
 
 
 class Layers:
@@ -105,7 +105,7 @@ def test_an_open_compute_dtype_is_that_of_the_first_floating_input(dtype):
 
 def test_the_precision_of_the_policy_is_that_of_products():
     fun = autocast(layer, "params=float32,compute=bfloat16,output=none,precision=highest")
-    assert "HIGHEST" in str(jax.make_jaxpr(fun)(W, X))
+    assert "HIGHEST" in str(trace(fun)(W, X))
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_wide_and_narrow_values_stay_as_traced():
         wide = jnp.ones((2, 2), jnp.float64)
         assert product_dtypes(autocast(lambda x: x @ x, LOW), wide) == ["float64"]
     narrow = jnp.ones((2, 2), jnp.float8_e4m3fn)
-    program = jax.make_jaxpr(autocast(lambda x: x.reshape(4), LOW))(narrow)
+    program = trace(autocast(lambda x: x.reshape(4), LOW))(narrow)
     assert str(program.out_avals[0].dtype) == "float8_e4m3fn"
 
 
@@ -151,7 +151,7 @@ def test_equal_policies_share_rewritten_bodies():
     inner = jax.jit(layer)
 
     def body(policy):
-        program = jax.make_jaxpr(autocast(lambda w, x: inner(w, x), policy))(W, X)
+        program = trace(autocast(lambda w, x: inner(w, x), policy))(W, X)
         return program.eqns[0].params["jaxpr"]
 
     assert body(LOW) is body(jmp.Policy("float32", jnp.bfloat16, None))

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
-from programs import program_text
+from programs import operations, program_text, trace
 
 from jmp_policy._jaxpr import walk
 from jmp_policy.autocast import autocast
@@ -65,10 +65,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformation_outside_gives_the_program_by_hand(name):
     transform = TRANSFORMS[name]
-    ours, by_hand = (
-        program_text(jax.jit(transform(fun)).lower(X, W)) for fun in (autocast(layer, BFLOAT16), layer_by_hand)
-    )
-    assert ours == by_hand
+    text = lambda fun: program_text(jax.jit(transform(fun)).lower(X, W))
+    # Inside `jit`, and before it is differentiated, the program is a jitted function.
+    assert text(autocast(layer, BFLOAT16)) in (text(layer_by_hand), text(jax.jit(layer_by_hand)))
 
 
 @pytest.mark.sample(4)
@@ -81,7 +80,7 @@ def test_a_transformation_inside_runs_its_products_in_half(name):
 
 
 def matmul_dtypes(fun, *args):
-    program = jax.make_jaxpr(fun)(*args).jaxpr
+    program = trace(fun)(*args).jaxpr
     return [str(step.eqn.outvars[0].aval.dtype) for step in walk(program) if step.name == "dot_general"]
 
 
@@ -105,7 +104,7 @@ def test_tracers_of_transformations_around_may_be_closed_over():
     assert ours.count("xbf16>)") > ours.count("dot_general") > 0
     plain = closing(lambda f: f)
     wide = autocast(plain, "params=float32,compute=float32,output=none")
-    assert program_text(jax.jit(wide).lower(X, W)) == program_text(jax.jit(plain).lower(X, W))
+    assert operations(jax.jit(wide).lower(X, W)) == operations(jax.jit(plain).lower(X, W))
 
 
 @pytest.mark.sample(1)
@@ -139,11 +138,11 @@ def test_trees_keywords_and_things_that_are_no_arrays_pass():
 def test_a_product_that_its_author_wrote_in_half_runs_as_written(compute):
     fun = lambda x, w: x.astype(jnp.float16) @ w.astype(jnp.float16)
     policy = f"params=float32,compute={compute},output=none"
-    jaxpr = jax.make_jaxpr(autocast(fun, policy))(X, W)
-    assert str(jaxpr) == str(jax.make_jaxpr(fun)(X, W))
+    jaxpr = trace(autocast(fun, policy))(X, W)
+    assert str(jaxpr) == str(trace(fun)(X, W))
 
 
 def test_what_follows_a_half_product_of_the_author_stays_low():
     fun = lambda x, w: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.bfloat16) * 2
-    jaxpr = jax.make_jaxpr(autocast(fun, BFLOAT16))(X, W)
-    assert str(jaxpr) == str(jax.make_jaxpr(fun)(X, W))
+    jaxpr = trace(autocast(fun, BFLOAT16))(X, W)
+    assert str(jaxpr) == str(trace(fun)(X, W))

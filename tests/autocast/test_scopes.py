@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
-from programs import products
+from programs import products, trace
 
 import jmp_policy as jmp
 from jmp_policy import AutocastRules, PolicyMap, autocast
@@ -25,12 +25,12 @@ def net(x):
 
 def dtypes(fun, *args):
     """The dtype of the matrix products by the last name in their name stack."""
-    return {stack.rpartition("/")[2]: dtype for stack, dtype in products(jax.make_jaxpr(fun)(*args))}
+    return {stack.rpartition("/")[2]: dtype for stack, dtype in products(trace(fun)(*args))}
 
 
 def results(fun, *args):
     """The last equation of a traced program: its name and dtype."""
-    eqn = jax.make_jaxpr(fun)(*args).eqns[-1]
+    eqn = trace(fun)(*args).eqns[-1]
     return eqn.primitive.name, str(eqn.outvars[0].aval.dtype)
 
 
@@ -57,7 +57,7 @@ def test_a_float32_scope_is_full_and_what_follows_too():
 
     assert results(autocast(scaled, PolicyMap({"head": "float32"}, LOW)), X) == ("mul", "float32")
     narrowed = PolicyMap({"head": "params=float32,compute=float32,output=bfloat16"}, LOW)
-    program = jax.make_jaxpr(autocast(scaled, narrowed))(X)
+    program = trace(autocast(scaled, narrowed))(X)
     assert [str(eqn.outvars[0].aval.dtype) for eqn in program.eqns if eqn.primitive.name == "mul"] == ["bfloat16"]
 
 
@@ -67,7 +67,7 @@ def test_the_output_dtype_of_a_scope_holds_outside_of_it_only():
             return layer("inner", layer("first", x) * 2)
 
     rules = {"outer/inner": "float32", "outer": "params=float32,compute=float32,output=bfloat16"}
-    program = jax.make_jaxpr(autocast(nested, PolicyMap(rules, LOW)))(X)
+    program = trace(autocast(nested, PolicyMap(rules, LOW)))(X)
     assert "bf16" not in str(program.jaxpr)
 
 
@@ -89,7 +89,7 @@ def test_a_scope_may_be_treated_as_one_operation(treatment, dtype):
             return jnp.exp(x @ x.T)
 
     fun = autocast(lambda x: normalised(x) + 1, LOW, rules=AutocastRules(scopes={"norm": treatment}))
-    program = jax.make_jaxpr(fun)(X)
+    program = trace(fun)(X)
     found = {eqn.primitive.name: str(eqn.outvars[0].aval.dtype) for eqn in program.eqns}
     assert found["exp"] == dtype
     assert found["add"] == ("float32" if treatment == "full" else "bfloat16")
@@ -103,7 +103,7 @@ def test_the_precision_of_a_scope_is_that_of_its_products_but_for_those_with_one
             return jnp.dot(x, x.T, precision="default")
 
     fun = autocast(lambda x: (net(x), written(x)), PolicyMap({"head": f"{LOW},precision=highest"}, root))
-    eqns = [eqn for eqn in jax.make_jaxpr(fun)(X).eqns if eqn.primitive.name == "dot_general"]
+    eqns = [eqn for eqn in trace(fun)(X).eqns if eqn.primitive.name == "dot_general"]
     body, head, by_hand = (eqn.params["precision"] for eqn in eqns)
     assert body == (None if root == LOW else (jax.lax.Precision.HIGH,) * 2)
     assert head == (jax.lax.Precision.HIGHEST,) * 2
@@ -115,7 +115,7 @@ def test_a_loop_in_a_scope_keeps_its_compute_dtype():
         with jax.named_scope("loop"):
             return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ jnp.eye(3)), x)
 
-    program = jax.make_jaxpr(autocast(looped, PolicyMap({"loop": "float16"}, LOW)))(X)
+    program = trace(autocast(looped, PolicyMap({"loop": "float16"}, LOW)))(X)
     assert {dtype for _, dtype in products(program)} == {"float16"}
     assert "bf16" not in str(program.jaxpr)
 
@@ -123,24 +123,24 @@ def test_a_loop_in_a_scope_keeps_its_compute_dtype():
 class TestBackward:
     def test_it_can_be_addressed_on_its_own(self):
         step = autocast(jax.grad(lambda x: net(x).sum()), LOW, rules=AutocastRules(backward={"head": "float32"}))
-        found = products(jax.make_jaxpr(step)(X))
+        found = products(trace(step)(X))
         assert {stack.rpartition("/")[2] for stack, dtype in found if dtype == "float32"} == {"transpose(jvp(head))"}
 
     def test_one_policy_is_for_all_of_it(self):
         step = autocast(jax.grad(lambda x: net(x).sum()), LOW, rules=AutocastRules(backward="float32"))
-        for stack, dtype in products(jax.make_jaxpr(step)(X)):
+        for stack, dtype in products(trace(step)(X)):
             assert (dtype == "float32") == ("transpose(" in stack)
 
     def test_a_rule_for_it_says_where_it_reaches(self):
         fun = autocast(net, LOW, rules=AutocastRules(backward="float32"))
         with pytest.warns(UserWarning, match=r"^the backward rules decide nothing: .* autocast\(grad\(f\)\) instead"):
-            jax.make_jaxpr(fun)(X)
+            trace(fun)(X)
 
 
 class TestWarnings:
     def test_an_unused_rule_is_named_with_the_nearest_path(self):
         with pytest.warns(UserWarning, match=r"^policy rule 'haed' matches no module; the closest path is 'head'$"):
-            jax.make_jaxpr(autocast(net, PolicyMap({"haed": "float32"}, LOW)))(X)
+            trace(autocast(net, PolicyMap({"haed": "float32"}, LOW)))(X)
 
     def test_they_point_at_the_call(self):
         with pytest.warns(UserWarning, match="haed") as caught:
@@ -197,7 +197,7 @@ def test_linen_modules_have_the_path_of_their_module(params, key):
         return Model().apply(params, X).sum()
 
     step = autocast(jax.value_and_grad(loss), PolicyMap({key: "float32"}, LOW))
-    found = products(jax.make_jaxpr(step)(params))
+    found = products(trace(step)(params))
     place = "blocks" if key is Turn else key.partition("/")[0]
     assert {place in stack for stack, dtype in found if dtype == "float32"} == {True}
     assert {place in stack for stack, dtype in found if dtype == "bfloat16"} == {False}
@@ -210,7 +210,7 @@ def test_a_warm_jitted_model_still_tells_its_modules(params):
     jax.eval_shape(apply, params, X)
     for _ in range(2):
         fun = autocast(apply, PolicyMap({Turn: "float32", "first": "float32"}, LOW))
-        found = products(jax.make_jaxpr(fun)(params, X))
+        found = products(trace(fun)(params, X))
         assert [dtype for _, dtype in found].count("float32") == 2
 
 
@@ -262,7 +262,7 @@ def test_methods_and_modules_of_others_have_the_path_of_their_module(method, key
     model = Setup(name="named")
     shapes = jax.eval_shape(model.init, jax.random.key(0), X)
     fun = autocast(lambda params: model.apply(params, X, method=method), PolicyMap({key: "float32"}, LOW))
-    found = products(jax.make_jaxpr(fun)(shapes))
+    found = products(trace(fun)(shapes))
     assert [dtype for _, dtype in found] == [("bfloat16", "float32")[full] for full in expected]
 
 
@@ -292,7 +292,7 @@ class Tied(nnx.Module):
 
 def nnx_products(fun, model):
     graphdef, state = nnx.split(model)
-    return products(jax.make_jaxpr(lambda state: fun(nnx.merge(graphdef, state), X))(state))
+    return products(trace(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
 @pytest.mark.slow
@@ -346,7 +346,7 @@ def test_nnx_modules_stay_what_they_were():
 def test_equal_rules_share_rewritten_programs(params):
     def text():
         fun = autocast(Model().apply, PolicyMap({"first": "float32"}, LOW))
-        return str(jax.make_jaxpr(fun)(params, X))
+        return str(trace(fun)(params, X))
 
     assert text() == text()
 
@@ -363,7 +363,7 @@ def test_without_rules_a_program_at_two_scopes_is_one():
             return first + shared(x)
 
     def bodies(fun):
-        return len({id(eqn.params["jaxpr"]) for eqn in jax.make_jaxpr(fun)(X).eqns if eqn.primitive.name == "jit"})
+        return len({id(eqn.params["jaxpr"]) for eqn in trace(fun)(X).eqns if eqn.primitive.name == "jit"})
 
     assert bodies(autocast(twice, LOW)) == 1
     assert bodies(autocast(twice, PolicyMap({"a": "float32"}, LOW))) == 2
@@ -379,7 +379,7 @@ def test_a_float32_region_survives_in_jit_scan_and_grad():
 
     programs = [autocast(f, LOW) for f in (scanned, jax.grad(lambda x: scanned(x).sum()))]
     for fun in programs:
-        found = products(jax.make_jaxpr(fun)(X))
+        found = products(trace(fun)(X))
         assert {dtype for stack, dtype in found if "force_full_precision" in stack} == {"float32"}
         assert {dtype for stack, dtype in found if "force_full_precision" not in stack} == {"bfloat16"}
     assert results(autocast(lambda x: region(x) * 2, LOW), X) == ("mul", "float32")
@@ -391,7 +391,7 @@ def test_a_float32_region_survives_in_a_low_scope():
         return jmp.force_full_precision(jnp.exp)(x @ jnp.eye(3))
 
     fun = autocast(scope, LOW, rules=AutocastRules(scopes={"low": "low"}))
-    program = jax.make_jaxpr(fun)(X)
+    program = trace(fun)(X)
     assert [str(eqn.outvars[0].aval.dtype) for eqn in program.eqns if eqn.primitive.name == "exp"] == ["float32"]
 
 
@@ -403,7 +403,7 @@ def test_the_mark_of_a_float32_region_is_no_part_of_the_program():
 
 def test_an_autocast_inside_another_decides_for_itself():
     inner = autocast(net, PolicyMap({"head": "float16"}, "params=float32,compute=float32,output=none"))
-    program = jax.make_jaxpr(autocast(lambda x: layer("outer", inner(layer("outer", x))), LOW))(X)
+    program = trace(autocast(lambda x: layer("outer", inner(layer("outer", x))), LOW))(X)
     assert [dtype for _, dtype in products(program)] == ["bfloat16", "float32", "float16", "bfloat16"]
 
 
@@ -415,7 +415,7 @@ def test_rules_by_type_reach_modules_of_nnx_inside_another_look_at_them(outer):
     programs = []
 
     def call(net, x):
-        programs.append(jax.make_jaxpr(inner)(net, x))
+        programs.append(trace(inner)(net, x))
         return inner(net, x)
 
     outer(call)(net, jnp.ones((2, 3)))  # a rule that reached nothing would be a warning

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
+from programs import trace
 
 import jmp_policy as jmp
 from jmp_policy.autocast._rewrite import _residuals
@@ -41,7 +42,7 @@ def after_a_matmul(fun):
 
 
 def names(fun, *args):
-    return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(*args).eqns]
+    return [eqn.primitive.name for eqn in trace(fun)(*args).eqns]
 
 
 def attend(x):

@@ -24,13 +24,13 @@ from ._precision import (
     as_low,
     cast_value,
     is_castable,
-    is_dense,
     is_exact,
     is_given,
     is_sum,
     keeps_sums,
     note_rounding,
     round_sum,
+    with_bias_axes,
     write_product,
 )
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
@@ -38,7 +38,7 @@ from ._rules import AutocastRules
 from ._tables import Precision
 from ._weight_products import Product, describe_attention_product, describe_weight_product
 from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
-from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, PRODUCT, SUM, TRACED, EquationWriter
+from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -137,16 +137,17 @@ class CastingRule(EquationWriter):
     ) -> list[Value]:
         if eqn.primitive.name == "remat2":  # whose inputs are kept for the backward pass
             values = [round_sum(value, self._compute_dtype_in(context), eqn, body) for value in values]
-        if context.treatment not in ("full", "narrow"):
+        if context.treatment not in ("full", "wide", "narrow"):
             return values
         # Cast once, outside the jitted parts of a loss or norm. Casts inside would sum the gradients in half precision.
-        return [self._upcast(value, eqn, body) for value in values]
+        return [self._upcast(value, eqn, body, context) for value in values]
 
-    def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
+    def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder, place: EquationPlace) -> Value:
         dtype, state = value.kind
         if dtype == FLOAT32 or dtype not in COMPUTE_DTYPES:
             return value
-        return cast_value(value, AbstractValue(FLOAT32, state._replace(level=Level.FULL)), eqn, body)
+        full = FULL._replace(backward=state.backward, narrow=self._find_narrow(_FULL_LEVEL, place, [value]))
+        return cast_value(value, AbstractValue(FLOAT32, full), eqn, body)
 
     def fuse(
         self,
@@ -160,7 +161,7 @@ class CastingRule(EquationWriter):
         # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
         if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and is_castable(eqn):
             results = self._write_full(eqn, [*map(read, eqn.invars)], body)
-            return 1, [self._mark_place(result, place) for result in results]
+            return 1, [self._mark_place(result, place, ()) for result in results]
         # Float32 arithmetic on half-precision arrays is computed again in the backward pass.
         if eqn.primitive.name in KEEPING and self._is_upcast(eqn, [*map(read, eqn.invars)], place):
             count = measure_run(program, start, contexts)
@@ -195,7 +196,7 @@ class CastingRule(EquationWriter):
         kind = as_low(logits.kind, self._compute_dtype_in(place))
         if kind.dtype == FLOAT32 or not is_castable(program.eqns[start]):
             return None
-        if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
+        if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment not in _NARROW:
             return None
         eqns = find_softmax(program, start)
         if eqns is None or contexts[start + len(eqns) - 1].steep:
@@ -206,7 +207,7 @@ class CastingRule(EquationWriter):
         last, outvars = eqns[-1], [Var(softmax.outvars[0].aval)]
         here = softmax.replace(outvars=outvars, source_info=last.source_info, ctx=last.ctx)
         results = body.append(here, [logits.atom], [kind])
-        return len(eqns), [self._mark_place(result, place) for result in results]
+        return len(eqns), [self._mark_place(result, place, [logits]) for result in results]
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
         # A scope may have other dtypes, and another matmul precision.
@@ -244,11 +245,11 @@ class CastingRule(EquationWriter):
         else:
             results = PRECISION_WRITERS[precision](self, eqn, values, body)
         if not has_weights:
-            return [self._mark_place(result, context) for result in results]
+            return [self._mark_place(result, context, values) for result in results]
         made = follow_weights(eqn, weights)
         if eqn.primitive.name == "convert_element_type" and any(made):
             body.uncast[results[0].atom] = values[0].atom
-        return [self._mark_place(result, context, bool(own)) for result, own in zip(results, made, strict=True)]
+        return [self._mark_place(result, context, values, bool(own)) for result, own in zip(results, made, strict=True)]
 
     def find_weight_product(
         self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace, where: str = ""
@@ -291,8 +292,8 @@ class CastingRule(EquationWriter):
             options = (*product.options, ("preferred_element_type", made))
             kind = AbstractValue(made, FULL if made == FLOAT32 else LOW)
             return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
-        low = PRODUCT if is_dense(eqn) else LOW
-        kind = AbstractValue(dtype, low) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
+        kind = AbstractValue(dtype, LOW) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
+        kind = with_bias_axes(kind, eqn, values)
         return write_product(product, eqn, atoms, kind, body)
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
@@ -333,24 +334,31 @@ class CastingRule(EquationWriter):
             return cast_value(value, kind, eqn, body)
         # Outputs of a narrow function are cast down unless this operation needs float32.
         is_steep = bool(place.steep) or is_steep_in(eqn, position)
-        stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
+        stays = is_steep or place.treatment in _NARROW or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
             eqn = note_rounding(eqn) if state.narrow == "rule" else eqn
             return cast_value(value, AbstractValue(self.compute_dtype, LOW), eqn, body)
         return value
 
-    def _mark_place(self, result: Value, place: EquationPlace, weight: bool = False) -> Value:
+    def _mark_place(self, result: Value, place: EquationPlace, values: Sequence[Value], weight: bool = False) -> Value:
         """Adds the place of an output to its state, and whether it is a weight."""
         dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = ""
-        if state.level is _FULL_LEVEL and place.treatment == "narrow":
-            is_ours = place.function is not None and place.function.name not in self._own_functions
-            narrow = "table" if is_ours else "rule"
+        narrow = self._find_narrow(state.level, place, values)
         scope = None if place.backward else place.scope
-        marked = state.level, narrow, place.backward, state.numbers, scope, weight, state.row
+        marked = state.level, narrow, place.backward, state.numbers, scope, weight, state.computed, state.axes
         return result if state == marked else Value(result.atom, AbstractValue(dtype, CastState(*marked)))
+
+    def _find_narrow(self, level: Level, place: EquationPlace, values: Sequence[Value]) -> str:
+        """Says why the next operation casts an output of a function down: a half-precision input, or a rule."""
+        if level is not _FULL_LEVEL or place.treatment not in _NARROW:
+            return ""
+        if place.treatment == "wide":
+            states = [kind.state for _, kind in values if kind.dtype is not None]
+            return "table" if any(state.narrow or 0 < state.level < _FULL_LEVEL for state in states) else ""
+        is_ours = place.function is not None and place.function.name not in self._own_functions
+        return "table" if is_ours else "rule"
 
 
 def make_casting_rule(
@@ -362,6 +370,7 @@ def make_casting_rule(
     return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype, root.quantization)
 
 
+_NARROW = ("wide", "narrow")
 _SUM_LEVEL, _FULL_LEVEL = SUM.level, FULL.level
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)

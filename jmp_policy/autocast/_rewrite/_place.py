@@ -28,7 +28,7 @@ COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
 
 _SUMS = {None, np.dtype(np.float32)}
 
-TREATMENTS = ("full", "narrow", "infer", "low")
+TREATMENTS = ("full", "wide", "narrow", "infer", "low")
 
 ScopeRow = tuple[Key, Policy | str]
 """The key of a rule, and its policy or treatment."""

@@ -50,14 +50,13 @@ class Level(enum.IntEnum):
     """
 
     TRACED = 0  # an argument, a parameter or a constant
-    PRODUCT = 1  # the output of a dense layer's matmul, perhaps moved, to which a bias may be added
-    LOW = 2  # comes from a low operation
-    SUM = 3  # the float32 output of a matmul under an accumulate dtype, not yet cast down
-    FULL = 4  # comes from a full operation
+    LOW = 1  # comes from a low operation
+    SUM = 2  # the float32 output of a matmul under an accumulate dtype, not yet cast down
+    FULL = 3  # comes from a full operation
 
 
 # Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
-_TRACED_LEVEL, _PRODUCT_LEVEL, _LOW_LEVEL, _SUM_LEVEL, _FULL_LEVEL = Level
+_TRACED_LEVEL, _LOW_LEVEL, _SUM_LEVEL, _FULL_LEVEL = Level
 
 
 class CastState(NamedTuple):
@@ -69,7 +68,10 @@ class CastState(NamedTuple):
     numbers: Numbers = ()  # its distinct elements, if they are known
     scope: Scope | None = None  # the scope that it was computed in
     weight: bool = False  # True if it consists of elements of the user's weights
-    row: bool = False  # True for a given value with axes put before its own, as before those of a bias
+    computed: bool = False  # True if it was computed from arguments in the dtypes that were traced
+    # Of the output of a dense layer's matmul, perhaps moved: how many axes its bias has. Of an argument, negative: how
+    # many it has itself, if others were put before them.
+    axes: int = 0
 
 
 def is_given(kind: AbstractValue) -> bool:
@@ -77,44 +79,60 @@ def is_given(kind: AbstractValue) -> bool:
     return kind.dtype == np.float32 and kind.state.level is _TRACED_LEVEL and not kind.state.numbers
 
 
-def find_level(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_given: bool) -> Level:
+def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_given: bool) -> CastState:
     """Finds the level of an operation that follows JAX's promotion. Constants and biases give way to half precision.
 
     With `rounds_given`, all given values do.
     """
     level = max([kind.state.level for kind in kinds], default=_TRACED_LEVEL)
     if level is _TRACED_LEVEL or level is _FULL_LEVEL:
-        return level
-    is_added = eqn.primitive.name == "add" and level is not _LOW_LEVEL
-    given = [kind for kind in kinds if is_given(kind)]
-    if not rounds_given and any(not (is_added and kind.state.row) for kind in given):
-        return _FULL_LEVEL
-    if level is _PRODUCT_LEVEL and (given or eqn.primitive.name not in _LINEAR):
-        return _LOW_LEVEL
-    return level
+        return STATES[level]
+    name, given, made = eqn.primitive.name, [], []
+    for kind in kinds:
+        if kind.state.level is not _TRACED_LEVEL:
+            made.append(kind.state.axes)
+        elif is_given(kind):
+            given.append(kind.state.axes)
+    biased = min(made) if name in _LINEAR else 0
+    if given:
+        is_bias = name == "add" and all(-biased <= own < 0 for own in given)
+        return STATES[level if is_bias or rounds_given else _FULL_LEVEL]
+    return STATES[level]._replace(axes=biased) if biased else STATES[level]
 
+
+STATES = tuple(map(CastState, Level))
+"""The states of values by level."""
 
 _LINEAR = having(Fact.MOVES, Fact.ANNOTATES, Fact.ADDS)
 
 
-def is_row(eqn: JaxprEqn, operand: CastState) -> bool:
-    """True if an equation puts axes before those of an array, as NumPy's broadcasting does."""
-    if eqn.primitive.name not in ("broadcast_in_dim", "reshape"):
-        return False
+def count_row_axes(eqn: JaxprEqn, operand: CastState) -> int:
+    """Counts the own axes of an argument before which an equation puts others, as a negative number; otherwise 0."""
+    name = eqn.primitive.name
+    if name not in ("broadcast_in_dim", "reshape"):
+        return 0
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     more = len(new) - len(old)
-    is_longer = bool(old) and (more > 0 or (more == 0 and operand.row))
-    if eqn.primitive.name == "reshape":
-        return is_longer and new == (1,) * more + old
-    return is_longer and eqn.params["broadcast_dimensions"] == tuple(range(more, len(new)))
+    is_before = new == (1,) * more + old
+    if name == "broadcast_in_dim":
+        is_before = eqn.params["broadcast_dimensions"] == tuple(range(more, len(new)))
+    if not is_before or not old:
+        return 0
+    return -len(old) if more else operand.axes
 
 
-def is_dense(eqn: JaxprEqn) -> bool:
-    """True for a matmul without batch axes, and for a convolution."""
-    if eqn.primitive.name == "dot_general":
-        _, (batch, _) = eqn.params["dimension_numbers"]
-        return not batch
-    return eqn.primitive.name == "conv_general_dilated"
+def with_bias_axes(kind: AbstractValue, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
+    """Adds to the kind of a matmul's output how many axes a bias has: those of the weight, which is given."""
+    if eqn.primitive.name == "conv_general_dilated":
+        axes = 1
+    elif eqn.primitive.name == "dot_general":
+        contracted, batch = eqn.params["dimension_numbers"]
+        free = [len(shape_of(value.atom)) - len(own) for value, own in zip(values, contracted, strict=True)]
+        weights = [count for count, value in zip(free, values, strict=True) if is_given(value.kind)]
+        axes = 0 if batch[0] else min(weights or free)
+    else:
+        axes = 0
+    return kind._replace(state=kind.state._replace(axes=axes))
 
 
 def is_sum(kind: AbstractValue) -> bool:
@@ -178,7 +196,7 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
         return rounded != number
     # A sum with a large number keeps little of the other operand. 1 - 1e-7 avoids 1, where a logarithm of the
     # complement is infinite. Elsewhere, rounding a constant is as harmless as rounding an output.
-    return abs(number) > _LARGE and number > _LARGEST_MASK or (rounded != number and abs(rounded) == 1)
+    return (abs(number) > _LARGE and number > _LARGEST_MASK) or (rounded != number and abs(rounded) == 1)
 
 
 def _round(number: float, dtype: np.dtype) -> float:
@@ -218,6 +236,7 @@ _ALL_FULL = dict.fromkeys(
 )
 _INSIDE = {
     "full": _ALL_FULL,
+    "wide": _ALL_FULL,
     "narrow": _ALL_FULL,
     "infer": {Precision.FULL: Precision.INFER},
     "low": dict.fromkeys((Precision.FULL, Precision.INFER), Precision.LOW),

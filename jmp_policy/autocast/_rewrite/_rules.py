@@ -15,7 +15,6 @@ from . import _tables
 from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
 
-
 Residuals = Literal["promote", "half"]
 _RESIDUALS = get_args(Residuals)
 

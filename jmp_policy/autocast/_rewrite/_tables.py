@@ -30,7 +30,7 @@ def _join(package: str, names: str, end: str = "") -> list[str]:
     return [f"{package}.{name}{end}" for name in names.split()]
 
 
-_NORMS = "LayerNorm RMSNorm GroupNorm InstanceNorm BatchNorm Embed"
+_NORMS = "LayerNorm RMSNorm GroupNorm InstanceNorm BatchNorm"
 
 
 LOW = {
@@ -190,7 +190,7 @@ ATTENTION = (
 """Functions whose matmuls of two activations a format with `attention=True` quantizes."""
 
 FUNCTIONS = {
-    **_give("narrow", _join("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
+    **_give("wide", _join("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
     **_give("full", _join("jax.nn", "log_softmax logsumexp log_sigmoid log1mexp logmeanexp")),
     "jax.nn.gelu": "infer",
     **_give("full", _join("jax.numpy", "linalg corrcoef cov poly polyfit polyval")),
@@ -200,9 +200,9 @@ FUNCTIONS = {
     "jax.scipy.linalg": "full",
     "jax.scipy.linalg.block_diag": "infer",
     "optax.losses": "full",
-    **_give("narrow", _join("flax.linen", _NORMS, ".__call__")),
-    **_give("narrow", _join("flax.linen", "WeightNorm SpectralNorm", ".__call__")),
-    **_give("narrow", _join("flax.nnx", _NORMS, ".__call__")),
+    **_give("wide", _join("flax.linen", f"{_NORMS} WeightNorm SpectralNorm", ".__call__")),
+    **_give("wide", _join("flax.nnx", _NORMS, ".__call__")),
+    **_give("narrow", ["flax.linen.Embed.__call__", "flax.nnx.Embed.__call__"]),
 }
 """Functions that are treated as one operation. `full`: float32 inside and out. `narrow`: float32 inside and compute
 dtype out, unless an input comes from a full operation. `infer`: all operations inside follow their inputs."""

@@ -8,30 +8,43 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..._base import at_least_float32
-from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, having, shape_of
+from ..._jaxpr import (
+    AbstractValue,
+    Atom,
+    Fact,
+    JaxprBuilder,
+    Rewriter,
+    Rule,
+    Value,
+    body_of,
+    float_dtype,
+    having,
+    shape_of,
+)
 from ._place import EquationPlace
 from ._precision import (
-    CastState,
+    STATES,
     Level,
     cast_value,
     clamp_masks,
-    find_level,
+    count_row_axes,
     find_numbers,
-    is_dense,
+    follow_promotion,
     is_exact,
     is_given,
-    is_row,
     make_wide_product,
     note_rounding,
+    with_bias_axes,
     write_product,
 )
 from ._tables import Precision
 
 FLOAT32 = np.dtype(np.float32)
-TRACED, PRODUCT, LOW, SUM, FULL = _STATES = [CastState(level) for level in Level]
-_ROW, _SUM_LEVEL = TRACED._replace(row=True), SUM.level
+TRACED, LOW, SUM, FULL = STATES
+_COMPUTED, _SUM_LEVEL = TRACED._replace(computed=True), SUM.level
 _NOT_FLOAT = AbstractValue(None)
 _COMBINING = having(Fact.COMBINES)
+_MOVING = having(Fact.MOVES, Fact.ANNOTATES)
 
 
 class EquationWriter(Rule):
@@ -50,9 +63,11 @@ class EquationWriter(Rule):
             if product is None or not is_as_here:
                 return self._write_traced(eqn, values, body)
         if product is None or self.sums is None:
-            return self._write_in(AbstractValue(self.compute_dtype, PRODUCT if is_dense(eqn) else LOW), eqn, values, body)
+            kind = with_bias_axes(AbstractValue(self.compute_dtype, LOW), eqn, values)
+            return self._write_in(kind, eqn, values, body)
+        kind = with_bias_axes(AbstractValue(self.sums, SUM), eqn, values)
         operands = [v.atom if is_given(v.kind) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
-        return write_product(product, eqn, operands, AbstractValue(self.sums, SUM), body)
+        return write_product(product, eqn, operands, kind, body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         return self._write_in(AbstractValue(FLOAT32, FULL), eqn, values, body)
@@ -146,15 +161,18 @@ class EquationWriter(Rule):
     def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
         """Returns the kind of the outputs of an operation that follows its operands."""
         kinds = [kind for _, kind in values if kind.dtype is not None]
-        level = find_level(eqn, kinds, rounds_given=self.rounds_given)
-        if level:
-            return AbstractValue(self._dtype_of(level), _STATES[level])
+        state = follow_promotion(eqn, kinds, rounds_given=self.rounds_given)
+        if state.level:
+            return AbstractValue(self._dtype_of(state.level), state)
         numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
         dtype = next((dtype for dtype in traced if dtype is not None), None)
         if numbers:
             return AbstractValue(dtype, TRACED._replace(numbers=numbers))
-        return AbstractValue(dtype, _ROW if kinds and is_row(eqn, kinds[0].state) else TRACED)
+        if eqn.primitive.name not in _MOVING or any(kind.state.computed for kind in kinds):
+            return AbstractValue(dtype, _COMPUTED)
+        axes = count_row_axes(eqn, kinds[0].state) if kinds else 0
+        return AbstractValue(dtype, TRACED._replace(axes=axes) if axes else TRACED)
 
     def _dtype_of(self, level: int) -> np.dtype:
         return self.compute_dtype if level < _SUM_LEVEL else FLOAT32

@@ -1,0 +1,563 @@
+"""Programs with float32 state around matmuls: autocast is as accurate as casting the operands of the matmuls by hand.
+
+A program is a function of float32 arrays and of `mm`, which multiplies two of them. By hand, `mm` casts its operands to
+half precision, and JAX's promotion decides the rest: half precision with float32 is float32.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+
+import jmp_policy as jmp
+
+HALVES = ["bfloat16", "float16"]
+SEEDS = 4
+FACTOR = 2
+"""How much larger the error of autocast may be, which rounds in other places, and perhaps in two instead of one."""
+
+UNITS = 4
+"""How many units of float32, of the size of the values, the error of autocast may be larger beside that.
+
+The reference is float32 as well, and XLA fuses it in another way: each operation after a matmul may be a unit off. So a
+state of 100 with an update of 1 may lose 5e-5 of the update, and a state rounded to half precision loses 2e-2 or more.
+"""
+
+
+class Program(NamedTuple):
+    fun: Callable
+    given: dict[str, tuple]  # the shape of each array beside `w` and `x`, with its mean and deviation if not 0 and 1
+    has_gradient: bool
+    is_slow: bool
+
+
+PROGRAMS: dict[str, Program] = {}
+WEIGHT, INPUT = ((8, 8), 0, 0.35), ((4, 8),)
+STATE = ((4, 8),)
+CHANNELS = ((8,),)
+ROWS = np.array([2, 0, 2, 1])
+IS_KEPT = np.arange(32).reshape(4, 8) % 3 > 0
+
+
+def program(has_gradient=True, slow=False, **given):
+    def register(fun):
+        PROGRAMS[fun.__name__.replace("_", " ")] = Program(fun, given, has_gradient, slow)
+        return fun
+
+    return register
+
+
+# States, units and times.
+
+
+@program(s=STATE)
+def update(mm, w, x, s):
+    return s + mm(x, w)
+
+
+@program(p=((4, 8), 101325, 50))
+def pressure(mm, w, x, p):
+    return p + 10 * mm(x, w)
+
+
+@program(t=((4, 8), 293, 5))
+def radiation_of_a_temperature(mm, w, x, t):
+    return t + 0.01 * (mm(x, w) - 5.67e-8 * t**4)
+
+
+@program(t=((4, 8), 293, 5), slow=True)
+def gas_law(mm, w, x, t):
+    return (1 + 0.1 * mm(x, w)) * (0.28705 * t) - 84
+
+
+@program(t=((4, 1), 86400, 3600))
+def timestamps(mm, w, x, t):
+    age = t - 86000
+    return jnp.exp(-jax.nn.sigmoid(mm(x, w)) * jnp.abs(age) / 3600), age
+
+
+@program(angle=((4, 8), 1000, 10))
+def angle(mm, w, x, angle):
+    angle = angle + mm(x, w)
+    return jnp.sin(angle), jnp.cos(angle)
+
+
+@program(phase=((4, 8), 100, 10), slow=True)
+def wrapped_phase(mm, w, x, phase):
+    return jnp.mod(phase + 0.1 * mm(x, w), 2 * np.pi)
+
+
+@program(where=((4, 3), 1000, 1), slow=True)
+def positions_and_messages(mm, w, x, where):
+    offset = where[:, None] - where[None]
+    distance = jnp.sum(offset**2, -1)
+    h = mm(x, w)
+    message = jnp.tanh(h[:, None, :3] * h[None, :, 3:6]) / (1 + distance)[..., None]
+    return where + 0.1 * jnp.sum(offset * message, 1)
+
+
+@program(mean=((8,), 1000, 10), deviation=((8,), 2, 0.1))
+def normalized_inputs_and_outputs(mm, w, x, mean, deviation):
+    raw = mean + 3 * x
+    return mm((raw - mean) / deviation, w) * deviation + mean
+
+
+@program(s=((1, 8), 100, 1))
+def batch_of_one(mm, w, x, s):
+    return s + mm(x[:1], w)
+
+
+@program(s=((8,), 100, 1))
+def state_with_a_new_axis(mm, w, x, s):
+    return mm(x, w) - s[None]
+
+
+@program(a=((8,), 100, 1), b=((8,), 100, 1), slow=True)
+def stack_of_states(mm, w, x, a, b):
+    return jnp.stack([a, b, b, a]) + mm(x, w)
+
+
+@program(s=((), 100, 1), slow=True)
+def scalar_state(mm, w, x, s):
+    return s + mm(x, w)
+
+
+@program(s=((2, 2, 8), 100, 1), slow=True)
+def state_of_another_shape(mm, w, x, s):
+    return s + mm(x, w).reshape(2, 2, 8), s.reshape(4, 8).T + mm(x, w).T
+
+
+# Rotary tables and embeddings of times.
+
+
+def rotate(q, cos, sin):
+    left, right = jnp.split(q, 2, -1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@program()
+def rotary_embedding_of_late_positions(mm, w, x):
+    position = jnp.arange(4, dtype=jnp.float32) + 5000
+    angle = position[:, None] * 100.0 ** (-jnp.arange(4, dtype=jnp.float32) / 4)
+    return rotate(mm(x, w), jnp.cos(angle), jnp.sin(angle))
+
+
+@program(cos=((4, 4),), sin=((4, 4),), slow=True)
+def rotary_table(mm, w, x, cos, sin):
+    return rotate(mm(x, w), cos, sin)
+
+
+@program(time=((4,), 500, 100), slow=True)
+def embedding_of_a_time(mm, w, x, time):
+    angle = time[:, None] * jnp.exp(-jnp.arange(4, dtype=jnp.float32))
+    embedding = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+    return embedding + mm(x, w), mm(embedding, w)
+
+
+# Targets of losses.
+
+
+@program(target=((4, 8), 1000, 1))
+def loss_of_large_targets(mm, w, x, target):
+    return jnp.mean((1000 + mm(x, w) - target) ** 2)
+
+
+@program(target=((4, 8), 100, 1))
+def differences_from_targets(mm, w, x, target):
+    difference = mm(x, w) - (target - 100)
+    return difference, jnp.where(jnp.abs(difference) < 1, 0.5 * difference**2, jnp.abs(difference) - 0.5)
+
+
+@program(target=CHANNELS, slow=True)
+def targets_of_channels(mm, w, x, target):
+    return jnp.square(mm(x, w) - target)
+
+
+@program(target=((),), slow=True)
+def one_target(mm, w, x, target):
+    return jnp.mean(jnp.square(target - mm(x, w)))
+
+
+@program(reward=((4,), 100, 1), value=((4,), 100, 1))
+def td_error(mm, w, x, reward, value):
+    v = mm(x, w[:, 0])
+    return reward + 0.99 * v - value, reward + 0.99 * lax.stop_gradient(value) - v
+
+
+# Diffusion, flows and noise.
+
+
+@program(noisy=((4, 8), 0, 20), sigma=((4, 1), 20, 1), slow=True)
+def preconditioned_denoiser(mm, w, x, noisy, sigma):
+    total = sigma**2 + 0.25
+    skip, out, scale = 0.25 / total, 0.5 * sigma / jnp.sqrt(total), 1 / jnp.sqrt(total)
+    denoised = skip * noisy + out * mm(scale * noisy, w)
+    return denoised, jnp.mean((denoised - x) ** 2 / out**2)
+
+
+@program(s=((4, 8), 100, 1), slow=True)
+def noise_drawn_inside(mm, w, x, s):
+    key = jax.random.key(0)
+    return s + 0.1 * mm(x, w) + jax.random.normal(key, (4, 8)), mm(x, w) + jax.random.uniform(key, (4, 8))
+
+
+# Counters, averages and optimizers.
+
+
+@program(count=((), 16000, 1), mean=((8,), 100, 1), square=((8,), 9, 1))
+def running_moments(mm, w, x, count, mean, square):
+    h = mm(x, w)
+    count = count + 4
+    difference = jnp.mean(h, 0) - mean
+    return count, mean + difference * 4 / count, square + (jnp.mean((h - mean) ** 2, 0) - square) / count
+
+
+@program(average=((4, 8), 10, 1))
+def moving_average(mm, w, x, average):
+    return 0.999 * average + 0.001 * mm(x, w)
+
+
+def loss_of(mm, w, x):
+    return jnp.mean((jnp.tanh(mm(x, w)) - x) ** 2)
+
+
+@program(momentum=((8, 8), 0, 0.1))
+def momentum(mm, w, x, momentum):
+    momentum = 0.9 * momentum + jax.grad(lambda w: loss_of(mm, w, x))(w)
+    return w - 0.01 * momentum, momentum
+
+
+@program(m=((8, 8), 0, 0.1), v=((8, 8), 0, 0.1), slow=True)
+def adam(mm, w, x, m, v):
+    gradient = jax.grad(lambda w: loss_of(mm, w, x))(w)
+    m, v = 0.9 * m + 0.1 * gradient, 0.999 * v**2 + 0.001 * gradient**2
+    return w - 0.001 * m / (jnp.sqrt(v + 1e-3) + 1e-8), m, v
+
+
+@program(scale=((8,), 1e-4, 1e-5))
+def layer_scale(mm, w, x, scale):
+    return x + scale * mm(jax.nn.gelu(mm(x, w)), w)
+
+
+# Integrators and other loops.
+
+
+@program(y=((4, 8), 10, 1), time=((), 50, 1), slow=True)
+def time_in_a_loop(mm, w, x, y, time):
+    turn = lambda carry, _: ((carry[0] + 0.01, carry[1] + 0.01 * jnp.sin(carry[0]) * mm(carry[1], w)), carry[0])
+    return lax.scan(turn, (time, y), None, length=4)
+
+
+@program(y=((4, 8), 10, 1))
+def euler(mm, w, x, y):
+    return lax.fori_loop(0, 16, lambda i, y: y + 0.01 * jnp.tanh(mm(y, w)), y)
+
+
+@program(place=((4, 8), 10, 1), speed=STATE)
+def leapfrog(mm, w, x, place, speed):
+    def turn(carry, _):
+        place, speed = carry
+        speed = speed - 0.01 * mm(place, w)
+        place = place + 0.01 * speed
+        return (place, speed), jnp.sum(speed**2)
+
+    return lax.scan(turn, (place, speed), None, length=16)
+
+
+@program(y=((4, 8), 10, 1), step=((), 0.1, 0.01), slow=True)
+def runge_kutta(mm, w, x, y, step):
+    slope = lambda y: jnp.tanh(mm(y, w))
+    k1 = slope(y)
+    k2 = slope(y + step / 2 * k1)
+    k3 = slope(y + step / 2 * k2)
+    return y + step / 6 * (k1 + 2 * k2 + 2 * k3 + slope(y + step * k3))
+
+
+@program(total=((8,), 1000, 10))
+def running_total(mm, w, x, total):
+    return lax.scan(lambda total, row: (total + mm(row, w),) * 2, total, x)
+
+
+@program(total=((8,), 1000, 10), slow=True)
+def compensated_total(mm, w, x, total):
+    def turn(carry, row):
+        total, lost = carry
+        row = mm(row, w) - lost
+        new = total + row
+        return (new, (new - total) - row), None
+
+    return lax.scan(turn, (total, jnp.zeros(8)), x)[0][0]
+
+
+@program(log=((8,), 0, 0.1), s=STATE, slow=True)
+def selective_state(mm, w, x, log, s):
+    step = jax.nn.softplus(mm(x, w) - 2)
+    turn = lambda s, _: (jnp.exp(-step * jnp.exp(log)) * s + step * x, None)
+    return lax.scan(turn, s, None, length=3)[0]
+
+
+@program(has_gradient=False, s=((4, 8), 100, 1))  # JAX does not differentiate it in reverse
+def while_loop(mm, w, x, s):
+    turn = lambda carry: (carry[0] + 1, carry[1] + 0.01 * mm(x, w))
+    return lax.while_loop(lambda carry: carry[0] < 8, turn, (0, s))[1]
+
+
+@program(top=((4,),), total=((4,), 10, 1), output=STATE, slow=True)
+def online_softmax(mm, w, x, top, total, output):
+    def turn(carry, i):
+        top, total, output = carry
+        scores = mm(x, w * (1 + 0.1 * i))
+        new = jnp.maximum(top, jnp.max(scores, -1))
+        decay, p = jnp.exp(top - new), jnp.exp(scores - new[:, None])
+        return (new, total * decay + jnp.sum(p, -1), output * decay[:, None] + mm(p, w)), None
+
+    return lax.scan(turn, (top, total, output), jnp.arange(3, dtype=jnp.float32))[0]
+
+
+# Branches, masks and bounds.
+
+
+@program(s=((4, 8), 100, 1))
+def cond(mm, w, x, s):
+    return lax.cond(s[0, 0] > 100, lambda s: s + mm(x, w), lambda s: s - mm(x, w), s)
+
+
+@program(s=((4, 8), 100, 1))
+def where(mm, w, x, s):
+    return jnp.where(IS_KEPT, s, mm(x, w))
+
+
+@program(s=((4, 8), 100, 1), slow=True)
+def mask_of_numbers(mm, w, x, s):
+    mask = jnp.clip(x, 0, 1)
+    return mask * s + (1 - mask) * mm(x, w)
+
+
+@program(low=((4, 8), -0.3, 0.1), high=((8,), 0.3, 0.1), slow=True)
+def clip(mm, w, x, low, high):
+    return jnp.clip(mm(x, w), low, high)
+
+
+# Buffers.
+
+
+@program(buffer=((6, 8), 100, 1))
+def replay_buffer(mm, w, x, buffer):
+    buffer = buffer.at[np.array([1, 4, 5, 2])].set(mm(x, w).astype(jnp.float32))
+    return buffer, buffer[np.array([0, 1, 3, 5])] - 100
+
+
+@program(s=((6, 8), 100, 1))
+def scatter_add(mm, w, x, s):
+    return s.at[ROWS].add(mm(x, w))
+
+
+@program(table=((6, 8), 100, 1), slow=True)
+def gather(mm, w, x, table):
+    return mm(x, w) + table[ROWS]
+
+
+@program(buffer=((5, 8), 100, 1), slow=True)
+def shift_register(mm, w, x, buffer):
+    turn = lambda buffer, row: (jnp.concatenate([buffer[1:], mm(row, w)[None]]), buffer[0])
+    return lax.scan(turn, buffer, x)
+
+
+@program(s=((4, 8), 100, 1))
+def concatenate(mm, w, x, s):
+    return jnp.concatenate([s, mm(x, w)], -1), jnp.stack([mm(x, w), s])
+
+
+@program(edge=((), 100, 1), slow=True)
+def pad(mm, w, x, edge):
+    return lax.pad(mm(x, w).astype(jnp.float32), edge, ((1, 0, 0), (0, 1, 0)))
+
+
+@program(s=((4, 8), 100, 1), slow=True)
+def sort_by_keys(mm, w, x, s):
+    h = mm(x, w).astype(jnp.float32)
+    keys, values = lax.sort((s, h), num_keys=1)
+    return keys + values
+
+
+# Sums.
+
+
+@program(s=((4, 8), 100, 1))
+def segment_sum(mm, w, x, s):
+    return jax.ops.segment_sum(s + mm(x, w), ROWS, 3), jax.ops.segment_sum(mm(x, w) * s, ROWS, 3)
+
+
+@program(s=((1, 4, 4, 2), 100, 1), slow=True)
+def average_pooling(mm, w, x, s):
+    window = (1, 2, 2, 1)
+    h = s + mm(x, w).reshape(1, 4, 4, 2)
+    return lax.reduce_window(h, np.zeros((), h.dtype), lax.add, window, window, "VALID") / 4
+
+
+@program(steps=((4, 8), 1, 0.1))
+def cumulative_sum(mm, w, x, steps):
+    times = 1000 + jnp.cumsum(steps, 0)
+    return times + mm(x, w), jnp.cumsum(mm(x, w) * (times - 1000), 0)
+
+
+# Calls, transformations and libraries.
+
+
+@program(s=((4, 8), 100, 1))
+def vmap(mm, w, x, s):
+    return jax.vmap(lambda x, s: s + mm(x, w))(x, s)
+
+
+@program(s=((4, 8), 100, 1))
+def jit(mm, w, x, s):
+    return jax.jit(lambda s, h: s * 0.999 + h)(s, mm(x, w)), jax.jit(lambda s: s + mm(x, w))(s)
+
+
+@program(s=((4, 8), 10, 1))
+def remat(mm, w, x, s):
+    return jax.checkpoint(lambda s, x: s + 0.1 * jnp.tanh(s * mm(x, w)))(s, x)
+
+
+@program(s=((4, 8), 3, 1), slow=True)
+def functions_of_jax_nn(mm, w, x, s):
+    h = s + mm(x, w)
+    return jax.nn.relu(h), jax.nn.silu(s) + mm(x, w)
+
+
+class Collection(nn.Module):
+    """Averages in a variable collection."""
+
+    @nn.compact
+    def __call__(self, h):
+        average = self.variable("averages", "mean", jnp.zeros, 8)
+        count = self.variable("averages", "count", jnp.zeros, ())
+        count.value = count.value + 1
+        average.value = average.value + (jnp.mean(h, 0) - average.value) / count.value
+        return h - average.value
+
+
+@program(mean=((8,), 100, 1), count=((), 1000, 1))
+def variable_collection(mm, w, x, mean, count):
+    averages = {"averages": {"mean": mean, "count": count}}
+    return Collection().apply(averages, mm(x, w), mutable="averages")
+
+
+@program(total=((4, 8), 100, 1))
+def nnx_variable(mm, w, x, total):
+    class Total(nnx.Module):
+        def __init__(self):
+            self.total = nnx.Variable(total)
+
+        def __call__(self, h):
+            self.total[...] = self.total[...] * 0.99 + h
+            return h * self.total[...]
+
+    model = Total()
+    return model(mm(x, w)), model.total[...]
+
+
+@program(grid=((1, 4, 4, 2), 100, 1), kernel=((3, 3, 2, 2), 0, 0.3))
+def convolution_of_a_grid(mm, w, x, grid, kernel):
+    convolve = lambda left, right: lax.conv_general_dilated(
+        left, right, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return grid + 0.1 * mm(grid - 100, kernel, convolve)
+
+
+@program(slope=((2,), 1, 0.1), slow=True)
+def biases_of_attention(mm, w, x, slope):
+    q = mm(x, w).reshape(4, 2, 4).swapaxes(0, 1)
+    distance = jnp.arange(4, dtype=jnp.float32) - 100
+    return mm(q, q.swapaxes(1, 2)) + slope[:, None, None] * distance
+
+
+def multiply_by_hand(half):
+    def mm(left, right, product=jnp.matmul):
+        return product(left.astype(half), right.astype(half))
+
+    return mm
+
+
+def multiply(left, right, product=jnp.matmul):
+    return product(left, right)
+
+
+@functools.cache
+def draw_normals():
+    """Draws the elements of all arrays of a program, and of the cotangents of its outputs, for each seed."""
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    return np.asarray(jax.vmap(lambda key: jax.random.normal(key, (2, 1024)))(keys))
+
+
+def cut(normals, shapes):
+    """Cuts normal numbers into arrays of these shapes."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    assert ends[-1] <= len(normals)
+    pairs = zip(shapes, ends, strict=True)
+    return [normals[end - math.prod(shape) : end].reshape(shape) for shape, end in pairs]
+
+
+def with_gradients(fun, has_gradient):
+    """Returns a function that returns the outputs in float32, and the gradients of all arguments."""
+    widen = lambda *arguments: jax.tree.leaves(jax.tree.map(lambda out: out.astype(jnp.float32), fun(*arguments)))
+
+    def run(arguments, cotangents):
+        if not has_gradient:
+            return widen(*arguments)
+        outputs, backward = jax.vjp(widen, *arguments)
+        return [*outputs, *backward(cotangents)]
+
+    return run
+
+
+def measure(name):
+    """Returns the errors by hand and of autocast for each half, and the size, of each output and gradient.
+
+    Each is a norm over all seeds, so that none decides.
+    """
+    fun, given, has_gradient, _ = PROGRAMS[name]
+    exact = functools.partial(fun, multiply)
+    cast = [jmp.autocast(exact, f"params=float32,compute={half},output=none") for half in HALVES]
+    by_hand = [functools.partial(fun, multiply_by_hand(half)) for half in HALVES]
+
+    @jax.jit
+    def run(arguments, cotangents):
+        outputs = [with_gradients(each, has_gradient)(arguments, cotangents) for each in (exact, *cast)]
+        with jax.numpy_dtype_promotion("standard"):
+            return outputs + [with_gradients(each, has_gradient)(arguments, cotangents) for each in by_hand]
+
+    kinds = [WEIGHT, INPUT, *given.values()]
+    squares = 0
+    for normals in draw_normals():
+        arrays = zip(cut(normals[0], [shape for shape, *_ in kinds]), kinds, strict=True)
+        arguments = [scale(array, *moments) for array, (_, *moments) in arrays]
+        outputs = jax.tree.leaves(jax.eval_shape(exact, *arguments))
+        results = run(arguments, cut(normals[1], [out.shape for out in outputs]))
+        expected, *others = ([np.asarray(leaf, np.float64) for leaf in leaves] for leaves in results)
+        errors = [[leaf - right for leaf, right in zip(leaves, expected, strict=True)] for leaves in others]
+        squares = squares + np.array([[np.sum(leaf**2) for leaf in leaves] for leaves in (expected, *errors)])
+    size, *errors = np.sqrt(squares)
+    return dict(zip(HALVES, zip(errors[2:], errors[:2], strict=True), strict=True)), size
+
+
+def scale(array, mean=0.0, deviation=1.0):
+    return np.asarray(mean + deviation * array, np.float32)
+
+
+CASES = [pytest.param(name, marks=pytest.mark.slow if case.is_slow else ()) for name, case in PROGRAMS.items()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_is_as_accurate_as_with_matmuls_cast_by_hand(name):
+    errors, size = measure(name)
+    for by_hand, found in errors.values():
+        assert np.isfinite(by_hand).all()
+        assert (found <= FACTOR * by_hand + UNITS * np.finfo(np.float32).eps * size).all()
