@@ -12,10 +12,12 @@ from ._cost import (
     find_half_sum as find_half_sum,
 )
 from ._evaluate import (
+    Traced as Traced,
     call as call,
     evaluate as evaluate,
     explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
+    is_batched as is_batched,
     make_remat as make_remat,
     note_casting as note_casting,
     open_partials as open_partials,

@@ -106,6 +106,11 @@ def run(traced: Traced, program: ClosedJaxpr) -> Any:
     return jax.tree.unflatten(traced.out_tree, (call if is_staged else evaluate)(program, *traced.leaves))
 
 
+def is_batched(traced: Traced) -> bool:
+    """True if an argument of a traced function belongs to a `vmap` around the function."""
+    return _BATCHED in _find_tracers(traced.program, traced.leaves)
+
+
 def _find_tracers(program: ClosedJaxpr, args: Sequence[Any]) -> set[type]:
     return {type(value) for value in (*args, *program.consts) if isinstance(value, Tracer)}
 
@@ -140,8 +145,10 @@ def call(program: ClosedJaxpr, *args: Any) -> list[Any]:
     if _is_debugging(args):
         return evaluate(program, *args)
     body = program.jaxpr
-    opened = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars).replace(constvars=())
-    params = _make_jit_params(ClosedJaxpr(opened, ()), body.debug_info.func_name)  # constants may be tracers
+    info = DebugInfo("jit", body.debug_info.func_src_info, None, None)
+    invars = [*body.constvars, *body.invars]  # constants may be tracers
+    opened = Jaxpr((), invars, body.outvars, body.eqns, body.effects, debug_info=info)
+    params = _make_jit_params(ClosedJaxpr(opened, ()), body.debug_info.func_name)
     return _JIT.primitive.bind(*program.consts, *args, **params | _read_context_mesh())
 
 
@@ -246,14 +253,14 @@ def trace_jit() -> JaxprEqn:
         return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
 
-def _find_staging_tracer() -> type:
+def _find_tracer(transform: Callable[..., Any]) -> type:
     kinds: list[type] = []
-    jax.make_jaxpr(lambda x: kinds.append(type(x)))(1.0)
+    transform(lambda x: kinds.append(type(x)))(np.ones(1))
     return kinds[0]
 
 
-_STAGED = _find_staging_tracer()
-"""The class of the tracers inside `jit`."""
+_STAGED, _BATCHED = _find_tracer(jax.make_jaxpr), _find_tracer(jax.vmap)
+"""The classes of the tracers inside `jit` and `vmap`."""
 
 _JIT = trace_jit()
 """A `jit` equation with one input and one output: the template of all others."""

@@ -32,11 +32,16 @@ from .._jaxpr import (
     MATMULS,
     Register,
     Rewriter,
+    Step,
+    Traced,
     explain_tracing,
     find_line,
     find_origin,
     float_dtype,
     is_backward,
+    is_batched,
+    list_variables,
+    multiplies_only,
     note_casting,
     open_partials,
     run,
@@ -201,34 +206,69 @@ class _Autocast:
             found.extend(rows)
             kinds = [rule.as_weight(kind) if own else kind for kind, own in zip(kinds, are_weights, strict=True)]
         if any(each.compute_dtype in HALF for each in (policy, *list_policies(self._policy))):
-            self._warn_if_hidden(rule, old.jaxpr, policy)
+            self._warn_of_float32(rule, traced, policy)
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
-    def _warn_if_hidden(self, rule: CastingRule, program: Jaxpr, policy: Policy) -> None:
-        """Warns if all matmuls are float32 and inside custom derivatives, which run as traced."""
-        found = None
-        for step in walk(program):
-            if step.name in MATMULS:
-                calls = [eqn for eqn, _ in step.around if eqn.primitive.name in _CUSTOM]
-                is_hidden = not all(rule.enters(eqn, EquationPlace()) for eqn in calls)
-                if not is_hidden or not any(float_dtype(atom) == np.float32 for atom in step.operands):
-                    return
-                found = found or step
+    def _warn_of_float32(self, rule: CastingRule, traced: Traced, policy: Policy) -> None:
+        """Warns if no matmul runs in half precision, or if a bias cannot be told from other arguments."""
+        program = traced.program.jaxpr
+        found = _find_uncast(rule, program, policy)
         if found is not None:
-            line = find_line(find_origin(found))
-            place = f" of {line}" if line else ""
+            step, why, example = found
+            line = find_line(find_origin(step))
+            first = f"{step.name} of {line}" if line else step.name
             warn_once(
                 self,
-                f"autocast runs no matmul in {policy.compute_dtype}: each one is inside a jax.custom_vjp or "
-                f"jax.custom_jvp function, which runs as written; the first is {found.name}{place}. For example: "
-                f"autocast(fun, {policy.name!r}, custom_rules='inside').",
+                f"autocast runs no matmul in {policy.compute_dtype}: each one is {why}; the first is {first}. "
+                f"For example: {example}.",
+            )
+        bias = _find_bias_of_one(program) if is_batched(traced) else None
+        if bias is not None:
+            warn_once(
+                self,
+                "autocast inside jax.vmap sees one example, where a bias looks like any other array, and adds it in "
+                f"float32: {find_line(find_origin(bias))}. For example: autocast(jax.vmap(fun), {policy.name!r}).",
             )
 
     def __reduce__(self) -> tuple:  # without the caches
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules, self._weights)
+
+
+def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Step, str, str] | None:
+    """If no matmul is cast, returns the first one that could be, with a reason and an example."""
+    found = None
+    for step in walk(program):
+        if step.name not in MATMULS or multiplies_only(step.eqn):
+            continue
+        dtypes = [float_dtype(atom) for atom in step.operands]
+        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in _CUSTOM]
+        if np.dtype(np.float64) in [getattr(atom.aval, "dtype", None) for atom in step.operands]:
+            why, example = "in float64, which autocast leaves", "autocast(fun, ...)(x.astype(jnp.float32))"
+        elif np.float32 in dtypes and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
+            why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
+            example = f"autocast(fun, {policy.name!r}, custom_rules='inside')"
+        else:
+            return None
+        found = found or (step, why, example)
+    return found
+
+
+def _find_bias_of_one(program: Jaxpr) -> Step | None:
+    """Finds the addition of an argument to one vector that a matmul made."""
+    arguments, vectors = set(program.invars), set[Any]()
+    for step in walk(program):
+        read = set(list_variables(step.operands))
+        if step.name == "dot_general" and step.results[0].aval.ndim == 1:
+            vectors.update(step.results)
+        elif step.name == "add" and read & arguments and read & vectors:
+            return step
+        elif step.name == "link":
+            arguments.update(step.results if read & arguments else ())
+            vectors.update(step.results if read & vectors else ())
+    return None
 
 
 def _check_result(fun: Callable[..., Any], out: PyTree) -> None:

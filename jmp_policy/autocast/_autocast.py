@@ -44,11 +44,13 @@ def autocast(
     The function may be written in plain float32. It is traced at each call, and its jaxpr is rewritten:
 
     1. Matmuls and convolutions run in the compute dtype.
-    2. Operations that lose accuracy in half precision (exponentials, logarithms, sums, linear algebra) run in float32,
-       and so do the operations that follow, until the next matmul. All others follow their inputs.
-    3. Epsilons and bounds that half precision would round away keep their operation in float32. So does a sigmoid or
-       softmax that a logarithm reads. Masks (large negative numbers, limits of a dtype) are clamped instead.
-    4. Casts of the author and `force_full_precision` stay. Loops carry float32 accumulators in float32.
+    2. Operations that lose accuracy in half precision (exponentials, logarithms, sums, linear algebra) run in float32.
+    3. Everything else follows JAX's promotion of the dtypes that its inputs have by then: half precision with float32
+       is float32. A branch returns float32 if one branch does, and loops carry float32 as float32. Only constants, and
+       the bias that is added to the result of a matmul or convolution, give way to half precision.
+    4. Epsilons, bounds and large numbers that half precision would lose keep their operation in float32. So does a
+       sigmoid or softmax that a logarithm reads. Masks (large negative numbers, limits of a dtype) are clamped instead
+       where elements are selected. Casts of the author and `force_full_precision` stay.
     5. Parameters are cast where they are used, so gradients have their dtype. Optimizers inside compute in float32.
 
     `jit`, `grad`, `vmap` and other transformations work around the result and inside it. The rules of a `PolicyMap`
@@ -83,12 +85,14 @@ def autocast(
     Raises:
       TypeError: `fun` is not a function, or it returned something else than a tree of arrays; or `weights` is of
         another type.
-      ValueError: `policy` is unreadable, or has another compute or accumulate dtype. Of a quantized policy: `weights`
-        is missing, one of them reaches no matmul, or the format needs a state or a key for each layer.
+      ValueError: `policy` is unreadable, has another compute or accumulate dtype, or parameters in float64. Of a
+        quantized policy: `weights` is missing, one of them reaches no matmul, or the format needs a state or a key for
+        each layer.
 
     Warns:
-      UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; or all
-        matmuls are inside functions with custom derivatives, which run as traced.
+      UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; all
+        matmuls are in float64, or inside functions with custom derivatives, which run as traced; or the function is
+        inside `jax.vmap`, where a bias cannot be told from other arrays: write `autocast(vmap(f))`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 

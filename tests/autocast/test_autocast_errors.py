@@ -164,7 +164,8 @@ def test_an_unknown_treatment_is_refused():
 
 def test_what_holds_for_a_scope_is_a_policy_or_a_treatment():
     with pytest.raises(
-        ValueError, match=r"It is the value for 'a' in scopes of AutocastRules, which may also be 'full', 'wide', 'narrow'"
+        ValueError,
+        match=r"It is the value for 'a' in scopes of AutocastRules, which may also be 'full', 'wide', 'narrow'",
     ):
         AutocastRules(scopes={"a": "narow"})
     with pytest.raises(ValueError, match=r"^PolicyMap.* for 'a' in backward of AutocastRules is not a policy"):

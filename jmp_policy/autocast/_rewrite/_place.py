@@ -170,6 +170,12 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
+    if policy.param_dtype == np.float64:
+        narrower = policy.replace(param_dtype="float32", output_dtype=None)
+        raise ValueError(
+            f"autocast leaves float64 as it is, and would do nothing with the parameters of the policy "
+            f"{policy.name!r}{where and ' ' + where}. For example, with parameters in float32: {narrower.name!r}."
+        )
     if find_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(
             f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "

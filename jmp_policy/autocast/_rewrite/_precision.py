@@ -116,9 +116,9 @@ def count_row_axes(eqn: JaxprEqn, operand: CastState) -> int:
     is_before = new == (1,) * more + old
     if name == "broadcast_in_dim":
         is_before = eqn.params["broadcast_dimensions"] == tuple(range(more, len(new)))
-    if not is_before or not old:
+    if not is_before:
         return 0
-    return -len(old) if more else operand.axes
+    return operand.axes or (-len(old) if more else 0)
 
 
 def with_bias_axes(kind: AbstractValue, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:

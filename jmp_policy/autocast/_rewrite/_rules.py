@@ -30,10 +30,10 @@ class AutocastRules:
         the operations that follow), `"wide"` (float32 inside), `"infer"` (follows its inputs), `"clear"` (follows its
         inputs and only moves elements), `"compare"` or `"traced"` (unchanged).
       functions: the name of a function, and the treatment of the operations inside: `"full"` (float32 inside and out),
-        `"narrow"` (float32 inside, compute dtype out), `"infer"` (operations of class full follow their inputs) or
-        `"low"` (they run in the compute dtype). A dotted name stands for one function, as in `"jax.nn.softmax"`,
-        or for all public functions of a module. A name without dots stands for any function of that name. The outermost
-        function with a row wins.
+        `"wide"` (float32 inside, out what came in), `"narrow"` (float32 inside, compute dtype out), `"infer"`
+        (operations of class full follow their inputs) or `"low"` (they run in the compute dtype). A dotted name stands
+        for one function, as in `"jax.nn.softmax"`, or for all public functions of a module. A name without dots stands
+        for any function of that name. The outermost function with a row wins.
       scopes: a pattern of `PolicyMap` for paths of modules or `jax.named_scope`s, or a module type, and a policy, a
         dtype, or a treatment. The first row that covers an operation wins. A `PolicyMap` comes after these rows.
       residuals: `"promote"`: as in JAX, half precision and a float32 array that the function was given make float32, so

@@ -16,8 +16,8 @@ class Precision(enum.Enum):
     LOW = "inputs are cast to the compute dtype"
     FULL = "runs in float32, and so do the operations that follow, until the next low one"
     WIDE = "runs in float32, and returns the dtype of its inputs"
-    INFER = "follows its inputs: float32 if one comes from a full operation, else low if one is low"
-    CLEAR = "moves elements without computing, and follows its inputs"
+    INFER = "follows its inputs by JAX's promotion: half precision with float32 is float32"
+    CLEAR = "moves elements without computing, and follows its inputs likewise"
     COMPARE = "runs in the widest dtype of its inputs, which is exact"
     TRACED = "as traced"
 
@@ -119,7 +119,7 @@ SATURATING = {
     "erf": "as tanh",
 }
 """Run in float32 if the output reaches a steep operation through moves, additions and multiplications only. The outputs
-of `narrow` functions stay in float32 under the same condition."""
+of `wide` and `narrow` functions stay in float32 under the same condition."""
 
 STEEP = {
     "log": "infinite at 0: of one minus a sigmoid, or of a softmax",
@@ -204,5 +204,6 @@ FUNCTIONS = {
     **_give("wide", _join("flax.nnx", _NORMS, ".__call__")),
     **_give("narrow", ["flax.linen.Embed.__call__", "flax.nnx.Embed.__call__"]),
 }
-"""Functions that are treated as one operation. `full`: float32 inside and out. `narrow`: float32 inside and compute
-dtype out, unless an input comes from a full operation. `infer`: all operations inside follow their inputs."""
+"""Functions that are treated as one operation. `full`: float32 inside and out. `wide`: float32 inside, and out what
+came in, half precision if an input is. `narrow`: float32 inside and compute dtype out. `infer`: all operations inside
+follow their inputs."""

@@ -124,8 +124,7 @@ def test_shard_map_counts_all_devices():
 
 def test_outer_product_is_no_float32_matmul():
     report = jmp.numerics.audit(lambda x, y: (x[:, None] @ y[None], x.astype(jnp.bfloat16)))(f32(4), f32(5))
-    assert report.matmuls[0].dtype == "float32"
-    assert report.findings == ()
+    assert (report.matmuls, report.findings) == ((), ())
 
 
 def test_bytes_are_those_of_operands_and_results():
