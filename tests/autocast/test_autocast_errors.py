@@ -215,3 +215,38 @@ def test_matmuls_that_are_cast_or_meant_to_stay_are_no_warning():
     jax.eval_shape(autocast(hide, "float32"), X)
     jax.eval_shape(autocast(hide, "mixed_bfloat16"), X.astype(jnp.bfloat16))
     jax.eval_shape(autocast(jnp.tanh, "mixed_bfloat16"), X)
+
+
+def test_float64_parameters_are_refused():
+    text = (
+        "autocast leaves float64 as it is, and would do nothing with the parameters of the policy 'params=float64,"
+        "compute=float32,output=float64'. For example, with parameters in float32: 'params=float32,compute=float32,"
+    )
+    with raises(ValueError, text):
+        autocast(jnp.tanh, "params=float64,compute=float32,output=float64")
+
+
+def test_matmuls_that_are_all_float64_are_a_warning():
+    text = r"^autocast runs no matmul in bfloat16: each one is in float64, which autocast leaves; the first is "
+    with jax.enable_x64(True), pytest.warns(UserWarning, match=text):
+        jax.eval_shape(autocast(lambda x: x @ x, "mixed_bfloat16"), jax.ShapeDtypeStruct((2, 2), jnp.float64))
+
+
+def dense(w, b, x):
+    return jnp.tanh(x @ w + b)
+
+
+@pytest.mark.parametrize("outer", [lambda fun: fun, jax.jit, lambda fun: jax.jit(lambda *args: fun(*args))])
+def test_a_bias_of_one_example_is_a_warning(outer):
+    cast = autocast(dense, "params=float32,compute=bfloat16,output=none")
+    with pytest.warns(UserWarning, match=r"inside jax\.vmap sees one .*\(dense\)\. .* autocast\(jax\.vmap\(fun\)"):
+        outer(jax.vmap(cast, (None, None, 0)))(X, X[0], X)
+
+
+@pytest.mark.parametrize(
+    "fun", [lambda w, b, x: jnp.tanh(x @ w) * b, lambda w, b, x: jnp.tanh(x @ w - b), lambda w, b, x: (x @ w).sum() + b]
+)
+def test_what_is_no_bias_of_one_example_is_no_warning(fun):
+    jax.vmap(autocast(fun, "mixed_bfloat16"), (None, None, 0))(X, X[0], X)
+    autocast(jax.vmap(dense, (None, None, 0)), "mixed_bfloat16")(X, X[0], X)
+    autocast(dense, "mixed_bfloat16")(X, X[0], X[0])  # no `vmap`

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from programs import trace
 
 from jmp_policy import AutocastRules, autocast
+from jmp_policy.numerics import audit
 
 LOW = "params=float32,compute=bfloat16,output=none"
 X = jnp.ones((2, 2))
@@ -21,6 +22,7 @@ EXAMPLES = [
     AutocastRules(scopes={"head": "float32", r"norm_\d+": "narrow", dict: "mixed_float16"}),
     AutocastRules(backward="float32"),
     AutocastRules(backward={"head": "full"}),
+    AutocastRules(residuals="half"),
 ]
 
 
@@ -105,3 +107,50 @@ def test_warning_of_an_idle_rule_is_at_the_users_line_through_transforms(transfo
     with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing") as caught:
         fun(X[0])
     assert caught[0].filename == __file__
+
+
+def stream(params, x):
+    with jax.named_scope("embed"):
+        x = params["table"][x]
+    for _ in range(2):
+        x = x + jnp.tanh(x @ params["weight"] + params["bias"])
+    return x
+
+
+PARAMS = {"table": jnp.ones((5, 2)), "weight": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        (AutocastRules(), "float32"),
+        (AutocastRules(residuals="half"), "bfloat16"),
+        (AutocastRules(scopes={"embed": "narrow"}), "bfloat16"),
+    ],
+    ids=["promote", "half", "narrow"],
+)
+def test_a_rule_puts_the_residual_stream_in_half_and_the_audit_names_its_line(rules, dtype):
+    ours = autocast(stream, LOW, rules=rules)
+    tokens = jnp.arange(3)
+    report = audit(ours)(PARAMS, tokens)
+    assert {row.dtype for row in report.rows if row.operation == "add" and row.flops} == {"bfloat16", dtype}
+    found = [finding for finding in report.findings if finding.id == "rounded-by-rule"]
+    assert [finding.count for finding in found] == ([] if dtype == "float32" else [1])
+    assert all("(stream)" in finding.source and finding.dtypes == ("float32", "bfloat16") for finding in found)
+
+
+def test_residuals_are_promoted_or_half():
+    with pytest.raises(ValueError, match=r"Unknown residuals 'low' of AutocastRules\. .*: residuals='half'"):
+        AutocastRules(residuals="low")
+
+
+@pytest.mark.parametrize("treatment", ["wide", "narrow"])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_wide_function_returns_what_came_in_and_a_narrow_one_half(treatment, is_half):
+    def norm(x):
+        return x / jnp.sqrt(jnp.mean(x**2))
+
+    rules = AutocastRules(functions={"norm": treatment})
+    fun = lambda x: jnp.tanh(norm(x @ X if is_half else x) * 2.0)
+    expected = "bfloat16" if is_half or treatment == "narrow" else "float32"
+    assert dtypes(fun, rules)["mul"] == expected

@@ -18,21 +18,17 @@ from ...quant._layers import attention_format_of
 from ._dataflow import is_applied_to_each, is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
-    CastState,
-    Level,
     PrecisionFinder,
     as_low,
     cast_value,
     is_castable,
     is_exact,
-    is_given,
-    is_sum,
     keeps_sums,
     note_rounding,
     round_sum,
-    with_bias_axes,
     write_product,
 )
+from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastState, Level, count_bias_axes, is_given, is_sum
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
@@ -84,13 +80,13 @@ class CastingRule(EquationWriter):
         states = [kind.state for kind in kinds]
         level = max(state.level for state in states)
         if level and any(self._stays_float32(kind) for kind in kinds):
-            level = _FULL_LEVEL
-        elif level is _SUM_LEVEL and any(kind.dtype != FLOAT32 for kind in kinds):
-            level = LOW.level
+            level = FULL_LEVEL
+        elif level is SUM_LEVEL and any(kind.dtype != FLOAT32 for kind in kinds):
+            level = LOW_LEVEL
         marks = max(state.narrow for state in states), any(state.backward for state in states)
         joined = CastState(level, *marks, weight=all(state.weight for state in states))
-        low_dtypes = {kind.dtype for kind in kinds if 0 < kind.state.level < _SUM_LEVEL}
-        if 0 < level < _SUM_LEVEL and len(low_dtypes) == 1:  # may be another scope's compute dtype
+        low_dtypes = {kind.dtype for kind in kinds if 0 < kind.state.level < SUM_LEVEL}
+        if 0 < level < SUM_LEVEL and len(low_dtypes) == 1:  # may be another scope's compute dtype
             return AbstractValue(low_dtypes.pop(), joined)
         return AbstractValue(self._dtype_of(level) if level else first.dtype, joined)
 
@@ -146,7 +142,7 @@ class CastingRule(EquationWriter):
         dtype, state = value.kind
         if dtype == FLOAT32 or dtype not in COMPUTE_DTYPES:
             return value
-        full = FULL._replace(backward=state.backward, narrow=self._find_narrow(_FULL_LEVEL, place, [value]))
+        full = FULL._replace(backward=state.backward, narrow=self._find_narrow(FULL_LEVEL, place, [value]))
         return cast_value(value, AbstractValue(FLOAT32, full), eqn, body)
 
     def fuse(
@@ -184,7 +180,7 @@ class CastingRule(EquationWriter):
         precision = self._precisions.find(eqn, values, place)
         if precision is Precision.FULL:  # reads sums uncast
             return not any(is_sum(value.kind) for value in values)
-        return precision is Precision.INFER and level is Level.FULL
+        return precision is Precision.INFER and level is FULL_LEVEL
 
     def _write_softmax(
         self, program: Jaxpr, start: int, logits: Value, body: JaxprBuilder, contexts: Sequence[EquationPlace]
@@ -221,7 +217,7 @@ class CastingRule(EquationWriter):
         for _, (dtype, state) in values:
             if dtype is not None:
                 is_crossing |= bool(state.narrow) or state.backward or state.scope is not None
-                has_sums |= state.level is _SUM_LEVEL
+                has_sums |= state.level is SUM_LEVEL
                 has_weights |= state.weight
         product: Any = ""
         weights = list[Names]()
@@ -292,8 +288,8 @@ class CastingRule(EquationWriter):
             options = (*product.options, ("preferred_element_type", made))
             kind = AbstractValue(made, FULL if made == FLOAT32 else LOW)
             return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
-        kind = AbstractValue(dtype, LOW) if product.accumulate is None else AbstractValue(product.accumulate, SUM)
-        kind = with_bias_axes(kind, eqn, values)
+        made, state = (dtype, LOW) if product.accumulate is None else (product.accumulate, SUM)
+        kind = AbstractValue(made, state._replace(bias_axes=count_bias_axes(eqn, values)))
         return write_product(product, eqn, atoms, kind, body)
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
@@ -347,16 +343,16 @@ class CastingRule(EquationWriter):
             return result
         narrow = self._find_narrow(state.level, place, values)
         scope = None if place.backward else place.scope
-        marked = state.level, narrow, place.backward, state.numbers, scope, weight, state.computed, state.axes
-        return result if state == marked else Value(result.atom, AbstractValue(dtype, CastState(*marked)))
+        marked = state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight)
+        return result if state == marked else Value(result.atom, AbstractValue(dtype, marked))
 
     def _find_narrow(self, level: Level, place: EquationPlace, values: Sequence[Value]) -> str:
         """Says why the next operation casts an output of a function down: a half-precision input, or a rule."""
-        if level is not _FULL_LEVEL or place.treatment not in _NARROW:
+        if level is not FULL_LEVEL or place.treatment not in _NARROW:
             return ""
         if place.treatment == "wide":
             states = [kind.state for _, kind in values if kind.dtype is not None]
-            return "table" if any(state.narrow or 0 < state.level < _FULL_LEVEL for state in states) else ""
+            return "table" if any(state.narrow or 0 < state.level < FULL_LEVEL for state in states) else ""
         is_ours = place.function is not None and place.function.name not in self._own_functions
         return "table" if is_ours else "rule"
 
@@ -371,7 +367,6 @@ def make_casting_rule(
 
 
 _NARROW = ("wide", "narrow")
-_SUM_LEVEL, _FULL_LEVEL = SUM.level, FULL.level
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
 """Precisions of operations that take matmul outputs in the compute dtype, unless `keeps_sums`."""

@@ -1,13 +1,12 @@
 """The precision of an operation, and matmuls that return float32."""
 
 import dataclasses
-import enum
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,113 +31,12 @@ from ..._jaxpr import (
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._dataflow import is_applied_to_each
-from ._place import COMPUTE_DTYPES, EquationPlace, Scope
+from ._place import COMPUTE_DTYPES, EquationPlace
+from ._promotion import FULL_LEVEL, TRACED_LEVEL, Level, Numbers, is_given, is_sum
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
 
-Numbers = tuple[float, ...]
-"""The distinct elements of a value, if they are known and few; otherwise empty."""
-
 _MOST = 8
-
-
-class Level(enum.IntEnum):
-    """The reason for the dtype of a value. The highest level of the operands wins.
-
-    As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 if its input comes from a
-    float32-only operation. So it does if an input is float32 that the function was given: see `is_given`.
-    """
-
-    TRACED = 0  # an argument, a parameter or a constant
-    LOW = 1  # comes from a low operation
-    SUM = 2  # the float32 output of a matmul under an accumulate dtype, not yet cast down
-    FULL = 3  # comes from a full operation
-
-
-# Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
-_TRACED_LEVEL, _LOW_LEVEL, _SUM_LEVEL, _FULL_LEVEL = Level
-
-
-class CastState(NamedTuple):
-    """Autocast's knowledge of a value beside its dtype."""
-
-    level: Level  # the reason for its dtype
-    narrow: str = ""  # "table" or "rule", which made its function `narrow`: the next operation casts it down
-    backward: bool = False  # True if a backward pass computed it
-    numbers: Numbers = ()  # its distinct elements, if they are known
-    scope: Scope | None = None  # the scope that it was computed in
-    weight: bool = False  # True if it consists of elements of the user's weights
-    computed: bool = False  # True if it was computed from arguments in the dtypes that were traced
-    # Of the output of a dense layer's matmul, perhaps moved: how many axes its bias has. Of an argument, negative: how
-    # many it has itself, if others were put before them.
-    axes: int = 0
-
-
-def is_given(kind: AbstractValue) -> bool:
-    """True for float32 that autocast did not compute and whose elements are not known: an argument, a parameter."""
-    return kind.dtype == np.float32 and kind.state.level is _TRACED_LEVEL and not kind.state.numbers
-
-
-def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_given: bool) -> CastState:
-    """Finds the level of an operation that follows JAX's promotion. Constants and biases give way to half precision.
-
-    With `rounds_given`, all given values do.
-    """
-    level = max([kind.state.level for kind in kinds], default=_TRACED_LEVEL)
-    if level is _TRACED_LEVEL or level is _FULL_LEVEL:
-        return STATES[level]
-    name, given, made = eqn.primitive.name, [], []
-    for kind in kinds:
-        if kind.state.level is not _TRACED_LEVEL:
-            made.append(kind.state.axes)
-        elif is_given(kind):
-            given.append(kind.state.axes)
-    biased = min(made) if name in _LINEAR else 0
-    if given:
-        is_bias = name == "add" and all(-biased <= own < 0 for own in given)
-        return STATES[level if is_bias or rounds_given else _FULL_LEVEL]
-    return STATES[level]._replace(axes=biased) if biased else STATES[level]
-
-
-STATES = tuple(map(CastState, Level))
-"""The states of values by level."""
-
-_LINEAR = having(Fact.MOVES, Fact.ANNOTATES, Fact.ADDS)
-
-
-def count_row_axes(eqn: JaxprEqn, operand: CastState) -> int:
-    """Counts the own axes of an argument before which an equation puts others, as a negative number; otherwise 0."""
-    name = eqn.primitive.name
-    if name not in ("broadcast_in_dim", "reshape"):
-        return 0
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    more = len(new) - len(old)
-    is_before = new == (1,) * more + old
-    if name == "broadcast_in_dim":
-        is_before = eqn.params["broadcast_dimensions"] == tuple(range(more, len(new)))
-    if not is_before:
-        return 0
-    return operand.axes or (-len(old) if more else 0)
-
-
-def with_bias_axes(kind: AbstractValue, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
-    """Adds to the kind of a matmul's output how many axes a bias has: those of the weight, which is given."""
-    if eqn.primitive.name == "conv_general_dilated":
-        axes = 1
-    elif eqn.primitive.name == "dot_general":
-        contracted, batch = eqn.params["dimension_numbers"]
-        free = [len(shape_of(value.atom)) - len(own) for value, own in zip(values, contracted, strict=True)]
-        weights = [count for count, value in zip(free, values, strict=True) if is_given(value.kind)]
-        axes = 0 if batch[0] else min(weights or free)
-    else:
-        axes = 0
-    return kind._replace(state=kind.state._replace(axes=axes))
-
-
-def is_sum(kind: AbstractValue) -> bool:
-    """True for the float32 output of a matmul, which most operations cast down."""
-    return kind.dtype == np.float32 and kind.state.level is _SUM_LEVEL
-
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
 """Primitives whose outputs consist of elements of their operands. `gather` may insert nan."""
@@ -278,7 +176,7 @@ class PrecisionFinder:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
         states = [(i, kind.state) for i, (_, kind) in enumerate(values) if kind.dtype is not None]
         constants = [(i, state.numbers) for i, state in states if state.numbers]
-        if not constants or is_applied_to_each(eqn) or all(state.level is _TRACED_LEVEL for _, state in states):
+        if not constants or is_applied_to_each(eqn) or all(state.level is TRACED_LEVEL for _, state in states):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
@@ -300,7 +198,7 @@ def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
         factors = values if name == "mul" else values[1:]
         return any(value.kind.dtype is not None and value.kind.state.numbers for value in factors)
     if name in ("add", "sub", "add_any"):  # a bias, not a residual stream, which norms would keep in float32
-        return sum(_TRACED_LEVEL < value.kind.state.level < _FULL_LEVEL for value in values) == 1
+        return sum(TRACED_LEVEL < value.kind.state.level < FULL_LEVEL for value in values) == 1
     return name in KEEPING_SUMS
 
 

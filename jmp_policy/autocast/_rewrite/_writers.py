@@ -23,25 +23,20 @@ from ..._jaxpr import (
 )
 from ._place import EquationPlace
 from ._precision import (
-    STATES,
-    Level,
     cast_value,
     clamp_masks,
-    count_row_axes,
     find_numbers,
-    follow_promotion,
     is_exact,
-    is_given,
     make_wide_product,
     note_rounding,
-    with_bias_axes,
     write_product,
 )
+from ._promotion import STATES, SUM_LEVEL, TRACED_LEVEL, count_bias_axes, count_row_axes, follow_promotion, is_given
 from ._tables import Precision
 
 FLOAT32 = np.dtype(np.float32)
 TRACED, LOW, SUM, FULL = STATES
-_COMPUTED, _SUM_LEVEL = TRACED._replace(computed=True), SUM.level
+_COMPUTED = TRACED._replace(computed=True)
 _NOT_FLOAT = AbstractValue(None)
 _COMBINING = having(Fact.COMBINES)
 _MOVING = having(Fact.MOVES, Fact.ANNOTATES)
@@ -63,9 +58,9 @@ class EquationWriter(Rule):
             if product is None or not is_as_here:
                 return self._write_traced(eqn, values, body)
         if product is None or self.sums is None:
-            kind = with_bias_axes(AbstractValue(self.compute_dtype, LOW), eqn, values)
+            kind = AbstractValue(self.compute_dtype, LOW._replace(bias_axes=count_bias_axes(eqn, values)))
             return self._write_in(kind, eqn, values, body)
-        kind = with_bias_axes(AbstractValue(self.sums, SUM), eqn, values)
+        kind = AbstractValue(self.sums, SUM._replace(bias_axes=count_bias_axes(eqn, values)))
         operands = [v.atom if is_given(v.kind) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
         return write_product(product, eqn, operands, kind, body)
 
@@ -102,7 +97,7 @@ class EquationWriter(Rule):
         atoms = [self._cast(value, float_dtype(atom), body, eqn) for value, atom in pairs]
         floats = [value.kind for value in values if value.kind.dtype is not None]
         # An output in the author's dtype has the level of that dtype, if an operand has a level.
-        has_level = any(kind.state.level is not Level.TRACED for kind in floats)
+        has_level = any(kind.state.level is not TRACED_LEVEL for kind in floats)
         low = LOW if self.compute_dtype != FLOAT32 else FULL
         dtypes = [float_dtype(var) for var in eqn.outvars]
         states = [TRACED if not has_level else low if dtype == self.compute_dtype else FULL for dtype in dtypes]
@@ -171,11 +166,11 @@ class EquationWriter(Rule):
             return AbstractValue(dtype, TRACED._replace(numbers=numbers))
         if eqn.primitive.name not in _MOVING or any(kind.state.computed for kind in kinds):
             return AbstractValue(dtype, _COMPUTED)
-        axes = count_row_axes(eqn, kinds[0].state) if kinds else 0
-        return AbstractValue(dtype, TRACED._replace(axes=axes) if axes else TRACED)
+        row_axes = count_row_axes(eqn, kinds[0].state) if kinds else 0
+        return AbstractValue(dtype, TRACED._replace(row_axes=row_axes) if row_axes else TRACED)
 
     def _dtype_of(self, level: int) -> np.dtype:
-        return self.compute_dtype if level < _SUM_LEVEL else FLOAT32
+        return self.compute_dtype if level < SUM_LEVEL else FLOAT32
 
 
 PRECISION_WRITERS: dict[Precision, Callable[[EquationWriter, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
