@@ -490,6 +490,43 @@ def multiply(left, right, product=jnp.matmul):
     return product(left, right)
 
 
+# Functions that are float32 inside, of float32 arrays.
+
+
+@program(logits=STATE, s=((4, 8), 100, 1))
+def softmax_of_float32(mm, w, x, logits, s):
+    return jax.nn.softmax(logits) * s + mm(x, w)
+
+
+@program(raw=STATE, b=STATE, slow=True)
+def softplus_of_float32(mm, w, x, raw, b):
+    return jax.nn.softplus(raw) * x, b * jax.nn.softplus(raw + mm(x, w)), 3.0 * jax.nn.elu(raw)
+
+
+@program(s=((4, 8), 100, 1))
+def norm_of_a_state(mm, w, x, s):
+    normed = nn.LayerNorm().apply({"params": {"scale": jnp.ones(8), "bias": jnp.zeros(8)}}, s)
+    return jax.nn.standardize(s) + s, normed + s, mm(normed, w)
+
+
+# Arrays with axes before their own that are no biases.
+
+
+@program(s=((4, 8), 100, 1))
+def state_of_one_batch(mm, w, x, s):
+    return s[None] + mm(x, w)[None], jax.vmap(lambda s: s + mm(x, w))(s[None])
+
+
+@program(grid=((3, 3, 2), 100, 1), slow=True)
+def grid_and_matmul_of_patches(mm, w, x, grid):
+    return grid[None] + mm(x, w)[:, :1, None, None]
+
+
+@program(r=((2, 8), 100, 1))
+def computed_rows(mm, w, x, r):
+    return jnp.max(r, 0) + mm(x, w), (r[0] - r[1]) * 100 + mm(x, w), mm(x, w) - r[0]
+
+
 @functools.cache
 def draw_normals():
     """Draws the elements of all arrays of a program, and of the cotangents of its outputs, for each seed."""
