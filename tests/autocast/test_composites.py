@@ -6,6 +6,7 @@ import jax.scipy.linalg
 import numpy as np
 import pytest
 from jax import lax
+from programs import trace
 
 import jmp_policy as jmp
 from jmp_policy.autocast._rewrite import _tables
@@ -53,7 +54,7 @@ def test_a_product_that_sums_nothing_follows_its_inputs(half):
         outer = jnp.einsum("i,j->ij", low[0], low[1])
         return outer, jnp.einsum("i,j->ij", jnp.exp(low[0]), low[1]), jnp.einsum("i,j->j", x[0], x[1])
 
-    program = jax.make_jaxpr(under(half, fun))(normal(4, 4))
+    program = trace(under(half, fun))(normal(4, 4))
     made = {var: eqn for eqn in program.eqns for var in eqn.outvars}
 
     def before_cast(var):
@@ -66,7 +67,7 @@ def test_a_product_that_sums_nothing_follows_its_inputs(half):
 def test_the_gradient_of_a_weight_of_an_unbatched_layer_stays_half():
     """It is an outer product of a half cotangent: what it is by hand."""
     loss = lambda weight, x: jnp.sum(jnp.tanh(x @ weight) @ weight)
-    program = jax.make_jaxpr(under("bfloat16", jax.grad(loss)))(normal(4, 4), normal(4))
+    program = trace(under("bfloat16", jax.grad(loss)))(normal(4, 4), normal(4))
     products = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
     assert {str(eqn.outvars[0].aval.dtype) for eqn in products} == {"bfloat16"}
 
@@ -139,7 +140,7 @@ def test_linear_algebra_is_that_of_float32(name, half):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_linear_algebra_stay_half(name, half):
     with jax.numpy_dtype_promotion("standard"):
-        program = jax.make_jaxpr(under(half, lambda a: PRODUCTS[name](a @ a)))(square())
+        program = trace(under(half, lambda a: PRODUCTS[name](a @ a)))(square())
     assert program.eqns[-1].invars[0].aval.dtype == half
 
 

@@ -52,7 +52,6 @@ OTHERS = {
     "biased twice": lambda x, y: x @ y + BIAS + BIAS,
     "scaled": lambda x, y: x @ y * BIAS,
     "target": lambda x, y: x @ y - BIAS,
-    "outer product": lambda x, y: x[:, :1] @ y[:1],
 }
 BIAS = jnp.full(SIDE, 0.1)
 
@@ -63,8 +62,6 @@ def model(name: str, operands: tuple[str, str]) -> str:
         return HALF
     if name in ("exp", "scan", "biased twice", "scaled", "target"):
         return FULL
-    if name == "outer product":
-        return HALF if HALF in operands else FULL
     arrays = [dtype for dtype in operands if dtype != CONSTANT]
     return FULL if FULL in arrays or not arrays else HALF
 
@@ -111,6 +108,8 @@ BROADCAST = {
     "time of each example": (lambda x, w, b: x @ w + x[:, :1], FULL),
     "state of as many axes": (lambda x, w, b: x @ w + x, FULL),
     "state with an axis before its own": (lambda x, w, b: (x @ w)[None] + x[None], FULL),
+    "outer product of arguments": (lambda x, w, b: x[:, :1] @ w[:1], FULL),
+    "outer product in a layer": (lambda x, w, b: (x @ w)[:, :1] @ w[:1], HALF),
     "mask of attention": (lambda x, w, b: jnp.einsum("hij,hkj->hik", x[None], x[None]) + x, FULL),
 }
 

@@ -179,7 +179,7 @@ class Model(nn.Module):
         x = nn.remat(Encoder)(name="remat")(x)
         x = nn.jit(Encoder)(name="jit")(x)
         x = nn.vmap(Encoder, variable_axes={"params": None}, split_rngs={"params": False})(name="vmap")(x)
-        return nn.Dense(1, name="head")(x)
+        return nn.Dense(2, name="head")(x)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from programs import trace
 
 import jmp_policy as jmp
 
@@ -118,14 +119,14 @@ GATES = {
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("fun", GATES.values(), ids=GATES)
 def test_a_gate_stays_half(fun, half):
-    program = jax.make_jaxpr(under(half, fun))(FILLED)
+    program = trace(under(half, fun))(FILLED)
     assert program.eqns[-1].invars[0].aval.dtype == half  # before the cast to what was traced
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("norm", [lambda s: s / s.sum(), lambda s: s * lax.rsqrt(jnp.mean(s))])
 def test_a_gate_whose_sum_reaches_a_root_or_a_quotient_stays_half(norm, half):
-    program = jax.make_jaxpr(under(half, lambda h: norm(lax.logistic(h))))(FILLED)
+    program = trace(under(half, lambda h: norm(lax.logistic(h))))(FILLED)
     [gate] = [eqn for eqn in program.eqns if eqn.primitive.name == "logistic"]
     assert gate.outvars[0].aval.dtype == half
 
@@ -135,7 +136,7 @@ def test_the_same_jitted_function_is_half_where_it_is_a_gate(half):
     def both(h):
         return sigmoid(h) * h, jnp.log(1 - sigmoid(h))
 
-    program = jax.make_jaxpr(under(half, both))(FILLED)
+    program = trace(under(half, both))(FILLED)
     dtypes = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "logistic"]
     dtypes += [
         eqn.outvars[0].aval.dtype

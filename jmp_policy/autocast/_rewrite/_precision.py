@@ -44,6 +44,7 @@ _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "
 _COMPUTING: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "add": operator.add,
+    "div": operator.truediv,
     "mul": operator.mul,
     "neg": operator.neg,
     "sub": operator.sub,
@@ -159,10 +160,10 @@ class PrecisionFinder:
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
         if not is_castable(eqn):
             return _TRACED
-        # An outer product sums nothing: of float32 values, it is a multiplication.
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
-        if precision is _LOW and multiplies_only(eqn) and all(kind.dtype == np.float32 for _, kind in values):
+        # An outer product sums nothing, so it is a multiplication, but for those of a layer.
+        if precision is _LOW and multiplies_only(eqn) and not _is_low(values):
             precision = _INFER
         # The enclosing function or scope wins over the tables, and constants that would be lost win over both.
         if place.treatment is not None:
@@ -179,6 +180,11 @@ class PrecisionFinder:
         if not constants or is_applied_to_each(eqn) or all(state.level is TRACED_LEVEL for _, state in states):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
+
+
+def _is_low(values: Sequence[Value]) -> bool:
+    """True if a low operation computed an operand, and no full one did."""
+    return TRACED_LEVEL < max(kind.state.level for _, kind in values) < FULL_LEVEL
 
 
 def is_castable(eqn: JaxprEqn) -> bool:
