@@ -64,7 +64,7 @@ def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_gi
             made.append(kind.state.bias_axes)
         elif is_given(kind):
             given.append(kind.state.row_axes)
-    bias_axes = min(made) if name in _LINEAR else 0
+    bias_axes = max(made) if name in _LINEAR else 0
     if given:
         is_bias = name == "add" and all(0 < own <= bias_axes for own in given)
         return STATES[level if is_bias or rounds_given else FULL_LEVEL]
