@@ -44,6 +44,7 @@ def test_float32_gives_the_same_program_forward_and_backward(animal):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
 def test_bfloat16_keeps_dtypes_and_comes_close(animal):
     both = jax.jit(lambda *args: (animal.fun(*args), autocast(animal.fun, BFLOAT16)(*args)))
     wide, half = both.lower(*animal.args).compile(QUICKLY)(*animal.args)

@@ -47,6 +47,7 @@ _COMPUTING: dict[str, Callable[..., Any]] = {
     "div": operator.truediv,
     "mul": operator.mul,
     "neg": operator.neg,
+    "sqrt": np.sqrt,
     "sub": operator.sub,
 }
 

@@ -79,7 +79,7 @@ def _compute_block(params: Params, h: jax.Array) -> jax.Array:
 
 def _gain(params: Params, h: jax.Array) -> jax.Array:
     gain = jax.lax.stop_gradient(params["size"]) * 1e5
-    return h + 0.5 * jnp.tanh((h @ params["up"]) * gain / gain) @ params["down"]
+    return h + 0.5 * jnp.tanh(h @ (params["up"] * gain) / gain) @ params["down"]
 
 
 def _attenuate(params: Params, h: jax.Array) -> jax.Array:
