@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
+from programs import trace
 
 import jmp_policy as jmp
 from benchmarks import autocast
@@ -84,7 +85,7 @@ def test_no_layer_returns_float32(name):
         return loss, [nn.relu(output) for output in outputs]  # as the next operation sees them
 
     def as_used(*args):
-        program = jax.make_jaxpr(jmp.autocast(loss_and_outputs, autocast.POLICIES["bfloat16"]))(*args)
+        program = trace(jmp.autocast(loss_and_outputs, autocast.POLICIES["bfloat16"]))(*args)
         last = program.jaxpr.eqns[-len(outputs) :]  # casts to the traced dtype, as nothing else was asked for
         assert {eqn.primitive.name for eqn in last} == {"convert_element_type"}
         return {eqn.invars[0].aval.dtype.name for eqn in last}
