@@ -123,3 +123,12 @@ def test_only_a_bias_gives_way(name, rows):
     program = trace(ours)(jnp.ones((rows, SIDE)), jnp.ones((SIDE, SIDE)), BIAS)
     [dtype] = {str(eqn.invars[0].aval.dtype) for eqn in program.eqns[-3:] if eqn.primitive.name == "tanh"}
     assert dtype == expected
+
+
+def test_an_outer_product_with_a_quantized_weight_or_with_integers_is_traced():
+    """Nothing is known of the operands when quantized matmuls are looked for, and integers have no level."""
+    quantized = jmp.autocast(lambda w, x: x @ w["one"] @ w["two"], "int8_from_mixed_bfloat16", weights=0)
+    weights = {"one": jnp.ones((1, 64)), "two": jnp.ones((64, 64))}
+    assert jax.eval_shape(quantized, weights, jnp.ones((4, 1))).shape == (4, 64)
+    mixed = jmp.autocast(lambda w, i: lax.dot_general(w, i, (((1,), (0,)), ((), ()))), POLICY)
+    assert jax.eval_shape(mixed, jnp.ones((4, 1)), jnp.ones((1, 4), jnp.int8)).shape == (4, 4)

@@ -32,7 +32,7 @@ from ...quant._products import Bilinear, Convolution, Dot, label_convolution, la
 from . import _tables
 from ._dataflow import is_applied_to_each
 from ._place import COMPUTE_DTYPES, EquationPlace
-from ._promotion import FULL_LEVEL, TRACED_LEVEL, Level, Numbers, is_given, is_sum
+from ._promotion import FULL_LEVEL, TRACED_LEVEL, Level, Numbers, is_sum
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
 
@@ -185,7 +185,8 @@ class PrecisionFinder:
 
 def _is_low(values: Sequence[Value]) -> bool:
     """True if a low operation computed an operand, and no full one did."""
-    return TRACED_LEVEL < max(kind.state.level for _, kind in values) < FULL_LEVEL
+    levels = [kind.state.level for _, kind in values if kind.dtype is not None]
+    return TRACED_LEVEL < max(levels, default=TRACED_LEVEL) < FULL_LEVEL
 
 
 def is_castable(eqn: JaxprEqn) -> bool:
@@ -207,11 +208,6 @@ def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
     if name in ("add", "sub", "add_any"):  # a bias, not a residual stream, which norms would keep in float32
         return sum(TRACED_LEVEL < value.kind.state.level < FULL_LEVEL for value in values) == 1
     return name in KEEPING_SUMS
-
-
-def is_stored(value: Value) -> bool:
-    """True for a float32 weight or input, which the matmul rounds itself, so that its gradient is float32."""
-    return is_given(value.kind)
 
 
 def cast_value(value: Value, kind: AbstractValue, eqn: JaxprEqn, body: JaxprBuilder) -> Value:

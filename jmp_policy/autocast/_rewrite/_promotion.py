@@ -18,7 +18,7 @@ class Level(enum.IntEnum):
     """The reason for the dtype of a value. The highest level of the operands wins.
 
     As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 if its input comes from a
-    float32-only operation. So it does if an input is float32 that the function was given: see `is_given`.
+    float32-only operation. So it does if an input is float32 that the function was given: see `follow_promotion`.
     """
 
     TRACED = 0  # an argument, a parameter or a constant
@@ -35,7 +35,7 @@ class CastState(NamedTuple):
     """Autocast's knowledge of a value beside its dtype."""
 
     level: Level  # the reason for its dtype
-    narrow: str = ""  # "table" or "rule", which made its function `narrow`: the next operation casts it down
+    narrow: str = ""  # "table" or "rule", by which the next operation casts an output of a function down
     backward: bool = False  # True if a backward pass computed it
     numbers: Numbers = ()  # its distinct elements, if they are known
     scope: Scope | None = None  # the scope that it was computed in
