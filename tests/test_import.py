@@ -116,7 +116,7 @@ FIRST = {
     "autocast by paths": "jmp.autocast(fun, jmp.PolicyMap({'a': 'float32'}, 'mixed_bfloat16'))",
     "kahan": "lambda x: jmp.optim.kahan(optax.sgd(1.0)).init(fun(x).astype('bfloat16'))",
     "quantize_state": "lambda x: jmp.optim.quantize_state(optax.adam(1.0)).init(fun(x))",
-    "debug_nonfinite": "lambda x: jmp.optim.skip_nonfinite(optax.sgd(1.0), debug_nonfinite=True).init(fun(x))",
+    "first_nonfinite": "jmp.numerics.first_nonfinite(fun)",
     "quantize_array": "lambda x: jmp.quant.quantize_array(fun(x), 'int8').dequantize()",
     "cast_params": "lambda x: nnx.state(jmp.nnx.cast_params(nnx.Dict(w=nnx.Param(fun(x))), 'bfloat16'))",
 }

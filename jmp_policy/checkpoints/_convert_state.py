@@ -12,7 +12,6 @@ import numpy as np
 
 from .._base import describe, did_you_mean, escape_controls, is_floating, is_half, list_paths_to, round_to_half
 from ..loss_scale import DynamicLossScale
-from ..numerics._nonfinite import NonfiniteOrigin
 from ..quant._weights import ARRAYS, is_quantized
 from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories
 from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
@@ -20,7 +19,7 @@ from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit
 _MISSING = "is not in the checkpoint"
 
 _INITIAL = {"loss_scale": 2.0**15, "grads_finite": True} | dict.fromkeys(
-    ("counter", "skipped_steps", "consecutive_skips", "steps", "nonfinite_step"), 0
+    ("counter", "skipped_steps", "consecutive_skips"), 0
 )  # of a loss-scaled state, for an abstract target
 
 
@@ -105,8 +104,6 @@ class Conversion:
             number = 1.0 if last.endswith("scale") else 0.0
         elif last == "credits" and scale is not None:
             number = scale.hysteresis - 1
-        elif entry.part == "loss_scale" and entry.path[-2:-1] == ("origin",):
-            number = float(np.ravel(getattr(NonfiniteOrigin.empty(), last))[0])
         elif entry.part == "loss_scale":
             number = _INITIAL.get(last)
             number = float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number

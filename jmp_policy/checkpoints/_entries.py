@@ -16,7 +16,6 @@ Path = tuple[str, ...]
 Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`
 
 SKIPS = frozenset({"grads_finite", "skipped_steps", "consecutive_skips"})  # fields of every `LossScaledState`
-_ORIGIN_FIELDS = frozenset({"steps", "nonfinite_step", "origin"})  # the other fields of a `NonfiniteOriginState`
 _DYNAMIC_SCALE = {"loss_scale", "counter", "credits"}
 MEMORIES = ("master", "remainder", "compensation")  # fields of `master_weights`, its mode "split", and `kahan`
 
@@ -96,10 +95,7 @@ def _skip_variable(node: Nested) -> Nested:
 def _find_own_fields(node: dict[str, Any], values: list[Any]) -> tuple[set[str], str]:
     """Returns the fields of a state that only our transformations have, and the part of the library they belong to."""
     fields = node.keys() - {"inner_state"}
-    if (
-        SKIPS <= fields <= SKIPS | _ORIGIN_FIELDS | {"loss_scale"}
-        or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE
-    ):
+    if SKIPS <= fields <= SKIPS | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
         return fields, "loss_scale"
     if {"scales"} <= fields <= {"scales", "key"} and isinstance(_skip_variable(node["scales"]), dict):
         return fields, "scales"

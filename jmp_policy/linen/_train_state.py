@@ -1,6 +1,6 @@
 """A Flax train state in which a non-finite step changes nothing."""
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from flax.training import train_state
 
@@ -8,11 +8,6 @@ from .. import optim
 from .._base import OVERWRITE
 from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
 from ..optim._steps import overwrite_state
-
-if TYPE_CHECKING:
-    from ..numerics import NonfiniteOrigin
-else:
-    NonfiniteOrigin = Any  # for `typing.get_type_hints`
 
 
 class TrainState(train_state.TrainState):
@@ -31,24 +26,22 @@ class TrainState(train_state.TrainState):
     (0, [1.0, 1.0], 2.0)
     """
 
-    def apply_gradients(self, *, grads: Any, origin: "NonfiniteOrigin | None" = None, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Takes one step.
 
         Args:
           grads: true gradients, a tree like `params`.
-          origin: the origin from `numerics.first_nonfinite`; required if `tx` was made with `debug_nonfinite=True`.
           **kwargs: new values of other fields, such as `batch_stats`; a skipped step keeps the old values.
 
         Returns:
           The next state.
         """
-        extra = {} if origin is None else {"origin": origin}
         if OVERWRITE in grads:
-            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"], **extra)
+            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
             state = overwrite_state(self.params[OVERWRITE], grads[OVERWRITE], self.opt_state, opt_state)
             params = {**self.params, "params": trained, OVERWRITE: state}
         else:
-            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params, **extra)
+            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
         if not has_scaled_state(opt_state):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         finite = find_scaled_state(opt_state).grads_finite

@@ -253,8 +253,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32). For the state of an optimizer also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32), and with `debug_nonfinite` also `nonfinite_step` (int32), the
-      step that `optim.last_skip` explains.
+      `skipped_steps` and `consecutive_skips` (int32).
 
     Raises:
       ValueError: the tree holds no loss scale or several.
@@ -272,8 +271,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
     }
     if has_scaled_state(state):
         scaled = find_scaled_state(state)
-        names = ("grads_finite", "skipped_steps", "consecutive_skips", "nonfinite_step")
-        found |= {name: getattr(scaled, name) for name in names if name in scaled._fields}
+        found |= {name: getattr(scaled, name) for name in ("grads_finite", "skipped_steps", "consecutive_skips")}
     return Metrics(found)
 
 

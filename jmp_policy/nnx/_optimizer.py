@@ -8,7 +8,7 @@ from flax import nnx
 from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
-from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_origin, warn_of_half_params
+from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, warn_of_half_params
 from ._layer_state import Float8State
 
 
@@ -46,7 +46,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the module that the optimizer was made for.
           grads: true gradients, as `jmp_policy.nnx.value_and_grad` returns them.
-          **extra: extra arguments of the transformation, such as `value`, or the `origin` of the gradients.
+          **extra: extra arguments of the transformation, such as `value`.
 
         Returns:
           `None` under `loss_scaled`, and with a transformation for half-precision parameters: the step makes no array
@@ -63,7 +63,6 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            take_origin(self.opt_state, extra)  # Flax would ignore it silently
             return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))

@@ -6,7 +6,7 @@ Non-finite steps:
 - `skip_nonfinite` skips steps without a scale.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
-- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`; `last_skip` returns a recorded one.
+- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`.
 
 Gradients:
 
@@ -25,13 +25,11 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 from ..loss_scale import LossScaledState as LossScaledState
 from ._steps import (
-    NonfiniteOriginState as NonfiniteOriginState,
     SkippedStep as SkippedStep,
     accumulate as accumulate,
     clip_by_global_norm as clip_by_global_norm,
     find_origin as find_origin,
     global_norm as global_norm,
-    last_skip as last_skip,
     loss_scaled as loss_scaled,
     minimize as minimize,
     pmean as pmean,
@@ -69,7 +67,7 @@ else:  # most training loops need only the steps
         __name__,
         _SOURCES,
         globals(),
-        unlisted="KahanState MasterWeightsState MomentRow NonfiniteOriginState QuantizedMomentsState SplitWeightsState "
-        "StateReport StochasticRoundingState",
-        elsewhere={"check": "optim.raise_if_stuck", "ProvenanceState": "optim.NonfiniteOriginState"},
+        unlisted="KahanState MasterWeightsState MomentRow QuantizedMomentsState SplitWeightsState StateReport "
+        "StochasticRoundingState",
+        elsewhere={"check": "optim.raise_if_stuck"},
     )

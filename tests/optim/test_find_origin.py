@@ -1,4 +1,4 @@
-"""`optim.find_origin` repeats a skipped step on the host, and names the same origin as the step itself would."""
+"""`optim.find_origin` repeats a skipped step on the host, and names the origin of its infinities."""
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,60 @@ def loss_fn(params, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x", [ZERO, HUGE], ids=["zero", "overflow"])
-def test_it_finds_what_the_form_in_the_step_finds(x):
+def test_it_finds_what_first_nonfinite_finds_inside_of_the_step(x):
     """The overflow happens at the scale of the skipped step, and not at the smaller one after it."""
-    params = {"w": jnp.ones(2)}
-    inside = jmp.optim.loss_scaled(optax.adam(0.1), SCALE, debug_nonfinite=True)
-    opt_state = inside.init(params)
-    step = jax.jit(jmp.optim.minimize(loss_fn, inside))
-    find = jmp.optim.find_origin(loss_fn, inside)
+    params, tx = {"w": jnp.ones(2)}, jmp.optim.loss_scaled(optax.adam(0.1), SCALE)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        differentiate = jmp.numerics.first_nonfinite(jmp.value_and_grad(loss_fn, loss_scale=opt_state))
+        (_, grads), origin = differentiate(params, batch)
+        return *jmp.optim.step(tx, grads, opt_state, params), origin
+
+    opt_state = tx.init(params)
     for batch in (GOOD, x):
         before = opt_state
-        params, opt_state, _ = step(params, opt_state, batch)
-    inside_step, found = jmp.optim.last_skip(opt_state), find(params, before, x)
-    assert found.describe().startswith(inside_step.describe())
-    assert str(found) == str(inside_step)
-    assert (found.step, found.is_search) == (2, inside_step.is_search)
+        params, opt_state, inside = step(params, opt_state, batch)
+    found = jmp.optim.find_origin(loss_fn, tx)(params, before, x)
+    assert found.describe().startswith(f"Step 2 was skipped. {inside.describe()}")
+    assert str(found).startswith(f"step 2 skipped: {inside}")
+
+
+def overflow_forward(params):
+    return jnp.sum(params.astype(jnp.float16) * 65504).astype(jnp.float32)
+
+
+def overflow_backward(params):
+    """At a scale of 1024 and a factor of 100 the cotangent overflows float16."""
+    return jnp.sum((params.astype(jnp.float16) * 100).astype(jnp.float32))
+
+
+def make_nan(params):
+    return jnp.sum(jnp.log(-params))
+
+
+def divide_by_zero_backward(params):
+    return jnp.sum(jnp.sqrt(params - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fun", "scale", "is_search"),
+    [
+        (overflow_backward, SCALE, True),
+        (overflow_forward, SCALE, False),
+        (make_nan, SCALE, False),
+        (divide_by_zero_backward, SCALE, False),
+        (overflow_backward, jmp.DynamicLossScale(1024.0, min_loss_scale=1024.0), False),
+        (overflow_backward, jmp.StaticLossScale(1024.0), False),
+    ],
+)
+def test_an_infinity_of_the_backward_pass_is_part_of_the_search_for_a_scale(fun, scale, is_search):
+    params, tx = jnp.ones(2), jmp.optim.loss_scaled(optax.sgd(0.1), scale)
+    skip = jmp.optim.find_origin(fun, tx)(params, tx.init(params))
+    assert skip.is_search is is_search
+    normal = "; the loss scale was too high, which is normal at the start"
+    assert str(skip).endswith(normal) is is_search
 
 
 @pytest.mark.slow
@@ -46,17 +86,10 @@ def test_nan_of_the_forward_pass_is_found_though_the_gradient_does_not_read_it(h
             loss = jnp.mean(exponential / (1 + exponential))
         return (loss, {}) if has_aux else loss
 
-    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, debug_nonfinite=True)
     params, x = {"w": jnp.ones(2)}, jnp.float32([200.0, 1.0])
-    old_state = tx.init(params)
-    step = jax.jit(jmp.optim.minimize(sigmoid_loss, tx, has_aux=has_aux))
-    skips = [
-        jmp.optim.find_origin(sigmoid_loss, tx, has_aux=has_aux)(params, old_state, x),
-        jmp.optim.last_skip(step(params, old_state, x)[1]),
-    ]
-    for skip in skips:
-        found = skip.origin
-        assert (found.primitive, found.direction, found.cause.primitive) == ("div", "forward", "exp")
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE)
+    found = jmp.optim.find_origin(sigmoid_loss, tx, has_aux=has_aux)(params, tx.init(params), x).origin
+    assert (found.primitive, found.direction, found.cause.primitive) == ("div", "forward", "exp")
 
 
 def test_an_nnx_model_with_dropout_and_running_statistics_is_differentiated_by_its_parameters():
@@ -191,14 +224,6 @@ def test_a_vmapped_state_is_an_error_that_takes_one_model_of_it(make):
         ValueError, match=r"of several models: its scalars have the shape \(3,\).*lambda x: x\[0\].*; find\("
     ):
         jmp.optim.find_origin(loss_fn, tx)(params, state, GOOD)
-
-
-def test_last_skip_of_a_vmapped_state_is_an_error_that_takes_one_model_of_it():
-    tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True)
-    with pytest.raises(
-        ValueError, match=r"of several models: its scalars have the shape \(3,\).*last_skip\(old_state\)\."
-    ):
-        jmp.optim.last_skip(jax.vmap(tx.init)(jnp.ones((3, 2))))
 
 
 @pytest.mark.parametrize("donated", ["state", "params"])

@@ -223,25 +223,3 @@ def test_float8_state_is_the_same_as_on_one_device():
                 {k: v for k, v in right.items() if "kernel" not in k}
             )
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), kept, right)
-
-
-@pytest.mark.exhaustive
-def test_one_device_says_for_all_why_a_step_was_skipped():
-    """The gradients are of parts along one axis and the same along the other, the origin is in one row of the batch."""
-    names, params, specs = ("data", "fsdp"), {"w": jnp.ones((8, 4))}, {"w": P("fsdp")}
-    tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(), axis_name=names, debug_nonfinite=True)
-    state_specs = jmp.sharding.state_shardings(tx, params, specs)
-
-    def local(params, state, x):
-        def loss_of(shards):
-            whole = jmp.sharding.gather_params(shards, POLICY, specs, reduce_axes=names)
-            return jnp.sum(jnp.log(x @ whole["w"]))
-
-        return jmp.optim.minimize(loss_of, tx)(params, state)[1]
-
-    step = jax.shard_map(
-        local, mesh=make_auto_mesh(data=2, fsdp=2), in_specs=(specs, state_specs, P(names)), out_specs=state_specs
-    )
-    state = jax.jit(step)(params, tx.init(params), jnp.ones((8, 8)).at[5].set(0.0))
-    assert not state.grads_finite
-    assert str(jmp.optim.last_skip(state)).startswith("step 1 skipped: ")

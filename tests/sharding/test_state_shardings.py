@@ -31,7 +31,6 @@ OPTIMIZERS = {
     "masked": optax.masked(ADAM, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(1e-3),
     "loss_scaled": jmp.optim.loss_scaled(ADAM, jmp.DynamicLossScale()),
-    "origin": jmp.optim.loss_scaled(ADAM, jmp.DynamicLossScale(), debug_nonfinite=True),
     "master_weights": jmp.optim.master_weights(ADAM),
     "split": jmp.optim.loss_scaled(jmp.optim.master_weights(ADAM, mode="split"), jmp.DynamicLossScale()),
     "kahan": jmp.optim.kahan(ADAM),

@@ -2,12 +2,7 @@
 
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize
-from ._origin import NonfiniteOriginState as NonfiniteOriginState, take_origin as take_origin
-from ._skip import (
-    find_origin as find_origin,
-    last_skip as last_skip,
-    raise_if_stuck as raise_if_stuck,
-)
+from ._skip import find_origin as find_origin, raise_if_stuck as raise_if_stuck
 from ._skipped_step import SkippedStep as SkippedStep
 from ._step import (
     ParameterUpdate as ParameterUpdate,

@@ -1,14 +1,14 @@
 """`loss_scaled`, an optax transformation that carries a loss scale and skips non-finite steps."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._base import AxisName, PyTree, describe, is_half, join_state, refuse_old_keywords, split_state, vary
+from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
 from ...loss_scale import (
     LossScale,
     LossScaledState,
@@ -18,7 +18,6 @@ from ...loss_scale import (
     register_with_flax,
     suggest_loss_scale,
 )
-from ._origin import NonfiniteOriginState, add_origin, carry_origin, records_origin, take_origin
 from ._skip import Operands, Result, make_skippable
 from ._step import (
     MASKED,
@@ -41,10 +40,9 @@ class LossScaledUpdate(ParameterUpdate):
 
     overwrites = True
 
-    def __init__(self, inner: Transformation, axis_name: AxisName | None, debug_nonfinite: bool):
+    def __init__(self, inner: Transformation, axis_name: AxisName | None):
         self._inner = inner
         self._axis_name = axis_name
-        self._debug_nonfinite = debug_nonfinite
         # Built once, for steps without extra arguments that `jax.jit` cannot receive.
         self._built = {build: build(inner, {}) for build in (_update, _update_and_apply)}
 
@@ -93,12 +91,6 @@ class LossScaledUpdate(ParameterUpdate):
                 "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
                 "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
             )
-        if self._debug_nonfinite and not records_origin(state):
-            raise TypeError(
-                "This optimizer records the origin of non-finite gradients, but its state was made without. Convert "
-                "it: opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
-            )
-        origin, extra = take_origin(state, extra)
         arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
         others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
         take_or_skip = build(self._inner, others) if others else self._built[build]
@@ -107,14 +99,13 @@ class LossScaledUpdate(ParameterUpdate):
             finite = lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
         out, inner_state = take_or_skip(finite, Operands(grads, scale, state.inner_state, params, arrays))
         skipped = (~finite).astype(jnp.int32)
-        after = LossScaledState(
+        return out, LossScaledState(
             inner_state,
             state.loss_scale.adjust(finite),
             finite,
             state.skipped_steps + skipped,
             (state.consecutive_skips + skipped) * skipped,
         )
-        return out, carry_origin(state, after, origin, self._axis_name)
 
 
 def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
@@ -171,27 +162,11 @@ if TYPE_CHECKING:
         """Transformation with a state type for type checkers."""
 
         init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    class LossScalingWithOrigin(LossScaling):
-        """Transformation with a state that records the origin of non-finite gradients."""
-
-        init: Callable[[PyTree], NonfiniteOriginState]  # pyright: ignore[reportIncompatibleVariableOverride]
 else:
-    LossScaling = LossScalingWithOrigin = optax.GradientTransformationExtraArgs
+    LossScaling = optax.GradientTransformationExtraArgs
 
 
-@overload
-def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: Literal[True]
-) -> LossScalingWithOrigin: ...
-@overload
-def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
-) -> LossScaling: ...
-@refuse_old_keywords(provenance="debug_nonfinite")
-def loss_scaled(
-    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
-) -> LossScaling:
+def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> LossScaling:
     """Carries a loss scale beside an optimizer's state, and skips steps with non-finite gradients.
 
     A skipped step changes only the loss scale and the skip counters. `optim.step` keeps every bit of the parameters and
@@ -213,13 +188,9 @@ def loss_scaled(
       loss_scale: the initial loss scale, for example `policy.loss_scale()`.
       axis_name: a mapped axis, or several, along which gradients differ between devices: a step that overflows on one
         of them is skipped on all. Not needed if gradients are averaged before.
-      debug_nonfinite: whether the state records the origin of the last skipped step, for `optim.last_skip`. `update`
-        and `optim.step` then need the extra argument `origin`, from `numerics.first_nonfinite`; `optim.minimize` finds
-        it.
 
     Returns:
-      A transformation with a `LossScaledState` as its state (with `debug_nonfinite`, a `NonfiniteOriginState`). Its
-      `update` passes extra arguments on.
+      A transformation with a `LossScaledState` as its state. Its `update` passes extra arguments on.
 
     Raises:
       TypeError: `inner` is not an optax transformation, or `loss_scale` is not a loss scale.
@@ -244,7 +215,7 @@ def loss_scaled(
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> LossScaledState:
         register_with_flax()
         params = split_state(params, MASKED)[0]
         inner_state = inner.init(params)
@@ -254,24 +225,12 @@ def loss_scaled(
         # Copies: the state may be donated, and the loss scale may initialize another one.
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        state = LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
-        return add_origin(state) if debug_nonfinite else state
+        return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
 
-    return LossScaling(init, LossScaledUpdate(inner, axis_name, debug_nonfinite))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name))
 
 
-@overload
-def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: Literal[True]
-) -> LossScalingWithOrigin: ...
-@overload
-def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
-) -> LossScaling: ...
-@refuse_old_keywords(provenance="debug_nonfinite")
-def skip_nonfinite(
-    inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
-) -> LossScaling:
+def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> LossScaling:
     """Skips steps with non-finite gradients; `loss_scaled` without a scale, for bfloat16 and float32.
 
     Unlike `optax.apply_if_finite`, it never applies a non-finite step; `optim.raise_if_stuck` raises an error if it
@@ -292,7 +251,7 @@ def skip_nonfinite(
     Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip independently. Adjust the scale
     once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
-    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, debug_nonfinite=debug_nonfinite)
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
 
 
 _WRAPPED_TWICE = (

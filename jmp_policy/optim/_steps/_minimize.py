@@ -26,7 +26,6 @@ from ..._base import (
 from ...gradients import check_differentiable, scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
-from ._origin import records_origin
 from ._step import Params, Transformation, explain_errors, step
 
 
@@ -62,7 +61,7 @@ def minimize(
     It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them: gradients of parameters
     that the model casts to half precision stay half-precision and scaled until the step, where they become float32
     without being written to memory. Code that reads true gradients, such as clipping, belongs in the optimizer;
-    otherwise use the two functions. With a `reduce_dtype`, or `debug_nonfinite` in `tx`, gradients are true.
+    otherwise use the two functions. With a `reduce_dtype` gradients are true.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -105,9 +104,7 @@ def minimize(
 
         check_differentiable(params, "minimize")
         reduction = {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
-        # `first_nonfinite` reads module paths while it traces the modules; `call_without_casts` has traced them before.
-        is_scaled = isinstance(tx.update, LossScaledUpdate)
-        if is_scaled and reduce_dtype is None and not records_origin(opt_state):
+        if isinstance(tx.update, LossScaledUpdate) and reduce_dtype is None:
             new_params, new_state, out = search_reduce_dtype(take_step)
         else:
             new_params, new_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
@@ -141,8 +138,8 @@ def _plain_step(
     # `optax.inject_hyperparams` outside of `loss_scaled` makes it anew in each step, so only the state tells.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
-    (out, grads), extra = _find_origin(differentiated, has_aux, opt_state, params)
-    return *step(tx, grads, opt_state, params, **extra), out
+    out, grads = differentiated(params)
+    return *step(tx, grads, opt_state, params), out
 
 
 def _scaled_step(
@@ -159,19 +156,6 @@ def _scaled_step(
     with explain_errors(grads, params):
         params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
-
-
-def _find_origin(
-    differentiated: Callable[[PyTree], tuple[Any, PyTree]], has_aux: bool, opt_state: PyTree, params: PyTree
-) -> tuple[tuple[Any, PyTree], dict[str, Any]]:
-    """Calls a function that returns a loss and gradients, and finds the origin of non-finite ones if asked for."""
-    if not records_origin(opt_state):
-        return differentiated(params), {}
-    from ...numerics import first_nonfinite  # loads most of the library
-
-    select = lambda out: (out[0][0] if has_aux else out[0], out[1])
-    made, origin = first_nonfinite(differentiated, of=select)(params)
-    return made, {"origin": origin}
 
 
 def call_without_casts(differentiated: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree) -> tuple[Any, PyTree]:

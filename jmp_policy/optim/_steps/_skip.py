@@ -27,7 +27,6 @@ from ...loss_scale import (
     strip_variables,
 )
 from ...modules import find_adapter
-from ._origin import NonfiniteOriginState
 from ._skipped_step import SkippedStep, count_nonfinite, describe_bad_params, is_search, read_counts
 from ._step import Transformation, check_transformation
 
@@ -79,7 +78,7 @@ def find_origin(
     """Finds the origin of a skipped step on the host, at no cost to the training step.
 
     A skipped step does not change the parameters, so its batch and the state before it are enough to repeat it. The
-    search is a program of its own, compiled in the first call. With `debug_nonfinite=True` it is a part of the step.
+    search is a program of its own, compiled in the first call.
 
     Args:
       loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.
@@ -143,10 +142,7 @@ def find_origin(
                 "jax.device_get(jmp_policy.get_loss_scale(opt_state)), then the step, then find(params, before, batch)."
             )
         scale = get_loss_scale(old_state)
-        for leaf in jax.tree.leaves(
-            (scale, [each.consecutive_skips for each in find_nodes(old_state, LossScaledState)])
-        ):
-            _check_one_member(leaf, "find(params, old_state, batch)")
+        _check_one_model((scale, [each.consecutive_skips for each in find_nodes(old_state, LossScaledState)]))
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, given))]
         mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
         everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -181,12 +177,13 @@ def _warn_of_other_scale(old_state: PyTree, scale: LossScale) -> None:
         )
 
 
-def _check_one_member(x: Any, call: str) -> None:
+def _check_one_model(scalars: PyTree) -> None:
     """Raises a `ValueError` if a scalar of a state has an axis, as under `jax.vmap`."""
-    if np.ndim(x):
+    for shape in filter(None, map(np.shape, jax.tree.leaves(scalars))):
         raise ValueError(
-            f"The state is of several models: its scalars have the shape {np.shape(x)}, as of jax.vmap. Pass one of "
-            f"them, for example: params, old_state = jax.tree.map(lambda x: x[0], (params, old_state)); {call}."
+            f"The state is of several models: its scalars have the shape {shape}, as of jax.vmap. Pass one of them, "
+            "for example: params, old_state = jax.tree.map(lambda x: x[0], (params, old_state)); find(params, "
+            "old_state, batch)."
         )
 
 
@@ -195,8 +192,6 @@ def _count_steps(state: PyTree) -> int | None:
     found = find_nodes(state, LossScaledState)
     if len(found) != 1:
         return None
-    if isinstance(found[0], NonfiniteOriginState):
-        return int(found[0].steps) + 1
     inner = found[0].inner_state
     counts = {int(count) for _, count in optax.tree_utils.tree_get_all_with_path(inner, "count") if np.ndim(count) == 0}
     if len(counts) != 1 or find_nodes(inner, optax.MultiStepsState):
@@ -204,53 +199,12 @@ def _count_steps(state: PyTree) -> int | None:
     return counts.pop() + int(found[0].skipped_steps) + 1
 
 
-def last_skip(state: PyTree) -> SkippedStep | None:
-    """Returns the last skipped step and its cause.
-
-    Call it on the host: it reads a few numbers, and so waits for the device. `jmp_policy.metrics` has the number of the
-    step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.origin)` has the rest.
-
-    Args:
-      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`, with
-        `debug_nonfinite=True`: an optax state, a `TrainState`, an `nnx.Optimizer`.
-
-    Returns:
-      The step; `None` if no step was skipped.
-
-    Raises:
-      ValueError: `state` holds no such state, or several, or one without `debug_nonfinite`.
-
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), debug_nonfinite=True)
-    >>> train_step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
-    >>> params, opt_state, loss = train_step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.float32([2.0, 0.0]))
-    >>> jmp.optim.last_skip(opt_state).origin.primitive
-    'div'
-    """
-    found = find_scaled_state(state)
-    if not isinstance(found, NonfiniteOriginState):
-        raise ValueError(
-            f"{type(state).__name__} does not record why steps were skipped: make its optimizer with debug_nonfinite, "
-            "for example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), debug_nonfinite=True). "
-            "Or repeat the step on the host: jmp_policy.optim.find_origin(loss_fn, tx)(params, old_state, batch)."
-        )
-    _check_one_member(found.nonfinite_step, "last_skip(old_state)")
-    step = int(found.nonfinite_step)
-    if step == 0:
-        return None
-    from ...numerics import NonfiniteOrigin
-
-    origin = NonfiniteOrigin(*map(np.asarray, found.origin))  # pyright: ignore[reportArgumentType]
-    return SkippedStep(step, origin, is_search(origin, found.loss_scale))
-
-
 def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) -> None:
     """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
 
     Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
 
-    A dynamic scale is stuck if it is at its floor and the last two steps were skipped. With `debug_nonfinite` it is
-    stuck earlier: after `patience` skips, if the scale did not cause the last one.
+    A dynamic scale is stuck if it is at its floor and the last two steps were skipped.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`. In a state of several models,
@@ -261,7 +215,7 @@ def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) 
         ceiling.
 
     Raises:
-      FloatingPointError: training is stuck. With `debug_nonfinite` the error names the origin, and suggests a fix.
+      FloatingPointError: training is stuck.
       ValueError: `state` holds no such state, or several; or `patience` is not positive.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
@@ -286,27 +240,18 @@ def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) 
 def _explain_stuck(found: LossScaledState, patience: int) -> str:
     """Returns the error about a state that is stuck, or an empty string."""
     scale, skips = found.loss_scale, int(found.consecutive_skips)
-    last = last_skip(found) if skips and isinstance(found, NonfiniteOriginState) else None
     value = float(scale.loss_scale)
     if not isinstance(scale, DynamicLossScale):
-        stuck, where = skips >= patience, " and does not change"
-    elif value <= np.float32(scale.min_loss_scale):  # the scale is float32
-        stuck, where = skips >= 2, f" and is at its floor {scale.min_loss_scale}"
-    else:
-        stuck, where = last is not None and not last.is_search and skips >= patience, ", which is not to blame"
+        stuck, where = skips >= patience, "does not change"
+    else:  # the scale is float32
+        stuck, where = skips >= 2 and value <= np.float32(scale.min_loss_scale), f"is at its floor {scale.min_loss_scale}"
     if not stuck:
         return ""
-    cause = "so the model or its data makes the infinities"
-    advice = f"{cause}, or another scale does. {_ADVICE}" if last is None else f"{cause}. {last.describe()}"
     return (
         f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
-        f"gradients were not finite. The loss scale is {value}{where}, {advice}"
+        f"gradients were not finite. The loss scale is {value} and {where}, so the model or its data makes the "
+        "infinities, or another scale does. jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds "
+        "the operation and the parameters; a policy that computes in bfloat16 has the range of float32. value_and_grad "
+        "must scale by this state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state), not by a constant such as "
+        "policy.loss_scale()."
     )
-
-
-_ADVICE = (
-    "jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds the operation and the parameters, as "
-    "does loss_scaled(..., debug_nonfinite=True) the operation; a policy that computes in bfloat16 has the range of "
-    "float32. value_and_grad must scale by this state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state), not "
-    "by a constant such as policy.loss_scale()."
-)

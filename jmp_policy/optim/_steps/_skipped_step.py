@@ -30,15 +30,14 @@ class SkippedStep:
       origin: the origin of its infinities.
       is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
         overflowed, under a dynamic scale that can still fall.
-      bad_params: of `find_origin`: the parameters that are not finite themselves, by path, with the number of elements
-        that are not finite and of all elements.
-      bad_grads: of `find_origin`: likewise the parameters whose gradients are not finite.
+      bad_params: the parameters that are not finite themselves, by path, with the number of elements that are not
+        finite and of all elements.
+      bad_grads: likewise the parameters whose gradients are not finite.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> tx, params = jmp.optim.skip_nonfinite(optax.sgd(0.1), debug_nonfinite=True), jnp.ones(2)
-    >>> step = jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx)
-    >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
-    >>> skip = jmp.optim.last_skip(opt_state)
+    >>> tx, params = jmp.optim.skip_nonfinite(optax.adam(0.1)), jnp.ones(2)
+    >>> find = jmp.optim.find_origin(lambda params, x: jnp.sum(params / x), tx)
+    >>> skip = find(params, tx.init(params), jnp.zeros(2))
     >>> skip.step, skip.origin.primitive, skip.is_search
     (1, 'div', False)
     """
@@ -46,17 +45,16 @@ class SkippedStep:
     step: int | None
     origin: "NonfiniteOrigin"
     is_search: bool
-    bad_params: Counts = dataclasses.field(default_factory=dict)
-    bad_grads: Counts = dataclasses.field(default_factory=dict)
+    bad_params: Counts
+    bad_grads: Counts
 
     def __str__(self) -> str:
         search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
-        return f"step{self._number} skipped: {self._reason}{search}"
+        cause = "" if self.origin.cause is None else f"; made of {self.origin.cause}"
+        return f"step{self._number} skipped: {self.origin}{cause}{search}"
 
     def describe(self) -> str:
         """Returns the number of the step and a paragraph: the op, its elements, parameters, and suggestions."""
-        if self.origin.reproduced and not self.origin.found:
-            return f"Step{self._number} was skipped: {self._reason}."
         sentences = [f"Step{self._number} was skipped. {self.origin.describe()}"]
         if self.bad_params:
             sentences.append(describe_bad_params(self.bad_params))
@@ -70,13 +68,6 @@ class SkippedStep:
     @property
     def _number(self) -> str:
         return "" if self.step is None else f" {self.step:,}"
-
-    @property
-    def _reason(self) -> str:
-        if self.origin.reproduced and not self.origin.found:
-            return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"
-        cause = self.origin.cause
-        return str(self.origin) if cause is None else f"{self.origin}; made of {cause}"
 
 
 def count_nonfinite(tree: PyTree) -> PyTree:

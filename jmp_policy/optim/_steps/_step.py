@@ -29,7 +29,6 @@ from ..._base import (
     warn_once,
 )
 from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
-from ._origin import take_origin
 
 MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
 
@@ -280,17 +279,14 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
       opt_state: the state of `tx`.
       params: the parameters; their dtypes are kept. Float8 state among them takes the value of its gradient. `tx` sees
         zeros for it, and an optimizer inside `loss_scaled` or `skip_nonfinite` nothing.
-      **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`, and the
-        `origin` of the gradients, from `numerics.first_nonfinite`, if `tx` has `debug_nonfinite`.
+      **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
 
     Returns:
       `(params, opt_state)`.
 
     Raises:
-      ValueError: gradients do not have the shapes of their parameters; `tx` is an optax transformation with a
-        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside); or an origin is given and
-        `tx` does not carry it.
-      TypeError: `tx` has `debug_nonfinite`, and no origin is given.
+      ValueError: gradients do not have the shapes of their parameters; or `tx` is an optax transformation with a
+        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside).
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
@@ -306,7 +302,6 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
             return restore_float0(grads, new_params, params), after
-        take_origin(opt_state, extra)  # an optax transformation would ignore it silently
         (rest, state), (rest_grads, gradient) = split_state(params), split_state(real_grads)
         filled, filled_grads = fill_zeros(rest, state), fill_zeros(rest_grads, gradient)
         after: Any
