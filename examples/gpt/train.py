@@ -242,8 +242,8 @@ class Run:
     def explain_skip(self, step: int, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> None:
         """Finds which operation made a skipped step not finite.
 
-        A skipped step leaves the parameters as they were, so a separate function can repeat it. Within the train step,
-        as `loss_scaled(..., debug_nonfinite=True)` does it, compiling would take several times as long.
+        A skipped step leaves the parameters as they were, so a separate function can repeat it. With the search inside
+        of the train step, compiling would take several times as long.
         """
         origin = copy_to_all(self.trainer.find_origin(windows, scale), self.mesh)
         names = ("kind", "primitive", "source", "function", "path", "direction", "argument")

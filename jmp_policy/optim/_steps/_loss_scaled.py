@@ -215,7 +215,7 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
-    def init(params: PyTree) -> LossScaledState:
+    def init(params: PyTree) -> Any:
         register_with_flax()
         params = split_state(params, MASKED)[0]
         inner_state = inner.init(params)

@@ -243,8 +243,9 @@ def _explain_stuck(found: LossScaledState, patience: int) -> str:
     value = float(scale.loss_scale)
     if not isinstance(scale, DynamicLossScale):
         stuck, where = skips >= patience, "does not change"
-    else:  # the scale is float32
-        stuck, where = skips >= 2 and value <= np.float32(scale.min_loss_scale), f"is at its floor {scale.min_loss_scale}"
+    else:
+        at_floor = value <= np.float32(scale.min_loss_scale)  # the scale is float32
+        stuck, where = at_floor and skips >= 2, f"is at its floor {scale.min_loss_scale}"
     if not stuck:
         return ""
     return (
