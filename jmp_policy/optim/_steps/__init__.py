@@ -1,22 +1,23 @@
 """Optimizer steps that skip non-finite gradients."""
 
+from ._gradients import (
+    accumulate as accumulate,
+    clip_by_global_norm as clip_by_global_norm,
+    global_norm as global_norm,
+    pmean as pmean,
+)
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize
-from ._skip import find_origin as find_origin, raise_if_stuck as raise_if_stuck
-from ._skipped_step import SkippedStep as SkippedStep
+from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin, raise_if_stuck as raise_if_stuck
 from ._step import (
     ParameterUpdate as ParameterUpdate,
     Transformation as Transformation,
-    accumulate as accumulate,
     check_not_loss_scaled as check_not_loss_scaled,
     check_not_outermost as check_not_outermost,
     check_transformation as check_transformation,
-    clip_by_global_norm as clip_by_global_norm,
     fill_zeros as fill_zeros,
-    global_norm as global_norm,
     keep_dtypes as keep_dtypes,
     overwrite_state as overwrite_state,
-    pmean as pmean,
     step as step,
     warn_of_half_params as warn_of_half_params,
     with_extra_args as with_extra_args,

@@ -1,12 +1,13 @@
 """`loss_scaled`, an optax transformation that carries a loss scale and skips non-finite steps."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
 from ...loss_scale import (
@@ -16,9 +17,9 @@ from ...loss_scale import (
     all_finite,
     has_scaled_state,
     register_with_flax,
+    select_tree,
     suggest_loss_scale,
 )
-from ._skip import Operands, Result, make_skippable
 from ._step import (
     MASKED,
     ParameterUpdate,
@@ -33,6 +34,42 @@ from ._step import (
     with_extra_args,
     zero_float0,
 )
+
+
+class _Operands(NamedTuple):
+    """Inputs of a step."""
+
+    grads: PyTree  # still multiplied by `scale`
+    scale: LossScale
+    inner_state: PyTree
+    params: PyTree
+    extra: dict[str, Any]  # arguments that are trees of arrays
+
+
+_Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner state
+
+
+def _make_skippable(
+    take: Callable[[_Operands], _Result], skip: Callable[[_Operands], _Result], stores_half: bool
+) -> Callable[[jax.Array, _Operands], _Result]:
+    """Builds the function `(finite, operands)` that takes a step or skips it, as its platform does fastest."""
+
+    # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
+    # forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
+    def branch(finite: jax.Array, operands: _Operands) -> _Result:
+        return lax.cond(finite, take, skip, operands)
+
+    def select(finite: jax.Array, operands: _Operands) -> _Result:
+        return select_tree(finite, take(operands), skip(operands))
+
+    def take_or_skip(finite: jax.Array, operands: _Operands) -> _Result:
+        sizes = (leaf.size if is_half(leaf) else -leaf.size for leaf in jax.tree.leaves(operands.grads))
+        branching = ("cpu", "tpu") if stores_half or sum(sizes) > 0 else ("cpu",)  # if they are mostly half precision
+        return lax.platform_dependent(finite, operands, **dict.fromkeys(branching, branch), default=select)
+
+    # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
+    eager = jax.jit(take_or_skip, inline=True)
+    return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
 
 
 class LossScaledUpdate(ParameterUpdate):
@@ -77,7 +114,7 @@ class LossScaledUpdate(ParameterUpdate):
 
     def _take_or_skip(
         self,
-        build: Callable[..., Callable[[jax.Array, Operands], Result]],
+        build: Callable[..., Callable[[jax.Array, _Operands], _Result]],
         grads: PyTree,
         scale: LossScale,
         state: LossScaledState,
@@ -97,7 +134,7 @@ class LossScaledUpdate(ParameterUpdate):
         finite = all_finite(grads)
         if self._axis_name is not None:
             finite = lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
-        out, inner_state = take_or_skip(finite, Operands(grads, scale, state.inner_state, params, arrays))
+        out, inner_state = take_or_skip(finite, _Operands(grads, scale, state.inner_state, params, arrays))
         skipped = (~finite).astype(jnp.int32)
         return out, LossScaledState(
             inner_state,
@@ -108,34 +145,34 @@ class LossScaledUpdate(ParameterUpdate):
         )
 
 
-def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
+def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, _Operands], _Result]:
     update = with_extra_args(inner).update
 
     @jax.jit  # skip needs its shapes too
-    def take(operands: Operands) -> Result:
+    def take(operands: _Operands) -> _Result:
         updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra | others)
         return updates, keep_dtypes(operands.inner_state, inner_state)
 
-    def skip(operands: Operands) -> Result:
+    def skip(operands: _Operands) -> _Result:
         updates, _ = jax.eval_shape(take, operands)
         return jax.tree.map(_negative_zeros, updates), operands.inner_state
 
-    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
+    return _make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
 
 
-def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
+def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, _Operands], _Result]:
     @jax.jit
-    def take(operands: Operands) -> Result:
+    def take(operands: _Operands) -> _Result:
         params = operands.params
         like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
         params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
         return params, keep_dtypes(operands.inner_state, inner_state)
 
-    def skip(operands: Operands) -> Result:
+    def skip(operands: _Operands) -> _Result:
         return operands.params, operands.inner_state
 
-    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
+    return _make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
 
 
 def _as_wide(grad: Any, param: Any) -> Any:
