@@ -49,7 +49,7 @@ def _select(condition: jax.Array, one: Any, other: Any) -> Any:
 
 
 _PROGRAM = 3
-"""AbstractValue of the start node. Its operands are the results of the program."""
+"""Kind of the start node, beside those of a value. Its operands are the results of the program."""
 
 
 @jax.jit  # traced once for both ways
@@ -112,14 +112,20 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
 
 
 def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> list[tuple[jax.Array, Place]]:
-    """Scores an operand as a nan and as an infinity; 0 if it was not so by that iteration."""
+    """Scores an operand as a nan and as an infinity; 0 if it was not so by that iteration.
+
+    | an operand that is | is the likely source of a nan | of an infinity |
+    |---|---|---|
+    | nan | first | last |
+    | infinity | second | first |
+    | minus infinity, often a mask | third | second |
+    """
     value = graph.target[edge]
     first, is_positive = record.first[value], record.high[value] == INFINITY
-    # A nan comes from a nan. Minus infinity scores lower, since it is often a mask.
+    scores = jnp.where(place.kind == INFINITE, _LAST, _FIRST), jnp.where(is_positive, _SECOND, _THIRD)
     # Among the results, take the first that is not finite: the loss comes before its gradients.
     later = graph.start[place.value + 1] - edge
-    before_others = jnp.where(place.kind == _PROGRAM, 4 * later, 0)
-    scores = jnp.where(place.kind == INFINITE, 1, 4), jnp.where(is_positive, 3, 2)
+    before_others = jnp.where(place.kind == _PROGRAM, _FIRST * later, 0)
     # In loops around both values, stay in the same iteration: the operand may be infinite in every iteration.
     stays = (jnp.arange(MOST_LOOPS, dtype=jnp.int32) < graph.common[edge]) & ~graph.carried[edge]
     weighed = []
@@ -128,6 +134,10 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
         other = Place(value, jnp.int32(kind), jnp.where(stays, place.turns, turns))
         weighed.append((jnp.where(is_so, score + before_others, 0), other))
     return weighed
+
+
+_LAST, _THIRD, _SECOND, _FIRST = range(1, 5)
+"""Scores of `_weigh`, the lowest first."""
 
 
 def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: jax.Array) -> jax.Array:

@@ -119,8 +119,8 @@ class Stats(Report, Uncast):
 
         Args:
           keep: a predicate of the static part of a row, with its `path`, `primitive`, `source`, `function`,
-          `direction`,
-            `turn`, `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+            `direction`, `turn`, `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects
+            gradients.
         """
         return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
 
@@ -174,7 +174,7 @@ class Stats(Report, Uncast):
 
         Args:
           formats: formats whose ranges to draw; `None` for those that were measured. Block-scaled formats have no
-          range.
+            range.
           direction: the pass to draw, `"backward"` for gradients; `None` for each.
 
         Returns:
