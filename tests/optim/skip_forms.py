@@ -6,7 +6,7 @@ from unittest import mock
 
 from jax import lax
 
-from jmp_policy.optim._steps import _skip
+from jmp_policy.optim._steps import _loss_scaled
 
 FORMS = ("branch", "select")
 
@@ -18,5 +18,6 @@ def forced(form):
     def platform_dependent(*operands, cpu, default, **others):
         return {"branch": cpu, "select": default}[form](*operands)
 
-    with mock.patch.object(_skip, "lax", types.SimpleNamespace(cond=lax.cond, platform_dependent=platform_dependent)):
+    ours = types.SimpleNamespace(**vars(lax) | {"platform_dependent": platform_dependent})
+    with mock.patch.object(_loss_scaled, "lax", ours):
         yield
