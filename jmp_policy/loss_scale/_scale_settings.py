@@ -1,7 +1,9 @@
 """Checks of the settings of loss scales. A value that is traced, or on other hosts, is not checked."""
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._base import quote, warn_user
+from .._base import P, quote, warn_user
 
 SMALLEST = 2.0**-126  # the smallest normal float32 number; XLA may flush smaller ones to zero
 LARGEST = float(np.finfo(np.float32).max)
@@ -64,7 +66,7 @@ def check_settings(
     }
 
 
-OTHER_NAMES = {
+_OTHER_NAMES = {
     **dict.fromkeys(("init_scale", "initial_scale", "scale"), "loss_scale"),
     **dict.fromkeys(("growth_interval", "dynamic_growth_steps", "scale_window"), "period"),
     **dict.fromkeys(("growth_factor", "scale_factor"), "factor"),
@@ -73,6 +75,18 @@ OTHER_NAMES = {
     "fin_steps": "counter",
 }
 """Argument names of PyTorch, Flax, Keras, Apex and DeepSpeed, with our names."""
+
+
+def answer_other_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorates `DynamicLossScale.__init__`: the error for an argument of another library names ours."""
+
+    @functools.wraps(init)
+    def check_names(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() & _OTHER_NAMES:
+            raise TypeError(f"DynamicLossScale() has no argument {name!r}. Its name is: {_OTHER_NAMES[name]}.")
+        init(*args, **kwargs)
+
+    return check_names
 
 
 def check_scalar(value: object, name: str) -> None:

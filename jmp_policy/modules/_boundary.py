@@ -8,7 +8,7 @@ from typing import Any, NoReturn, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, hide_frames, refuse_old_keywords, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, warn_user
 from ..policy import (
     Decorator,
     F,
@@ -56,7 +56,6 @@ def with_policy(
 ) -> Callable[P, R]: ...
 @overload
 def with_policy(target: F, policy: PolicySpec = None, *, no_cast: Collection[str] = ()) -> F: ...
-@refuse_old_keywords(keep="no_cast")
 def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 

@@ -71,5 +71,4 @@ else:  # most training loops need only the steps
         globals(),
         unlisted="KahanState MasterWeightsState MomentRow NonfiniteOriginState QuantizedMomentsState SplitWeightsState "
         "StateReport StochasticRoundingState",
-        elsewhere={"check": "optim.raise_if_stuck", "ProvenanceState": "optim.NonfiniteOriginState"},
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._base import AxisName, PyTree, describe, is_half, join_state, refuse_old_keywords, split_state, vary
+from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
 from ...loss_scale import (
     LossScale,
     LossScaledState,
@@ -188,7 +188,6 @@ def loss_scaled(
 def loss_scaled(
     inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling: ...
-@refuse_old_keywords(provenance="debug_nonfinite")
 def loss_scaled(
     inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling:
@@ -268,7 +267,6 @@ def skip_nonfinite(
 def skip_nonfinite(
     inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling: ...
-@refuse_old_keywords(provenance="debug_nonfinite")
 def skip_nonfinite(
     inner: Transformation, *, axis_name: AxisName | None = None, debug_nonfinite: bool = False
 ) -> LossScaling:
