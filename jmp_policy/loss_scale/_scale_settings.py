@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -93,24 +92,6 @@ def check_scalar(value: object, name: str) -> None:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
-
-
-def suggest_loss_scale(value: object) -> str:
-    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known."""
-    if value is None:
-        return "jmp_policy.NoOpLossScale()"
-    if isinstance(value, str):
-        is_policy = re.search(r"\d|float|half|full|infer|=", value)
-        return f"jmp_policy.get_policy({quote(value)}).loss_scale()" if is_policy else "jmp_policy.DynamicLossScale()"
-    if isinstance(value, int | float) or (isinstance(value, jax.Array | np.generic | np.ndarray) and value.ndim == 0):
-        return f"jmp_policy.StaticLossScale({'scale' if isinstance(value, Tracer) else float(value)})"
-    if isinstance(value, type):
-        return f"jmp_policy.{value.__name__}(2.0**15)" if hasattr(value, "unscale") else ""
-    if callable(getattr(value, "loss_scale", None)) or getattr(value, "__name__", "") == "loss_scale":
-        return "policy.loss_scale()"  # for a policy, a map, or their method
-    if hasattr(value, "init") and hasattr(value, "update"):  # an optax transformation
-        return "the state that it makes, opt_state = tx.init(params)"
-    return ""
 
 
 def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:

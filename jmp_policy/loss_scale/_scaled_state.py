@@ -12,7 +12,6 @@ from jax.tree_util import DictKey
 
 from .._base import PyTree, describe, is_floating
 from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
-from ._scale_settings import suggest_loss_scale
 
 T = TypeVar("T")
 
@@ -217,16 +216,12 @@ def get_loss_scale(state: PyTree) -> LossScale:
         return strip_variables(state)
     check_outermost(state, in_step=False)
     found = find_nodes(state, LossScale)
-    suggestion = "" if found else suggest_loss_scale(state)
-    if suggestion:
-        raise ValueError(
-            f"Expected a loss scale, or a state that holds one, got {describe(state)}. For example: {suggestion}; or, "
-            "so that the steps carry it, the state of jmp_policy.optim.loss_scaled(tx, loss_scale)."
-        )
     if len(found) != 1:
+        is_tree = state is not None and not jax.tree_util.all_leaves([state])
+        got = f"{type(state).__name__} with {len(found)}" if is_tree else describe(state)
         raise ValueError(
-            f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
-            "Pass the loss scale itself, or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
+            f"Expected a state that holds exactly one loss scale, got {got}. Pass the loss scale itself, such as "
+            "policy.loss_scale(), or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
         )
     return strip_variables(found[0])
 

@@ -16,7 +16,6 @@ from ...loss_scale import (
     all_finite,
     has_scaled_state,
     register_with_flax,
-    suggest_loss_scale,
 )
 from ._origin import NonfiniteOriginState, add_origin, carry_origin, records_origin, take_origin
 from ._skip import Operands, Result, make_skippable
@@ -238,8 +237,8 @@ def loss_scaled(
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
-        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
-        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
+        given = describe(loss_scale)
+        raise TypeError(f"loss_scale must be a LossScale, got {given}. For example: policy.loss_scale().")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
