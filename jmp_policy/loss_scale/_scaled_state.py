@@ -1,14 +1,12 @@
 """State of a loss-scaled optimizer, the loss scale in any state, and checks for finite elements."""
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import DictKey
 
 from .._base import PyTree, describe, is_floating
 from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
@@ -240,8 +238,8 @@ def find_scaled_state(state: PyTree) -> LossScaledState:
 def metrics(state: PyTree) -> dict[str, Any]:
     """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
-    The values are arrays, so a jitted step can return them, and nothing is read from the device. On the host,
-    `jax.device_get` converts them to Python numbers, also in dictionaries merged with `|`, but not in `{**metrics}`.
+    The values are arrays, so a jitted step can return them, and nothing is read from the device. `x.item()` reads one
+    as a Python number, and `jax.device_get` reads all of them at once, as NumPy arrays.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
@@ -256,7 +254,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     >>> import jax, json, jax.numpy as jnp, jmp_policy as jmp
     >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
-    >>> json.dumps(jax.device_get({"loss": loss} | jmp.metrics(scale)))
+    >>> figures = jax.device_get({"loss": loss} | jmp.metrics(scale))
+    >>> json.dumps({name: x.item() for name, x in figures.items()})
     '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
     """
     scale = get_loss_scale(state)
@@ -269,26 +268,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
         scaled = find_scaled_state(state)
         names = ("grads_finite", "skipped_steps", "consecutive_skips", "nonfinite_step")
         found |= {name: getattr(scaled, name) for name in names if name in scaled._fields}
-    return Metrics(found)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Metrics(dict[str, Any]):
-    """Dictionary in which 0-dimensional NumPy arrays, as of `jax.device_get`, become numbers when unflattened."""
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Metrics":
-        is_number = lambda x: isinstance(x, np.ndarray | np.generic) and x.ndim == 0
-        return cls({name: x.item() if is_number(x) else x for name, x in zip(names, values, strict=True)})
-
-    def __or__(self, other: Any) -> Any:
-        return Metrics({**self, **other}) if isinstance(other, dict) else NotImplemented
-
-    def __ror__(self, other: Any) -> Any:
-        return Metrics({**other, **self}) if isinstance(other, dict) else NotImplemented
+    return found
 
 
 def strip_variables(tree: T) -> T:
