@@ -22,7 +22,7 @@ from ._json_log import (
     sum_code as sum_code,
     sum_program as sum_program,
 )
-from ._lazy import load_lazily as load_lazily, refuse_old_keywords as refuse_old_keywords
+from ._lazy import load_lazily as load_lazily
 from ._memory import (
     ACTIVE_POLICY as ACTIVE_POLICY,
     IN_FULL_PRECISION as IN_FULL_PRECISION,

@@ -1,11 +1,7 @@
-"""Lazy imports of package attributes, and answers to old names."""
+"""Lazy imports of package attributes."""
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def load_lazily(
@@ -37,19 +33,3 @@ def load_lazily(
         return module if places[name] == name else getattr(module, name)
 
     return load, list_names
-
-
-def refuse_old_keywords(**new_names: str) -> Callable[[F], F]:
-    """Makes a decorator that answers keyword arguments of other names with an error that tells ours."""
-
-    def decorate(fun: F) -> F:
-        @functools.wraps(fun)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for old in new_names.keys() & kwargs.keys():
-                name = fun.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{name}() has no argument {old!r}. Its name is: {new_names[old]}.")
-            return fun(*args, **kwargs)
-
-        return call  # pyright: ignore[reportReturnType]
-
-    return decorate

@@ -60,7 +60,7 @@ def quote(value: object) -> str:
 
 def describe(value: object) -> str:
     """Returns the repr of a value on one line, shortened: a model may print on a thousand lines."""
-    line = " ".join(repr(value).split())
+    line = " ".join(quote(value).split())
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}... (a {type(value).__name__})"
 
 

@@ -51,7 +51,6 @@ from .._jaxpr import (
 )
 from ..modules import (
     NO_TARGET,
-    PolicyDecorator,
     cast_result,
     find_adapter,
     find_lifting_adapter,
@@ -96,7 +95,7 @@ def attach(
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    target, captured = parse_target(fun, policy, "autocast")
+    target, captured = parse_target(fun, policy)
     numbers = weights if isinstance(weights, list | tuple) else [weights]
     if weights is not None and not callable(weights) and not all(type(number) is int for number in numbers):
         raise TypeError(
@@ -105,7 +104,7 @@ def attach(
         )
     check_policy(captured, has_weights=weights is not None)
     wrap = functools.partial(_wrap_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights)
-    attached: Any = PolicyDecorator(wrap, "autocast") if target is NO_TARGET else wrap(target)
+    attached: Any = wrap if target is NO_TARGET else wrap(target)
     is_plain = policy is None and target is fun and rules is None
     if is_plain and all(each.compute_dtype == np.float32 for each in list_policies(captured)):
         warn_user(

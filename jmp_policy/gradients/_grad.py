@@ -25,7 +25,6 @@ from .._base import (
     map_parts,
     prepare_state,
     quote,
-    refuse_old_keywords,
     search_reduce_dtype,
     warn_once,
     warn_user,
@@ -57,7 +56,6 @@ def value_and_grad(
     reduce_dtype: DTypeLike | None = None,
     on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
-@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -157,7 +155,6 @@ def grad(
     reduce_dtype: DTypeLike | None = None,
     on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[P, tuple[Any, Aux]]: ...
-@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

@@ -7,7 +7,6 @@ from ._loss_scale import (
     StaticLossScale as StaticLossScale,
     register_with_flax as register_with_flax,
 )
-from ._scale_settings import suggest_loss_scale as suggest_loss_scale
 from ._scaled_state import (
     LossScaledState as LossScaledState,
     all_finite as all_finite,

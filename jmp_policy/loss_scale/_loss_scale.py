@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base import Uncast, at_least_float32, is_floating, refuse_old_keywords
+from .._base import Uncast, at_least_float32, is_floating
 from ._scale_settings import (
     NEVER,
-    OTHER_NAMES,
+    answer_other_names,
     check_constant,
     check_scalar,
     check_scale,
@@ -169,7 +169,7 @@ class DynamicLossScale(LossScale):
     credits: jax.Array | None
     _settings: tuple = dataclasses.field(init=False, repr=False)
 
-    @refuse_old_keywords(**OTHER_NAMES)
+    @answer_other_names
     def __init__(
         self,
         loss_scale: Any = 2.0**15,

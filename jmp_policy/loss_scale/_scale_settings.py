@@ -1,7 +1,8 @@
 """Checks of the settings of loss scales. A value that is traced, or on other hosts, is not checked."""
 
+import functools
 import math
-import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._base import quote, warn_user
+from .._base import P, quote, warn_user
 
 SMALLEST = 2.0**-126  # the smallest normal float32 number; XLA may flush smaller ones to zero
 LARGEST = float(np.finfo(np.float32).max)
@@ -64,7 +65,7 @@ def check_settings(
     }
 
 
-OTHER_NAMES = {
+_OTHER_NAMES = {
     **dict.fromkeys(("init_scale", "initial_scale", "scale"), "loss_scale"),
     **dict.fromkeys(("growth_interval", "dynamic_growth_steps", "scale_window"), "period"),
     **dict.fromkeys(("growth_factor", "scale_factor"), "factor"),
@@ -75,28 +76,22 @@ OTHER_NAMES = {
 """Argument names of PyTorch, Flax, Keras, Apex and DeepSpeed, with our names."""
 
 
+def answer_other_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorates `DynamicLossScale.__init__`: the error for an argument of another library names ours."""
+
+    @functools.wraps(init)
+    def check_names(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() & _OTHER_NAMES:
+            raise TypeError(f"DynamicLossScale() has no argument {name!r}. Its name is: {_OTHER_NAMES[name]}.")
+        init(*args, **kwargs)
+
+    return check_names
+
+
 def check_scalar(value: object, name: str) -> None:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
-
-
-def suggest_loss_scale(value: object) -> str:
-    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known."""
-    if value is None:
-        return "jmp_policy.NoOpLossScale()"
-    if isinstance(value, str):
-        is_policy = re.search(r"\d|float|half|full|infer|=", value)
-        return f"jmp_policy.get_policy({quote(value)}).loss_scale()" if is_policy else "jmp_policy.DynamicLossScale()"
-    if isinstance(value, int | float) or (isinstance(value, jax.Array | np.generic | np.ndarray) and value.ndim == 0):
-        return f"jmp_policy.StaticLossScale({'scale' if isinstance(value, Tracer) else float(value)})"
-    if isinstance(value, type):
-        return f"jmp_policy.{value.__name__}(2.0**15)" if hasattr(value, "unscale") else ""
-    if callable(getattr(value, "loss_scale", None)) or getattr(value, "__name__", "") == "loss_scale":
-        return "policy.loss_scale()"  # for a policy, a map, or their method
-    if hasattr(value, "init") and hasattr(value, "update"):  # an optax transformation
-        return "the state that it makes, opt_state = tx.init(params)"
-    return ""
 
 
 def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:

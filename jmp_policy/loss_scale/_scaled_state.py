@@ -1,18 +1,15 @@
 """State of a loss-scaled optimizer, the loss scale in any state, and checks for finite elements."""
 
 import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import DictKey
 
 from .._base import PyTree, describe, is_floating
 from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
-from ._scale_settings import suggest_loss_scale
 
 T = TypeVar("T")
 
@@ -217,16 +214,12 @@ def get_loss_scale(state: PyTree) -> LossScale:
         return strip_variables(state)
     check_outermost(state, in_step=False)
     found = find_nodes(state, LossScale)
-    suggestion = "" if found else suggest_loss_scale(state)
-    if suggestion:
-        raise ValueError(
-            f"Expected a loss scale, or a state that holds one, got {describe(state)}. For example: {suggestion}; or, "
-            "so that the steps carry it, the state of jmp_policy.optim.loss_scaled(tx, loss_scale)."
-        )
     if len(found) != 1:
+        is_tree = state is not None and not jax.tree_util.all_leaves([state])
+        got = f"{type(state).__name__} with {len(found)}" if is_tree else describe(state)
         raise ValueError(
-            f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
-            "Pass the loss scale itself, or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
+            f"Expected a state that holds exactly one loss scale, got {got}. Pass the loss scale itself, such as "
+            "policy.loss_scale(), or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
         )
     return strip_variables(found[0])
 
@@ -245,8 +238,8 @@ def find_scaled_state(state: PyTree) -> LossScaledState:
 def metrics(state: PyTree) -> dict[str, Any]:
     """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
-    The values are arrays, so a jitted step can return them, and nothing is read from the device. On the host,
-    `jax.device_get` converts them to Python numbers, also in dictionaries merged with `|`, but not in `{**metrics}`.
+    The values are arrays, so a jitted step can return them, and nothing is read from the device. `x.item()` reads one
+    as a Python number, and `jax.device_get` reads all of them at once, as NumPy arrays.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
@@ -260,7 +253,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     >>> import jax, json, jax.numpy as jnp, jmp_policy as jmp
     >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
-    >>> json.dumps(jax.device_get({"loss": loss} | jmp.metrics(scale)))
+    >>> figures = jax.device_get({"loss": loss} | jmp.metrics(scale))
+    >>> json.dumps({name: x.item() for name, x in figures.items()})
     '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
     """
     scale = get_loss_scale(state)
@@ -272,26 +266,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
     if has_scaled_state(state):
         scaled = find_scaled_state(state)
         found |= {name: getattr(scaled, name) for name in ("grads_finite", "skipped_steps", "consecutive_skips")}
-    return Metrics(found)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Metrics(dict[str, Any]):
-    """Dictionary in which 0-dimensional NumPy arrays, as of `jax.device_get`, become numbers when unflattened."""
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Metrics":
-        is_number = lambda x: isinstance(x, np.ndarray | np.generic) and x.ndim == 0
-        return cls({name: x.item() if is_number(x) else x for name, x in zip(names, values, strict=True)})
-
-    def __or__(self, other: Any) -> Any:
-        return Metrics({**self, **other}) if isinstance(other, dict) else NotImplemented
-
-    def __ror__(self, other: Any) -> Any:
-        return Metrics({**other, **self}) if isinstance(other, dict) else NotImplemented
+    return found
 
 
 def strip_variables(tree: T) -> T:

@@ -16,10 +16,8 @@ from ._adapter import (
 )
 from ._boundary import (
     NO_TARGET as NO_TARGET,
-    PolicyDecorator as PolicyDecorator,
     parse_target as parse_target,
     policy_of as policy_of,
-    refuse_order as refuse_order,
     with_policy as with_policy,
 )
 from ._call_casts import (

@@ -3,12 +3,12 @@
 import functools
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn, overload
+from collections.abc import Callable, Collection
+from typing import Any, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, hide_frames, refuse_old_keywords, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, warn_user
 from ..policy import (
     Decorator,
     F,
@@ -56,7 +56,6 @@ def with_policy(
 ) -> Callable[P, R]: ...
 @overload
 def with_policy(target: F, policy: PolicySpec = None, *, no_cast: Collection[str] = ()) -> F: ...
-@refuse_old_keywords(keep="no_cast")
 def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
@@ -97,53 +96,15 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast
     (dtype('float32'), dtype(bfloat16))
     """
     target, captured = parse_target(target, policy)
-    if target is NO_TARGET:
-        return PolicyDecorator(lambda decorated: _give_policy(decorated, captured, no_cast), "with_policy")
-    return _give_policy(target, captured, no_cast)
+    give = functools.partial(_give_policy, policy=captured, no_cast=no_cast)
+    return give if target is NO_TARGET else give(target)
 
 
-class PolicyDecorator:
-    """The decorator that `with_policy` and `autocast` return. After `with` it says what to write instead."""
-
-    def __init__(self, decorate: Callable[[Any], Any], name: str):
-        self._decorate, self._name = decorate, name
-
-    def __call__(self, target: Any, /) -> Any:
-        return self._decorate(target)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            f"{self._name} is not a context manager: it changes a function. For example: "
-            f"{self._name}(loss_fn, 'mixed_bfloat16'), or @{self._name}('mixed_bfloat16') above a function. "
-            f"`with use_policy('mixed_bfloat16'):` sets the policy of each {self._name} without one."
-        )
-
-    def __exit__(self, *_: object) -> None: ...  # Python looks it up before it calls `__enter__`
-
-
-def parse_target(target: Any, policy: PolicySpec, name: str = "with_policy") -> tuple[Any, Policy | PolicyMap]:
+def parse_target(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
     """Returns the target, `NO_TARGET` for a decorator, and the policy, which may be the first argument."""
-    is_target = policy is not None and target is not NO_TARGET and not is_policy_spec(policy)
-    if is_target and (is_policy_spec(target) or isinstance(target, Mapping)):
-        refuse_order(name, target, policy)
     if policy is None and target is not NO_TARGET and is_policy_spec(target):
         target, policy = NO_TARGET, target
     return target, get_policy(policy)
-
-
-def refuse_order(name: str, policy: object, target: object) -> NoReturn:
-    """Raises the error for a policy, or the rules of a map, in the place of the target."""
-    kind = getattr(target, "__qualname__", None) or f"a {type(target).__name__}"
-    thing = getattr(target, "__name__", "model")
-    thing, spelling = thing if thing.isidentifier() else "loss_fn", "policy"
-    if isinstance(policy, Mapping):
-        spelling = "PolicyMap({'head': 'float32'}, default='mixed_bfloat16')"
-    elif isinstance(policy, str):
-        spelling = repr(policy)
-    raise TypeError(
-        f"{name} takes the policy as its second argument, got {describe(policy)} as the first and {kind} as the "
-        f"second. For example: {name}({thing}, {spelling})."
-    )
 
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:

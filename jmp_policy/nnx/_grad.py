@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 from flax import nnx
 
-from .._base import Aux, DTypeLike, Loss, P, PyTree, hide_frames, refuse_old_keywords, zero_unused
+from .._base import Aux, DTypeLike, Loss, P, PyTree, hide_frames, zero_unused
 from ..gradients import build_value_and_grad, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._layer_state import Float8State, check_state_types, find_states, prepare_states
@@ -38,7 +38,6 @@ def value_and_grad(
     on_opaque: Literal["error", "warn"] = "error",
     **options: Any,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
-@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -132,7 +131,6 @@ def value_and_grad(
     return with_state_kept
 
 
-@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def grad(
     fun: Callable[P, Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,

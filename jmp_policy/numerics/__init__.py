@@ -63,5 +63,4 @@ else:  # `optim` uses one of these and should not load the others
         globals(),
         unlisted="AuditRow Certificate Collective Finding FormatShares Matmul OutputErrors Reason Row ScopeErrors "
         "Worst",
-        elsewhere={"Provenance": "numerics.NonfiniteOrigin"},
     )

@@ -69,5 +69,4 @@ else:  # most training loops need only the steps
         globals(),
         unlisted="KahanState MasterWeightsState MomentRow QuantizedMomentsState SplitWeightsState StateReport "
         "StochasticRoundingState",
-        elsewhere={"check": "optim.raise_if_stuck"},
     )

@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
-from .._base import DTypeLike, P, R, parse_dtype, quote
+from .._base import DTypeLike, P, R, describe, parse_dtype, quote
 from ._grammar import parse_policy
 from ._policy import Policy, default_policy, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
@@ -110,8 +110,13 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
             )
         return get_policy(answer)
     if not isinstance(spec, Mapping):
-        dtype: Any = spec
-        return Policy(*[parse_dtype(dtype, example="'mixed_bfloat16'")] * 3)
+        try:
+            return Policy(*[parse_dtype(cast(Any, spec))] * 3)
+        except ValueError:
+            raise ValueError(
+                f"{describe(spec)} is not a policy or a floating dtype. For example: "
+                "with_policy(model, 'mixed_bfloat16')."
+            ) from None
     if "rules" in spec:
         return PolicyMap.from_config(spec).with_default(default_policy())
     if "param_dtype" in spec:

@@ -47,6 +47,4 @@ else:  # layers of Flax need none of these
         "_compare": "Comparison LayerComparison compare",
         "_gptq": "gptq",
     }
-    __getattr__, __dir__ = _load_lazily(
-        __name__, _SOURCES, globals(), unlisted="LayerComparison", elsewhere={"take": "quant.embedding_lookup"}
-    )
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="LayerComparison")

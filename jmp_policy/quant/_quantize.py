@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.tree_util import KeyPath
 
 from .._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
-from ..modules import find_adapter, is_flax_object, refuse_order
+from ..modules import find_adapter, is_flax_object
 from ..policy import (
     Int4,
     Policy,
@@ -19,7 +19,6 @@ from ..policy import (
     PolicySpec,
     default_policy,
     get_policy,
-    is_policy_spec,
     match_policy,
     stored_format_of,
 )
@@ -98,8 +97,6 @@ def quantize(
     >>> jmp.quant.quantize(params, "int8_from_float32")["dense"]["kernel"]
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
-    if is_policy_spec(target) and not is_policy_spec(policy):
-        refuse_order("quantize", target, policy)
     return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}), stacked)
 
 

@@ -283,6 +283,12 @@ def test_a_narrower_reduction_is_refused_whatever_strict_says():
     jmp.grad(stored_in_half, loss_scale=PLAIN, reduce_dtype="bfloat16")(*make_arguments(stored_in_half))
 
 
+@pytest.mark.parametrize("make", [jmp.value_and_grad, jmp.nnx.grad])
+def test_only_two_answers_to_an_opaque_op_are_known(make):
+    with pytest.raises(ValueError, match="on_opaque must be 'error' or 'warn', got False"):
+        make(sum, loss_scale=PLAIN, on_opaque=False)
+
+
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [

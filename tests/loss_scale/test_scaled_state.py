@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -101,35 +100,8 @@ def test_metrics_may_be_returned_from_jit():
 
 
 @pytest.mark.parametrize("take", [jmp.metrics, jax.jit(jmp.metrics), lambda state: {} | jmp.metrics(state)])
-def test_metrics_that_were_read_back_are_numbers_of_python_which_json_writes(take):
-    read = jax.device_get(take(STATE))
+def test_items_of_metrics_are_numbers_of_python_which_json_writes(take):
+    read = {name: x.item() for name, x in jax.device_get(take(STATE)).items()}
     assert json.loads(json.dumps(read)) == read == {
         "loss_scale": 8.0, "steps_since_growth": 3, "grads_finite": True, "skipped_steps": 4, "consecutive_skips": 1
     }  # fmt: skip
-    kinds = {name: type(x) for name, x in read.items()}
-    counts = dict.fromkeys(("steps_since_growth", "skipped_steps", "consecutive_skips"), int)
-    assert kinds == {"loss_scale": float, "grads_finite": bool} | counts
-
-
-def test_what_is_joined_to_metrics_is_read_back_with_them():
-    loss, metrics = jnp.asarray(2.5, jnp.bfloat16), jmp.metrics(SCALE)
-    for joined in (metrics | {"loss": loss}, {"loss": loss} | metrics):
-        assert json.loads(json.dumps(jax.device_get(joined))) == {"loss": 2.5, "loss_scale": 8, "steps_since_growth": 3}
-    with pytest.raises(TypeError, match="unsupported operand"):
-        metrics | [("loss", loss)]
-    with pytest.raises(TypeError, match="unsupported operand"):
-        [("loss", loss)] | metrics
-
-
-def test_metrics_that_were_joined_in_another_order_have_the_same_structure():
-    loss, metrics = {"loss": jnp.float32(2.5)}, jmp.metrics(SCALE)
-    assert jax.tree.structure(metrics | loss) == jax.tree.structure(loss | metrics)
-
-
-def test_metrics_stay_arrays_where_jax_has_them():
-    stacked = jax.lax.scan(lambda state, _: (state, jmp.metrics(state)), STATE, None, length=2)[1]
-    assert stacked["skipped_steps"].tolist() == jax.device_get(stacked)["skipped_steps"].tolist() == [4, 4]
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(jax.jit(jmp.metrics)(STATE)))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(jmp.metrics(SCALE))]
-    assert jax.tree_util.keystr(paths[0]) == "['loss_scale']"
-    assert pickle.loads(pickle.dumps(jmp.metrics(SCALE))).keys() == jmp.metrics(SCALE).keys()

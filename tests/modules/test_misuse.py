@@ -5,9 +5,7 @@ import operator
 import re
 import warnings
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
@@ -23,21 +21,9 @@ def loss_fn(w):
     return jnp.sum(w**2)
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: jmp.autocast("mixed_bfloat16"), "For example: autocast(loss_fn, 'mixed_bfloat16'), or @autocast('mi"),
-        (lambda: jmp.autocast(policy="mixed_bfloat16"), "autocast is not a context manager: it changes a function."),
-        (
-            lambda: jmp.with_policy(POLICY),
-            "with_policy(loss_fn, 'mixed_bfloat16'), or @with_policy('mixed_",
-        ),
-        (lambda: jmp.with_policy(), "with_policy is not a context manager: it changes a function."),
-        (lambda: jmp.with_policy(POLICY), "`with use_policy('mixed_bfloat16'):` sets the policy of each with_policy"),
-    ],
-)
-def test_decorator_after_with_says_what_to_write(make, text):
-    with pytest.raises(TypeError, match=re.escape(text)), make():
+@pytest.mark.parametrize("make", [jmp.autocast, jmp.with_policy])
+def test_a_decorator_after_with_is_an_error(make):
+    with pytest.raises(TypeError, match="context manager"), make("mixed_bfloat16"):
         pass
 
 
@@ -55,26 +41,21 @@ def test_device_in_place_of_a_function_shows_a_policy(device):
 
 
 @pytest.mark.parametrize(
-    ("give", "text"),
+    "give",
     [
-        (lambda: jmp.with_policy("mixed_bfloat16", LINEN),
-         "with_policy takes the policy as its second argument, got 'mixed_bfloat16' as the first and a Sequential as "
-         "the second. "
-         "For example: with_policy(model, 'mixed_bfloat16')."),
-        (lambda: jmp.with_policy(POLICY, NNX), "a Linear as the second. For example: with_policy(model, policy)."),
-        (lambda: jmp.with_policy("float32", nn.Dense), "as the second. For example: with_policy(Dense, 'float32')."),
-        (lambda: jmp.with_policy(jnp.bfloat16, loss_fn), "as the second. For example: with_policy(loss_fn, policy)."),
-        (lambda: jmp.autocast("float16", lambda x: x), "as the second. For example: autocast(loss_fn, 'float16')."),
-        (lambda: jmp.autocast("float16", loss_fn), "autocast takes the policy as its second argument, got 'float16'"),
-        (lambda: jmp.with_policy({"head": "float32"}, LINEN),
-         "takes the policy as its second argument, got {'head': 'float32'} as the first and a Sequential as the "
-         "second. "
-         "For example: with_policy(model, PolicyMap({'head': 'float32'}, default='mixed_bfloat16'))."),
+        lambda: jmp.with_policy("mixed_bfloat16", LINEN),
+        lambda: jmp.with_policy(POLICY, NNX),
+        lambda: jmp.with_policy("float32", nn.Dense),
+        lambda: jmp.with_policy({"head": "float32"}, LINEN),
+        lambda: jmp.autocast("float16", loss_fn),
+        lambda: jmp.quant.quantize("int8_from_float32", NNX),
     ],
-)  # fmt: skip
-def test_policy_before_its_target_says_the_order(give, text):
-    with pytest.raises(TypeError, match=re.escape(text)):
+)
+def test_policy_before_its_target_shows_the_order(give):
+    text = r" is not a policy or a floating dtype\. For example: with_policy\(model, 'mixed_bfloat16'\)\.$"
+    with pytest.raises(ValueError, match=text) as error:
         give()
+    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("decorate", [jmp.autocast, lambda fun: jmp.autocast()(fun)], ids=["autocast", "autocast()"])
@@ -101,38 +82,27 @@ TX = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.NoOpLossScale())
 
 
 @pytest.mark.parametrize(
-    ("given", "example"),
+    ("given", "quoted"),
     [
-        ("mixed_float16", "jmp_policy.get_policy('mixed_float16').loss_scale()"),
-        ("dynamic", "jmp_policy.DynamicLossScale()"),
-        (1024.0, "jmp_policy.StaticLossScale(1024.0)"),
-        (2**15, "jmp_policy.StaticLossScale(32768.0)"),
-        (np.float32(8), "jmp_policy.StaticLossScale(8.0)"),
-        (jnp.float32(8), "jmp_policy.StaticLossScale(8.0)"),
-        (None, "jmp_policy.NoOpLossScale()"),
-        (POLICY, "policy.loss_scale()"),
-        (jmp.PolicyMap({"head": "float32"}), "policy.loss_scale()"),
-        (POLICY.loss_scale, "policy.loss_scale()"),
-        (jmp.DynamicLossScale, "jmp_policy.DynamicLossScale(2.0**15)"),
-        (TX, "the state that it makes, opt_state = tx.init(params)"),
+        ("mixed_float16", "'mixed_float16'"),
+        (1024.0, "1024.0"),
+        (None, "None"),
+        (POLICY, "Policy with 0"),
+        (POLICY.loss_scale, "<bound method Policy.loss_scale"),
+        (jmp.DynamicLossScale, "<class 'jmp_policy"),
+        (TX, "GradientTransformationExtraArgs with 0"),
     ],
     ids=lambda x: repr(x)[:30],
 )  # fmt: skip
-def test_what_is_no_loss_scale_is_shown_as_one(given, example):
+def test_what_is_no_loss_scale_is_quoted_beside_one(given, quoted):
     for take in (jmp.get_loss_scale, jmp.metrics, lambda given: jmp.value_and_grad(loss_fn, loss_scale=given),
                  lambda given: jmp.nnx.value_and_grad(loss_fn, loss_scale=given)):  # fmt: skip
-        with pytest.raises(ValueError, match=r"^Expected a loss scale, or a state that holds one, got ") as error:
+        text = f"^Expected a state that holds exactly one loss scale, got {quoted}.* such as policy.loss_scale"
+        with pytest.raises(ValueError, match=text):
             take(given)
-        assert f"For example: {example}; or, so that the steps carry it, the state of " in str(error.value)
     if given is not TX:
-        with pytest.raises(TypeError, match="loss_scale must be a LossScale") as refused:
+        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got .* For example: policy\.loss_scale"):
             jmp.optim.loss_scaled(optax.sgd(1.0), given)
-        assert f"For example: {example}." in str(refused.value)
-
-
-def test_traced_number_is_shown_as_a_scale_too():
-    with pytest.raises(ValueError, match=r"For example: jmp_policy\.StaticLossScale\(scale\); or"):
-        jax.eval_shape(jmp.get_loss_scale, jnp.float32(8))
 
 
 @pytest.mark.parametrize("value_and_grad", [jmp.value_and_grad, jmp.nnx.value_and_grad])
@@ -225,10 +195,11 @@ def test_a_map_is_no_container():
         jmp.PolicyMap(policies)
 
 
-def test_quantize_with_the_policy_first_shows_no_matrix():
+def test_parameters_in_place_of_a_policy_are_quoted_in_short():
     params = {"dense": {"kernel": jnp.ones((64, 64))}}
-    with pytest.raises(TypeError, match=r"^quantize takes the policy as its second argument, got 'int8_.* and a dict"):
+    with pytest.raises(ValueError, match=r"is not the config of a policy or map\.") as error:
         jmp.quant.quantize("int8_from_float32", params)
+    assert len(str(error.value)) < 400
 
 
 def test_use_policy_decorates_a_function():

@@ -130,7 +130,7 @@ class TestPlacement:
             jmp.optim.loss_scaled(0.1, jmp.NoOpLossScale())
 
     def test_what_is_no_loss_scale_is_refused(self):
-        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 1024.0. For example: jmp_pol"):
+        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 1024.0. For example: policy"):
             jmp.optim.loss_scaled(optax.sgd(1.0), 1024.0)
 
 

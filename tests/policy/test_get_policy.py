@@ -50,7 +50,9 @@ def test_everything_that_stands_for_a_policy_is_read(spec, name):
 @pytest.mark.parametrize("spec", [3, 1.5, object(), lambda x: x, float, [], np.ones(2), jnp.sin, dict])
 def test_anything_else_is_an_error_that_shows_a_policy(spec):
     assert not is_policy_spec(spec)
-    with pytest.raises(ValueError, match=r"^Unknown dtype .*For example: 'mixed_bfloat16'\.$"):
+    with pytest.raises(
+        ValueError, match=r" is not a policy or a floating dtype\. For example: .* 'mixed_bfloat16'\)\.$"
+    ):
         jmp.get_policy(spec)
 
 
@@ -225,7 +227,7 @@ def test_a_string_of_many_spaces_is_refused_at_once(spec):
 def test_an_error_does_not_repeat_a_long_input(spec):
     with pytest.raises((ValueError, TypeError)) as raised:
         jmp.get_policy(spec)
-    assert " ... " in str(raised.value)
+    assert "... " in str(raised.value)
     assert len(str(raised.value)) < 3000
 
 

@@ -18,7 +18,6 @@ from ...loss_scale import (
     has_scaled_state,
     register_with_flax,
     select_tree,
-    suggest_loss_scale,
 )
 from ._step import (
     MASKED,
@@ -247,8 +246,8 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
-        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
-        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
+        given = describe(loss_scale)
+        raise TypeError(f"loss_scale must be a LossScale, got {given}. For example: policy.loss_scale().")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 

@@ -20,7 +20,6 @@ from ..._base import (
     hide_frames,
     is_half,
     prepare_state,
-    refuse_old_keywords,
     search_reduce_dtype,
 )
 from ...gradients import check_differentiable, scale_loss, value_and_grad, warn_of_half
@@ -47,7 +46,6 @@ def minimize(
     reduce_dtype: DTypeLike | None = None,
     on_opaque: Literal["error", "warn"] = "error",
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss, Aux]]: ...
-@refuse_old_keywords(strict="on_opaque='error' or 'warn'")
 def minimize(
     fun: Callable[..., Any],
     tx: Transformation,
