@@ -269,7 +269,7 @@ def test_maps_and_keras_keep_options(field):
     policy = jmp.get_policy("mixed_bfloat16").replace(**{field: OPTIONS[field]})
     policies = jmp.PolicyMap({"head": policy}, "mixed_bfloat16")
     for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
-        assert again is policies
+        assert again == policies
         assert again["head"] is policy
         assert again["body"] is jmp.get_policy("mixed_bfloat16")
     from_keras = jmp.compat.keras.DTypePolicy(policy.name)
