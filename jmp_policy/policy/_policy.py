@@ -192,14 +192,14 @@ class Policy:
         return str(self)
 
     def get_config(self) -> dict[str, str | None]:
-        """Returns the fields as strings and `None`, for JSON; `reduce_dtype`, `accumulate_dtype` and `cache` only if set.
+        """Returns the three dtypes, and the other fields that are set, as strings and `None`, for JSON.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "float16", None).get_config()
-        {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
-        """  # noqa: E501
+        {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None}
+        """
         config = {name: None if value is None else str(value) for name, value in vars(self).items()}
-        return {name: value for name, value in config.items() if value is not None or name not in _LATER}
+        return {name: value for name, value in config.items() if value is not None or name not in _OPTIONAL}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Policy":
@@ -231,8 +231,7 @@ class Policy:
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
 
     def __repr__(self) -> str:
-        given = [f"{n}={v!r}" for n, v in self.get_config().items() if n not in _OPTIONAL or v is not None]
-        return f"Policy({', '.join(given)})"
+        return f"Policy({', '.join(f'{name}={value!r}' for name, value in self.get_config().items())})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
         return Policy.from_config, (self.get_config(),)
@@ -240,8 +239,7 @@ class Policy:
 
 FROM = "_from_"  # between the quantization and the rest of a policy's name
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
-_LATER = ("reduce_dtype", "accumulate_dtype", "cache")  # added later: configs and pickles from before lack them
-_OPTIONAL = ("precision", "quantization", *_LATER)
+_OPTIONAL = ("precision", "quantization", "reduce_dtype", "accumulate_dtype", "cache")
 _CACHES = ("int8", "float8_e4m3fn")
 _INTERNED: dict[tuple, Policy] = {}
 

@@ -1,9 +1,8 @@
 """Policies by module path and module type."""
 
 import dataclasses
+import functools
 import re
-import threading
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -45,14 +44,13 @@ class Match:
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class PolicyMap:
     """Ordered rules that assign policies to the modules of a model.
 
     A path is the module names joined by `/`; the root has the path `""`. A key covers the modules it matches and
     everything inside them: a string matches by `re.fullmatch` on the path, a type by `isinstance`. The first rule that
-    covers a module wins; modules without a rule get the default. Maps are immutable, hashable pytrees without leaves,
-    and equal maps are one object.
+    covers a module wins; modules without a rule get the default. Maps are immutable, hashable pytrees without leaves.
 
     Args:
       rules: a mapping, or pairs, of a key and a policy spec that `get_policy` reads, except maps.
@@ -71,17 +69,18 @@ class PolicyMap:
     rules: tuple[MapRule, ...]
     default: Policy | None
 
-    def __new__(cls, rules: Mapping[K, Spec] | Iterable[tuple[K, Spec]], default: Spec = None) -> "PolicyMap":
-        """Returns the interned map of these rules."""
+    def __init__(self, rules: Mapping[K, Spec] | Iterable[tuple[K, Spec]], default: Spec = None):
         pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else _check_pairs(rules)
-        fields = (
-            tuple(_parse_rule(pair, i) for i, pair in enumerate(pairs)),
-            None if default is None else _parse_rule_policy(default, "as default of a PolicyMap"),
-        )
-        new = object.__new__(cls)
-        vars(new).update(rules=fields[0], default=fields[1])
-        with _LOCK:
-            return _INTERNED.setdefault(_make_interning_key(*fields), new)
+        parsed = tuple(_parse_rule(pair, i) for i, pair in enumerate(pairs))
+        given = None if default is None else _parse_rule_policy(default, "as default of a PolicyMap")
+        vars(self).update(rules=parsed, default=given)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # each dispatch of a jitted function asks for it
+        return hash((self.rules, self.default))
 
     def __getitem__(self, path: str) -> Policy:
         """Returns the policy of the module at `path`, using string keys only."""
@@ -200,7 +199,7 @@ class PolicyMap:
         rules = ", ".join(f"{spell_key(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
         return f"PolicyMap({{{rules}}}, default={None if self.default is None else str(self.default)!r})"
 
-    def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
+    def __reduce__(self) -> tuple:  # without the hash, which is of this process
         return PolicyMap, (_rule_pairs(self.rules), self.default)
 
 
@@ -217,15 +216,6 @@ def list_policies(given: Policy | PolicyMap) -> list[Policy]:
         return [given]
     policies = [rule.policy for rule in given.rules]
     return policies if given.default is None else [*policies, given.default]
-
-
-_INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
-
-
-def _make_interning_key(rules: tuple[MapRule, ...], default: Policy | None) -> tuple:
-    """Uses ids of types, which the map keeps alive: a key that referred to the types would keep the map alive."""
-    return tuple((id(rule.key) if isinstance(rule.key, type) else rule.key, rule.policy) for rule in rules), default
 
 
 def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:

@@ -62,7 +62,7 @@ def test_json_is_one_document_and_its_keys_are_in_the_help(capsys):
     assert set(captured.err.splitlines()) == {"tracing"}
     assert document["device"]["platform"] == jax.default_backend()
     assert document["scopes"] == ["big"]
-    assert eval(document["code"]) is jmp.PolicyMap.from_config(document["policy_map"])
+    assert eval(document["code"]) == jmp.PolicyMap.from_config(document["policy_map"])
     main(["tune", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert [key for key in document if key not in shown] == []

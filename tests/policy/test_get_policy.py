@@ -59,7 +59,7 @@ def test_anything_else_is_an_error_that_shows_a_policy(spec):
 @pytest.mark.parametrize("rules", [{"head": "float32"}, {dict: "float32"}], ids=["path", "type"])
 def test_the_config_of_a_map_is_read_with_the_default_filled_in(rules):
     with jmp.use_policy("bfloat16"):
-        assert jmp.get_policy(jmp.PolicyMap(rules).get_config()) is jmp.PolicyMap(rules, "bfloat16")
+        assert jmp.get_policy(jmp.PolicyMap(rules).get_config()) == jmp.PolicyMap(rules, "bfloat16")
 
 
 @pytest.mark.parametrize("spec", [{}, {"head": "float32"}])

@@ -105,7 +105,7 @@ def test_a_prediction_is_a_table_a_page_a_picture_and_json(stats, monkeypatch):
     assert repr(prediction).endswith("print it for the table>")
     plain = json.loads(json.dumps(prediction.to_dict(), allow_nan=False))
     assert plain["reasons"][0]["path"] == "up"
-    assert jmp.PolicyMap.from_config(plain["policy_map"]) is prediction.policy_map
+    assert jmp.PolicyMap.from_config(plain["policy_map"]) == prediction.policy_map
     figure = prediction.plot()
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
     assert list(panels) == ["forward", f"backward, loss scale {prediction.loss_scale:g}"]

@@ -98,7 +98,7 @@ def drop_names(program):
 
 @pytest.mark.slow
 def test_the_code_evaluates_to_the_map(tuning):
-    assert eval(tuning.to_code()) is tuning.policy_map
+    assert eval(tuning.to_code()) == tuning.policy_map
 
 
 def test_the_text_says_what_was_found(tuning):
@@ -127,7 +127,7 @@ def test_the_plot_has_each_trial_and_the_tolerance(tuning):
 
 def test_plain_data_is_json(tuning):
     plain = json.loads(json.dumps(tuning.to_dict(), allow_nan=False))
-    assert jmp.PolicyMap.from_config(plain["policy_map"]) is tuning.policy_map
+    assert jmp.PolicyMap.from_config(plain["policy_map"]) == tuning.policy_map
     assert plain["trials"][0] == {"kept": [], "error": None}
     assert plain["scopes"] == ["c"]
 
