@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..._base import did_you_mean, quote
+from ...report import Plain
 from ._counting import FIRST_COUNTS, HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
@@ -159,7 +160,7 @@ class FormatShares:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
+class Row(Plain):
     """Statistics of a tensor, and its losses in each format, as numbers on the host.
 
     A row that was never measured, such as one in a branch that was not taken, has a count of 0 and zeros otherwise.
@@ -228,15 +229,6 @@ class Row:
         return self.to_dict() == other.to_dict() if isinstance(other, Row) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as dictionaries, lists, strings, finite numbers and `None`."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["turn"] = list(self.turn) if isinstance(self.turn, tuple) else self.turn
-        plain["shape"] = list(self.shape)
-        plain["histogram"] = None if self.histogram is None else self.histogram.tolist()
-        plain["formats"] = {name: dataclasses.asdict(shares) for name, shares in self.formats.items()}
-        return plain
 
     def list_scalars(self) -> list[tuple[str, float]]:
         """Returns its finite numbers by name; losses have the name of their format as a prefix."""
