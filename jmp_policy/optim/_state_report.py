@@ -10,7 +10,15 @@ import numpy as np
 
 from .._base import PyTree, is_array, is_floating_dtype
 from ..report import Column, Plain, Report, Table, find_row, format_bytes, make_columns, make_plain, shorten_dtypes
-from ._moments import Blocks, QuantizedMomentsState, choose_sides, is_embedding, list_moments, map_moments, show_path
+from ._moments import (
+    MomentBlocks,
+    QuantizedMomentsState,
+    choose_sides,
+    is_embedding,
+    list_moments,
+    map_moments,
+    show_path,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +146,12 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
 def _join(state: QuantizedMomentsState) -> Any:
     """Pairs the moments of an optimizer with their scales."""
     scales: Iterator[Any] = iter(jax.tree.leaves(state.scales))
-    join = lambda moment: Blocks(moment, next(scales))
+    join = lambda moment: MomentBlocks(moment, next(scales))
     return map_moments(lambda role, field: jax.tree.map(join, field), state.inner_state)
 
 
 def _is_blocks(node: Any) -> bool:
-    return isinstance(node, Blocks)
+    return isinstance(node, MomentBlocks)
 
 
 def _make_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:

@@ -15,7 +15,7 @@ from ...policy import Policy, PolicyMap, PolicySpec, get_policy
 from ...report import REFERENCE_LINE, Plain, Report, Table, make_columns, make_figure, make_finite, make_plain
 from .._tune import make_map
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
-from ._plan import Layout, RowLayout
+from ._plan import RowLayout, TableLayout
 from ._scopes import is_inside
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Divergence(Report):
     record: Any
     compared: list[Any]
     totals: list[Any]
-    layout: Layout
+    layout: TableLayout
 
     @property
     def unaligned(self) -> tuple[str, ...]:

@@ -62,17 +62,17 @@ def list_turns(turn: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return (turn,) if isinstance(turn, int) else turn or ()
 
 
-class Layout:
+class StatsLayout:
     """The tensors of all rows, `sites`, and their `StatsSpec`, `meter`.
 
     Equal layouts are one object, also after copying and unpickling, so that `jit` compares and hashes them by identity.
 
-    >>> from jmp_policy.numerics._stats._row import Layout, TensorInfo
+    >>> from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
     >>> from jmp_policy.numerics._stats._measure import StatsSpec
     >>> info = TensorInfo("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
-    >>> layout = Layout([info], StatsSpec(("float16",)))
-    >>> layout is Layout([info], StatsSpec(("float16",))), layout
-    (True, Layout(1 row, float16))
+    >>> layout = StatsLayout([info], StatsSpec(("float16",)))
+    >>> layout is StatsLayout([info], StatsSpec(("float16",))), layout
+    (True, StatsLayout(1 row, float16))
     """
 
     __slots__ = ("__weakref__", "meter", "sites")
@@ -80,7 +80,7 @@ class Layout:
     sites: tuple[TensorInfo, ...]
     meter: StatsSpec
 
-    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "Layout":
+    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "StatsLayout":
         """Returns the interned layout."""
         key = (tuple(sites), spec)
         new = object.__new__(cls)
@@ -89,17 +89,17 @@ class Layout:
         return _INTERNED.setdefault(key, new)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"A Layout cannot be changed: cannot set {name!r}. Make another one.")
+        raise AttributeError(f"A StatsLayout cannot be changed: cannot set {name!r}. Make another one.")
 
     def __reduce__(self) -> tuple:
-        return Layout, (self.sites, self.meter)
+        return StatsLayout, (self.sites, self.meter)
 
     def __len__(self) -> int:
         return len(self.sites)
 
     def __repr__(self) -> str:
         rows = f"{len(self.sites)} row{'' if len(self.sites) == 1 else 's'}"
-        return f"Layout({', '.join([rows, *self.meter.formats])})"
+        return f"StatsLayout({', '.join([rows, *self.meter.formats])})"
 
     def list_names(self) -> list[str]:
         """Returns a unique name for each row: the second `"head/dot_general/forward"` ends in `_1`."""
@@ -109,7 +109,7 @@ class Layout:
             taken[next(spelling for spelling in spellings if spelling not in taken)] = None
         return list(taken)
 
-    def describe_difference(self, other: "Layout") -> str:
+    def describe_difference(self, other: "StatsLayout") -> str:
         """Returns the first difference of two layouts, for an error."""
         for name in ("formats", "histogram", "dtype", "sample"):
             mine, theirs = getattr(self.meter, name), getattr(other.meter, name)
@@ -122,7 +122,7 @@ class Layout:
 
 
 # Weak: a layout lives as long as Stats or a compiled function that returns them.
-_INTERNED: weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], Layout] = weakref.WeakValueDictionary()
+_INTERNED = weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], StatsLayout]()
 
 
 _LEAST_SHIFT = -1000
@@ -302,7 +302,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
+def read_rows(record: Record, layout: StatsLayout) -> tuple[Row, ...]:
     """Returns the rows of a record, with its leading axes merged.
 
     Counts are exact. Sums are added in float64, in units of the largest binade, so that none overflows or vanishes.
@@ -324,7 +324,7 @@ def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
 
 
 def _make_row(
-    layout: Layout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
+    layout: StatsLayout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
     times, zeros, nans, infs = counts[:FIRST_COUNTS]

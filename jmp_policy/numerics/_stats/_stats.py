@@ -17,7 +17,7 @@ from ...report import Report, Table
 from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
 from ._record import Record, fold, merge
-from ._row import Layout, Row, TensorInfo, read_rows
+from ._row import Row, StatsLayout, TensorInfo, read_rows
 from ._stats_report import list_lines, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Stats(Report, Uncast):
     """
 
     record: Record
-    layout: Layout
+    layout: StatsLayout
 
     def __post_init__(self) -> None:
         register_with_flax()
@@ -213,21 +213,21 @@ class Stats(Report, Uncast):
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
         )
-        layout = Layout([self.layout.sites[index] for index in indices], self.layout.meter)
+        layout = StatsLayout([self.layout.sites[index] for index in indices], self.layout.meter)
         remember_part(layout, self.layout, indices)
         return Stats(record, layout)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], StatsLayout]:
         """Returns the arrays of the record by name, and the layout."""
         keys = map(jax.tree_util.GetAttrKey, Record._fields)
         return tuple(zip(keys, self.record, strict=True)), self.layout
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], StatsLayout]:
         """Returns the arrays of the record, and the layout."""
         return tuple(self.record), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
+    def tree_unflatten(cls, layout: StatsLayout, leaves: Any) -> "Stats":
         """Returns Stats of any four leaves."""
         return cls(Record(*leaves), layout)
 

@@ -8,7 +8,7 @@ import pytest
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats
-from jmp_policy.numerics._stats._row import Layout
+from jmp_policy.numerics._stats._row import StatsLayout
 
 
 def make_stats(sites, tensors, formats=("float16", "bfloat16")):
@@ -124,7 +124,7 @@ def test_statistics_without_formats_are_in_the_order_of_the_program():
 
 
 def test_an_empty_program_says_so():
-    layout = Layout([], make_layout().meter)
+    layout = StatsLayout([], make_layout().meter)
     assert str(Stats(layout.meter.empty(0), layout)) == (
         "Nothing was observed: the program has no tensor of the kind that was asked for."
     )
