@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from .._base import describe, is_array, is_floating_dtype
-from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_roles, quantize
+from ..optim._moments import CODES, MomentBlocks, Shape, dequantize, find_role, list_roles, quantize
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
 from ..quant._weights import ARRAYS, Layout, describe_arrays, is_quantized, list_arrays, quantize_array
@@ -32,7 +32,7 @@ class Moment(Pair):
     def decode(self) -> Any:
         if not self.is_quantized:
             return self.entry.value
-        blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
+        blocks = MomentBlocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
         return dequantize(blocks, CODES[self.role], self._sides)
 
     def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:

@@ -129,7 +129,7 @@ _NOT_OUTSIDE_IN_A_STEP = {
 }
 
 
-class _Fields(NamedTuple):
+class _LossScaledFields(NamedTuple):
     inner_state: Any
     loss_scale: LossScale
     grads_finite: jax.Array
@@ -137,7 +137,7 @@ class _Fields(NamedTuple):
     consecutive_skips: jax.Array
 
 
-class LossScaledState(_Fields):
+class LossScaledState(_LossScaledFields):
     """State of `optim.loss_scaled`, a `NamedTuple`.
 
     Attributes:

@@ -9,12 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import PyTree, is_array, is_floating_dtype
-from ..report import Column, Report, Table, find_row, format_bytes, make_columns, shorten_dtypes
-from ._moments import Blocks, QuantizedMomentsState, choose_sides, is_embedding, list_moments, map_moments, show_path
+from ..report import Column, Plain, Report, Table, find_row, format_bytes, make_columns, make_plain, shorten_dtypes
+from ._moments import (
+    MomentBlocks,
+    QuantizedMomentsState,
+    choose_sides,
+    is_embedding,
+    list_moments,
+    map_moments,
+    show_path,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentRow:
+class MomentRow(Plain):
     """Storage of one moment of one parameter.
 
     Attributes:
@@ -43,10 +51,6 @@ class MomentRow:
     bytes: int
     float32_bytes: int
     left: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain strings, numbers and lists."""
-        return dataclasses.asdict(self) | {"block": list(self.block)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -89,12 +93,12 @@ class StateReport(Report):
         return find_row(self.rows, path, "moment", "stored")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain dictionaries, lists, strings and numbers, for tests and JSON."""
-        totals = ("moment_bytes", "float32_bytes", "other_bytes", "bytes_per_param")
-        return {"rows": [row.to_dict() for row in self.rows], **{name: getattr(self, name) for name in totals}}
+        """Returns rows and sizes as dictionaries, lists, strings and numbers."""
+        names = ("rows", "moment_bytes", "float32_bytes", "other_bytes", "bytes_per_param")
+        return {name: make_plain(getattr(self, name)) for name in names}
 
-    def __repr__(self) -> str:
-        return f"<StateReport: {len(self.rows)} moments; print it for the table>"
+    def _summarize(self) -> str:
+        return f"{len(self.rows)} moments"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         columns = [*make_columns("parameter, role, dtype, block", "bytes"), Column("left", wraps=True)]
@@ -142,12 +146,12 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
 def _join(state: QuantizedMomentsState) -> Any:
     """Pairs the moments of an optimizer with their scales."""
     scales: Iterator[Any] = iter(jax.tree.leaves(state.scales))
-    join = lambda moment: Blocks(moment, next(scales))
+    join = lambda moment: MomentBlocks(moment, next(scales))
     return map_moments(lambda role, field: jax.tree.map(join, field), state.inner_state)
 
 
 def _is_blocks(node: Any) -> bool:
-    return isinstance(node, Blocks)
+    return isinstance(node, MomentBlocks)
 
 
 def _make_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:

@@ -16,11 +16,11 @@ from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_num
 from ._products import Bilinear, is_integer_product, observe_products
 
 
-class Calibration:
+class ClipCalibration:
     """Statistics of the inputs of each layer, by path, over all batches."""
 
     def __init__(self) -> None:
-        self.layers: dict[str, InputStatistics] = {}
+        self.layers: dict[str, ClipStatistics] = {}
         self._traced: dict[str, None] = {}
         self._path = ""
 
@@ -42,7 +42,7 @@ class Calibration:
         if isinstance(x, Tracer):
             self._traced[self._path] = None
         elif x.size:
-            self.layers.setdefault(self._path, InputStatistics(self._path)).add(x, axes)
+            self.layers.setdefault(self._path, ClipStatistics(self._path)).add(x, axes)
 
     def check(self, count: int) -> None:
         """Raises or warns if the inputs of layers were not seen in `count` batches."""
@@ -68,7 +68,7 @@ _SHIFT = 16
 _PER_OCTAVE, _OCTAVES = 8, 6  # clips to try: 8 per power of two, down to a 64th of a batch's peak
 
 
-class InputStatistics:
+class ClipStatistics:
     """Magnitudes of a layer's inputs, and the square errors with and without clips."""
 
     def __init__(self, path: str) -> None:
@@ -202,7 +202,7 @@ def calibrate(
     example = "calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)"
     adapter = require_adapter(model, f"calibrate takes a Flax module, got {model!r}. For example: {example}.")
     check_batches("calibrate", batches)
-    bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
+    bound, calibration, count = adapter.bind(model, variables), ClipCalibration(), 0
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)

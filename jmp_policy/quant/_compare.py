@@ -16,6 +16,7 @@ from ..report import (
     KEPT,
     Bars,
     Panel,
+    Plain,
     Report,
     Table,
     choose_byte_unit,
@@ -30,7 +31,7 @@ from ._weights import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerComparison:
+class LayerComparison(Plain):
     """A layer with a weight, before and after quantization.
 
     Attributes:
@@ -58,6 +59,8 @@ class LayerComparison:
     weight_error: float
     output_error: float | None
 
+    _properties = ("sqnr",)
+
     @property
     def sqnr(self) -> float:
         """Signal-to-quantization-noise ratio of the weight, in decibels."""
@@ -67,10 +70,6 @@ class LayerComparison:
     def is_quantized(self) -> bool:
         """True if the weight is quantized afterwards."""
         return not self.quantization.startswith("left: ")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields and `sqnr`."""
-        return dataclasses.asdict(self) | {"sqnr": self.sqnr}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,6 +94,8 @@ class Comparison(Report):
     parameters_before: int = 0
     parameters_after: int = 0
 
+    _properties = ("bytes_before", "bytes_after")
+
     @property
     def bytes_before(self) -> int:
         """Size of the weights of all rows."""
@@ -113,12 +114,6 @@ class Comparison(Report):
     def __getitem__(self, path: str) -> LayerComparison:
         """Returns the row of the layer at `path`, or raises KeyError."""
         return find_row(self.rows, path, "layer", "compared")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as dictionaries, lists, strings and numbers, for JSON."""
-        sizes = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
-        sizes |= {"parameters_before": self.parameters_before, "parameters_after": self.parameters_after}
-        return {"rows": [row.to_dict() for row in self.rows], **sizes, "output_error": self.output_error}
 
     def plot(self) -> Any:
         """Plots output error and bytes per layer, as a `matplotlib.figure.Figure`. Needs matplotlib."""
@@ -141,9 +136,8 @@ class Comparison(Report):
             line_name="the model itself",
         )
 
-    def __repr__(self) -> str:
-        counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"
-        return f"<Comparison: {counts}; print it for the table>"
+    def _summarize(self) -> str:
+        return f"{len(self.quantized)} of {len(self.rows)} layers quantized"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         columns = make_columns("layer, type, format", "before, after, weight error, SQNR, output error")

@@ -41,16 +41,16 @@ T = TypeVar("T")
 _SHOWN = 5  # weights in an error
 
 
-class _Options(TypedDict, total=False):
+class _QuantizeOptions(TypedDict, total=False):
     clip: Clip
     input_clips: Mapping[str, Any] | None
     stacked: Collection[str]
 
 
 @overload
-def quantize(target: dict[str, Any], policy: PolicySpec, **options: Unpack[_Options]) -> dict[str, Any]: ...
+def quantize(target: dict[str, Any], policy: PolicySpec, **options: Unpack[_QuantizeOptions]) -> dict[str, Any]: ...
 @overload
-def quantize(target: T, policy: PolicySpec, **options: Unpack[_Options]) -> T: ...
+def quantize(target: T, policy: PolicySpec, **options: Unpack[_QuantizeOptions]) -> T: ...
 def quantize(
     target: Any,
     policy: PolicySpec,

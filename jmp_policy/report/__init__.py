@@ -21,12 +21,12 @@ from ._plots import (
 )
 from ._report import (
     Column as Column,
+    Plain as Plain,
     Report as Report,
     Table as Table,
     choose_byte_unit as choose_byte_unit,
     draw_document as draw_document,
     draw_html_note as draw_html_note,
-    find_largest as find_largest,
     find_row as find_row,
     format_bytes as format_bytes,
     format_count as format_count,
@@ -34,6 +34,7 @@ from ._report import (
     list_lines as list_lines,
     list_places as list_places,
     make_columns as make_columns,
+    make_finite as make_finite,
     make_plain as make_plain,
     name_place as name_place,
     shorten_dtypes as shorten_dtypes,

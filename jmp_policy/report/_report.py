@@ -6,17 +6,20 @@ Also short names of dtypes, policies, sizes and modules for tables and notes.
 import abc
 import dataclasses
 import itertools
+import json
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from html import escape
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from .._base import escape_controls
-from ..policy import Policy
+from ..policy import Policy, PolicyMap
 
 Row = TypeVar("Row")
 
@@ -50,13 +53,31 @@ def make_columns(texts: str, numbers: str = "") -> list[Column]:
     return [*map(Column, texts.split(", ")), *(Column(name, is_number=True) for name in numbers.split(", ") if name)]
 
 
-class Report(abc.ABC):
-    """Base class of results that people read: a text when printed, a page in a notebook.
+class Plain:
+    """Base class of reports and of their rows: dataclasses that `to_dict` returns as plain data."""
 
-    A subclass returns its tables from `_list_tables` and its notes from `_list_notes`. The text is as wide as the
-    terminal, or as `COLUMNS` in the environment. Without a terminal, tables are 80 characters wide, and each
-    note is one line.
+    _properties: ClassVar[tuple[str, ...]] = ()
+    """The properties that `to_dict` has after the fields."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields, and what follows from them, as dictionaries, lists, strings, numbers and `None`."""
+        return make_plain(self)
+
+
+class Report(Plain, abc.ABC):
+    """Base class of results that people read: one line in a console, a text when printed, a page in a notebook.
+
+    A subclass returns the line from `_summarize`, its tables from `_list_tables` and its notes from `_list_notes`. The
+    text is as wide as the terminal, or as `COLUMNS` in the environment. Without a terminal, tables are 80 characters
+    wide, and each note is one line.
     """
+
+    _MOST_ROWS: ClassVar[int] = 60
+    """Maximum number of rows of a table. The attributes of the report have all of them."""
+
+    @abc.abstractmethod
+    def _summarize(self) -> str:
+        """Returns the line of a console, without the name of the class."""
 
     @abc.abstractmethod
     def _list_tables(self, width: int | None) -> Sequence[Table]:
@@ -66,15 +87,36 @@ class Report(abc.ABC):
     def _list_notes(self) -> Sequence[str]:
         """Returns the paragraphs below the tables."""
 
+    def _has_numbers(self) -> bool:
+        """False if tracers stand for arrays, as inside `jit`: there is nothing to print."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._summarize()}; print it for the table>"
+
     def __str__(self) -> str:
+        if not self._has_numbers():
+            return repr(self)
         measured = measure_width()
         width = measured or DEFAULT_WIDTH
         tables = [draw_table(table, width) for table in map(_escape_table, self._list_tables(width))]
         return "\n\n".join([*tables, "\n".join(wrap_note(note, measured) for note in self._list_escaped_notes())])
 
     def _repr_html_(self) -> str:
+        if not self._has_numbers():
+            return draw_html_note(repr(self))
         tables = map(_escape_table, self._list_tables(None))
         return "".join([*map(draw_html_table, tables), *map(draw_html_note, self._list_escaped_notes())])
+
+    def _keep_largest(self, rows: Sequence[Row], key: Callable[[Row], Any] = lambda _: 0) -> list[Row]:
+        """Returns the `_MOST_ROWS` rows with the largest keys, in the given order."""
+        largest = sorted(range(len(rows)), key=lambda index: key(rows[index]), reverse=True)[: self._MOST_ROWS]
+        return [rows[index] for index in sorted(largest)]
+
+    def _note_left_out(self, rows: Sized, kind: str, attribute: str = ".rows") -> list[str]:
+        """Returns a note on the rows that `_keep_largest` leaves out, such as "rows of less work"."""
+        count = len(rows) - self._MOST_ROWS
+        return [f"{count} {kind} are left out: `{attribute}` has them."] if count > 0 else []
 
     def _list_escaped_notes(self) -> list[str]:
         return [escape_controls(note, keep="") for note in self._list_notes()]
@@ -103,22 +145,30 @@ def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
     raise KeyError(f"No {kind} at {path!r}. Those {listed} are {', '.join(map(repr, by_path))}.")
 
 
-def find_largest(rows: Sequence[Row], key: Callable[[Row], Any], most: int) -> list[Row]:
-    """Returns the `most` rows with the largest keys, in the given order."""
-    largest = set(sorted(rows, key=key, reverse=True)[:most])
-    return [row for row in rows if row in largest]
-
-
 def list_lines(sentences: Iterable[object]) -> str:
     """Returns indented lines for the message of an error, each after a line break."""
     return "".join(f"\n  {escape_controls(str(sentence), keep='')}" for sentence in sentences)
 
 
 def make_plain(value: Any) -> Any:
-    """Returns a dataclass as a dictionary of its fields, and tuples as lists, also inside of each other."""
+    """Returns reports, rows and policies as dictionaries, lists, strings and numbers, also inside of each other."""
+    if isinstance(value, Policy):
+        return value.name
+    if isinstance(value, PolicyMap):
+        return value.get_config()
     if dataclasses.is_dataclass(value):
-        return {field.name: make_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return [*map(make_plain, value)] if isinstance(value, tuple) else value
+        names = [field.name for field in dataclasses.fields(value)] + [*getattr(value, "_properties", ())]
+        return {name: make_plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: make_plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [*map(make_plain, value)] if isinstance(value, tuple | list) else value
+
+
+def make_finite(plain: Any) -> Any:
+    """Replaces nan and infinity in plain data by `None`, as strict JSON needs it."""
+    return json.loads(json.dumps(plain), parse_constant=lambda _: None)
 
 
 def measure_width() -> int | None:

@@ -10,7 +10,7 @@ from flax import linen as nn, nnx, serialization
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.modules._adapter import ModuleCall
-from jmp_policy.quant._calibrate import Calibration, InputStatistics
+from jmp_policy.quant._calibrate import ClipCalibration, ClipStatistics
 
 POLICY = "int8(min_size=0)_from_float32"
 STATIC = "int8(min_size=0,act_scale=static)_from_float32"
@@ -117,7 +117,7 @@ def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
 def test_percentiles_are_those_of_all_batches_to_the_width_of_a_bin():
     rng = np.random.default_rng(0)
     batches = [rng.lognormal(size=(64, 64)).astype(np.float32) * 10.0**power for power in (-4, 0, 3)]
-    statistics = InputStatistics("layer")
+    statistics = ClipStatistics("layer")
     for batch in batches:
         statistics.add(jnp.asarray(batch * rng.choice([-1, 1], batch.shape), jnp.float32), (1,))
     magnitudes = np.concatenate(batches).astype(np.float32).astype(np.float64)
@@ -131,7 +131,7 @@ def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(1, 65536)).astype(np.float32)
     x[0, [0, -1]] = 30.0  # one in each half: cutting it a little costs less than the steps it takes from the others
-    statistics = InputStatistics("layer")
+    statistics = ClipStatistics("layer")
     for half in np.split(x, 2, axis=1):
         statistics.add(jnp.asarray(half), (1,))
     best = statistics.clip("mse")
@@ -149,7 +149,7 @@ def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried():
 
 @pytest.mark.slow
 def test_a_clip_is_chosen_among_those_that_were_tried_on_every_batch():
-    statistics = InputStatistics("layer")
+    statistics = ClipStatistics("layer")
     statistics.add(jnp.ones((1, 65536)).at[0, 0].set(30.0), (1,))  # by itself best clipped below 30
     assert statistics.clip("mse") < 30
     statistics.add(jnp.full((1, 65536), 1e5), (1,))
@@ -158,7 +158,7 @@ def test_a_clip_is_chosen_among_those_that_were_tried_on_every_batch():
 
 @pytest.mark.slow
 def test_what_a_module_multiplies_after_its_parts_is_its_own():
-    calibration, x = Calibration(), jnp.ones((4, 8))
+    calibration, x = ClipCalibration(), jnp.ones((4, 8))
 
     def whole() -> None:
         calibration.hook(ModuleCall("whole/part", nn.Dense), lambda: calibration.add(x, (1,)), (), {})

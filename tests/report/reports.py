@@ -24,7 +24,7 @@ from jmp_policy.numerics import (
 from jmp_policy.numerics._explain import Explanation, Row
 from jmp_policy.numerics._stats._measure import StatsSpec
 from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import Layout, TensorInfo
+from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
 
@@ -113,7 +113,7 @@ def _measure() -> Stats:
     sums = np.full((len(sites), 1 + 2 * len(formats), 2), 0.003, np.float32)
     extremes = np.tile(np.float32([0.0123, 1.1e-9]), (len(sites), 1))
     record = Record(counts, extremes, np.full(len(sites), -7, np.int32), sums)  # pyright: ignore[reportArgumentType]
-    return Stats(record, Layout(sites, StatsSpec(formats)))
+    return Stats(record, StatsLayout(sites, StatsSpec(formats)))
 
 
 def _store() -> StateReport:

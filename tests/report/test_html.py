@@ -47,14 +47,24 @@ def test_page_has_a_cell_for_each_column(name):
     assert page.count("<p>") == len(REPORTS[name]._list_notes())
 
 
+def test_a_page_leaves_out_the_reasons_that_it_says_it_does():
+    report = REPORTS["prediction"]
+    (table,) = report._list_tables(None)
+    assert f"{len(report.reasons) - len(table.rows)} reasons with less risk are left out" in report._repr_html_()
+
+
 def test_text_is_on_the_left_and_escaped_and_numbers_on_the_right():
     class Prices(Report):
+        def _summarize(self):
+            return "1 price"
+
         def _list_tables(self, width):
             return [Table([Column("<fruit>"), Column("price", is_number=True)], [("a<b/c>", "1")])]
 
         def _list_notes(self):
             return ["a & <b/c>"]
 
+    assert repr(Prices()) == "<Prices: 1 price; print it for the table>"
     page = Prices()._repr_html_()
     assert Page(page).texts == ["<fruit>", "price", "a<b/c>", "1", "a & ", "<b/c>"]
     assert '<td style="text-align:right;white-space:nowrap">1</td>' in page

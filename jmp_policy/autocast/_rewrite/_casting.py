@@ -16,7 +16,7 @@ from ..._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
 from ._dataflow import is_applied_to_each, is_gradient_sum, is_steep_in
-from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
+from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scopes, ScopeSettings, find_functions, find_sums_dtype
 from ._precision import (
     PrecisionFinder,
     as_low,
@@ -28,7 +28,7 @@ from ._precision import (
     round_sum,
     write_product,
 )
-from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastState, Level, count_bias_axes, is_given, is_sum
+from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastLevel, CastState, count_bias_axes, is_given, is_sum
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
@@ -292,7 +292,7 @@ class CastingRule(EquationWriter):
         kind = AbstractValue(made, state._replace(bias_axes=count_bias_axes(eqn, values)))
         return write_product(product, eqn, atoms, kind, body)
 
-    def _find_rule_of(self, scope: Scope) -> CastingRule:
+    def _find_rule_of(self, scope: ScopeSettings) -> CastingRule:
         """Returns this rule with the compute and accumulate dtype of a scope."""
         compute: Any = scope.compute_dtype or self.compute_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
@@ -346,7 +346,7 @@ class CastingRule(EquationWriter):
         marked = state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight)
         return result if state == marked else Value(result.atom, AbstractValue(dtype, marked))
 
-    def _find_narrow(self, level: Level, place: EquationPlace, values: Sequence[Value]) -> str:
+    def _find_narrow(self, level: CastLevel, place: EquationPlace, values: Sequence[Value]) -> str:
         """Says why the next operation casts an output of a function down: a half-precision input, or a rule."""
         if level is not FULL_LEVEL or place.treatment not in _NARROW:
             return ""

@@ -34,7 +34,7 @@ ScopeRow = tuple[Key, Policy | str]
 """The key of a rule, and its policy or treatment."""
 
 
-class Scope(NamedTuple):
+class ScopeSettings(NamedTuple):
     """The settings for the operations of a scope. None means as in the rest of the function."""
 
     compute_dtype: np.dtype | None = None  # the dtype of low operations
@@ -68,7 +68,7 @@ class Scopes:
         self._everywhere = _ScopeRules([*self.rows, *((rule.key, rule.policy) for rule in rules)], root)
         self._backward = _ScopeRules(self.backward_rows, root)
         self.paths = ModulePaths(self.modules)
-        self._found: dict[tuple[str, bool], Scope | None] = {}
+        self._found: dict[tuple[str, bool], ScopeSettings | None] = {}
 
     @property
     def accumulates(self) -> bool:
@@ -81,7 +81,7 @@ class Scopes:
         """True if the policy of a scope quantizes attention."""
         return any(attention_format_of(scope.quantization) is not None for _, scope in self._everywhere.rows)
 
-    def find(self, path: str, backward: bool) -> Scope | None:
+    def find(self, path: str, backward: bool) -> ScopeSettings | None:
         """Finds the scope of a path, in the backward pass or not."""
         key = path, backward
         if key not in self._found:
@@ -112,7 +112,7 @@ class _ScopeRules:
         self.rows = [(key, _make_scope(rule, root)) for key, rule in rows]
         self.map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # for its keys only
 
-    def find(self, path: str, types: Mapping[str, type]) -> Scope | None:
+    def find(self, path: str, types: Mapping[str, type]) -> ScopeSettings | None:
         rule = self.map.match(path, types).rule
         if rule is None:
             return None
@@ -120,15 +120,15 @@ class _ScopeRules:
         return self.rows[self.map.rules.index(rule)][1]._replace(path=begins)
 
 
-def _make_scope(rule: Policy | str, root: Policy) -> Scope:
+def _make_scope(rule: Policy | str, root: Policy) -> ScopeSettings:
     """Makes the scope of a rule. With a policy that computes in float32, all operations run in float32."""
     if isinstance(rule, str):
-        return Scope(treatment=rule, quantization=root.quantization)
+        return ScopeSettings(treatment=rule, quantization=root.quantization)
     precision = None if rule.precision is None else (rule.precision, root.precision)
     if rule.compute_dtype == np.float32 and rule.quantization is None:
-        return Scope(None, "full", rule.output_dtype, precision=precision)
-    accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # the compute dtype turns it off
-    return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision, "", rule.quantization)
+        return ScopeSettings(None, "full", rule.output_dtype, precision=precision)
+    sums_dtype = rule.accumulate_dtype or rule.compute_dtype  # the compute dtype turns it off
+    return ScopeSettings(rule.compute_dtype, None, rule.output_dtype, sums_dtype, precision, "", rule.quantization)
 
 
 def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
@@ -220,7 +220,7 @@ class EquationPlace(NamedTuple):
     # The path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used at
     # two paths is rewritten once.
     path: str = ""
-    scope: Scope | None = None  # the settings for that path
+    scope: ScopeSettings | None = None  # the settings for that path
     steep: frozenset[int] = NONE  # its outputs that reach an operation that is steep where others saturate
     logarithmic: frozenset[int] = NONE  # its outputs that reach a logarithm, even through sums
     saved: frozenset[int] = NONE  # its outputs that only a backward pass reads, for loops under an accumulate dtype
@@ -233,7 +233,7 @@ class EquationPlace(NamedTuple):
             return self.scope.treatment
         return None if self.function is None else self.function.treatment
 
-    def is_inside(self, scope: Scope) -> bool:
+    def is_inside(self, scope: ScopeSettings) -> bool:
         """True if this place is in a scope."""
         return f"{self.path}/".startswith(f"{scope.path}/") or not scope.path
 

@@ -32,7 +32,7 @@ from ...quant._products import Bilinear, Convolution, Dot, label_convolution, la
 from . import _tables
 from ._dataflow import is_applied_to_each
 from ._place import COMPUTE_DTYPES, EquationPlace
-from ._promotion import FULL_LEVEL, TRACED_LEVEL, Level, Numbers, is_sum
+from ._promotion import FULL_LEVEL, TRACED_LEVEL, CastLevel, Numbers, is_sum
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
 
@@ -227,7 +227,7 @@ def note_rounding(eqn: JaxprEqn) -> JaxprEqn:
 
 def as_low(kind: AbstractValue, dtype: np.dtype) -> AbstractValue:
     """Returns the kind of a value after `round_sum`."""
-    return AbstractValue(dtype, kind.state._replace(level=Level.LOW)) if is_sum(kind) else kind
+    return AbstractValue(dtype, kind.state._replace(level=CastLevel.LOW)) if is_sum(kind) else kind
 
 
 def write_product(

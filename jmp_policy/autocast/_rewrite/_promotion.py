@@ -8,13 +8,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._jaxpr import AbstractValue, Fact, Value, having, shape_of
-from ._place import Scope
+from ._place import ScopeSettings
 
 Numbers = tuple[float, ...]
 """The distinct elements of a value, if they are known and few; otherwise empty."""
 
 
-class Level(enum.IntEnum):
+class CastLevel(enum.IntEnum):
     """The reason for the dtype of a value. The highest level of the operands wins.
 
     As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 if its input comes from a
@@ -28,17 +28,17 @@ class Level(enum.IntEnum):
 
 
 # Attributes of an `Enum` are slow in Python 3.11, and each operation needs them.
-TRACED_LEVEL, LOW_LEVEL, SUM_LEVEL, FULL_LEVEL = Level
+TRACED_LEVEL, LOW_LEVEL, SUM_LEVEL, FULL_LEVEL = CastLevel
 
 
 class CastState(NamedTuple):
     """Autocast's knowledge of a value beside its dtype."""
 
-    level: Level  # the reason for its dtype
+    level: CastLevel  # the reason for its dtype
     narrow: str = ""  # "table" or "rule", by which the next operation casts an output of a function down
     backward: bool = False  # True if a backward pass computed it
     numbers: Numbers = ()  # its distinct elements, if they are known
-    scope: Scope | None = None  # the scope that it was computed in
+    scope: ScopeSettings | None = None  # the scope that it was computed in
     weight: bool = False  # True if it consists of elements of the user's weights
     computed: bool = False  # True if it was computed from arguments in the dtypes that were traced
     row_axes: int = 0  # of an argument with axes put before its own, as for a bias: how many are its own
@@ -71,7 +71,7 @@ def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_gi
     return STATES[level]._replace(bias_axes=bias_axes) if bias_axes else STATES[level]
 
 
-STATES = tuple(map(CastState, Level))
+STATES = tuple(map(CastState, CastLevel))
 """The states of values by level."""
 
 _LINEAR = having(Fact.MOVES, Fact.ANNOTATES, Fact.ADDS)

@@ -120,7 +120,7 @@ class StepTime:
     multiplied_in: Mapping[str, int] = dataclasses.field(default_factory=dict)  # matmuls per dtype
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Report):
     """Measurements of a machine and the recommended policy."""
 
@@ -135,6 +135,9 @@ class Diagnosis(Report):
         """Returns the diagnosis for JSON; the help of `jmp-policy doctor` lists its keys."""
         measured = {key: dataclasses.asdict(self)[key] for key in ("sizes", "matmuls", "steps")}
         return self.machine.to_dict() | measured | {"recommendation": {"policy": self.policy, "reason": self.reason}}
+
+    def _summarize(self) -> str:
+        return self.policy
 
     def _list_tables(self, width: int | None) -> list[Table]:
         missing = ("-", "not supported", "-")

@@ -2,24 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..._base import DTypeLike, did_you_mean, parse_dtype
 from ..._jaxpr import REMEDY
 from ...report import (
     Report,
     Table,
-    find_largest,
     format_bytes,
     format_count,
     list_lines,
     make_columns,
-    make_plain,
     shorten_dtypes,
 )
-
-MOST_ROWS = 60
-"""Maximum number of rows to print; `AuditReport.rows` has all of them."""
 
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
@@ -187,6 +181,8 @@ class AuditReport(Report):
     matmuls: tuple[Matmul, ...]
     uncounted_loops: tuple[str, ...] = ()
 
+    _properties = ("flops", "bytes")
+
     @property
     def flops(self) -> int:
         """Additions and multiplications of all rows."""
@@ -239,23 +235,16 @@ class AuditReport(Report):
         if found:
             raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{list_lines(found)}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
-        return make_plain(self) | {"flops": self.flops, "bytes": self.bytes}
-
-    def __repr__(self) -> str:  # one line, since a console prints it
-        counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
-        return f"<AuditReport: {counts}; print it for the table>"
+    def _summarize(self) -> str:
+        return f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
-        dearest = find_largest(self.rows, lambda row: (row.flops, row.bytes), MOST_ROWS)
+        dearest = self._keep_largest(self.rows, lambda row: (row.flops, row.bytes))
         return [*tables, _make_row_table(dearest)] if self.rows or width is None else tables
 
     def _list_notes(self) -> list[str]:
-        notes = []
-        if len(self.rows) > MOST_ROWS:
-            notes.append(f"{len(self.rows) - MOST_ROWS} rows of less work are left out: `.rows` has them.")
+        notes = self._note_left_out(self.rows, "rows of less work")
         notes += [f"{line}: the body of this while loop counts once." for line in self.uncounted_loops]
         return [*notes, *map(str, self.findings)] if self.findings else [*notes, "no findings"]
 

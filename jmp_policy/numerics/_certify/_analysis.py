@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import is_floating_dtype
 from ._bounds import (
     Bounds,
+    FaultOrigin,
     Layout,
-    Origin,
     Test,
     compose,
     describe,
@@ -54,7 +54,7 @@ class Analysis(Interpreter):
         self._terms: dict[Any, int] = {}
         self._found: dict[int, Fault] = {}  # of one equation
         self._faults: dict[int, Fault] = {}
-        self._settled: dict[int, Origin] = {}
+        self._settled: dict[int, FaultOrigin] = {}
 
     @property
     def faults(self) -> list[Fault]:
@@ -103,7 +103,7 @@ class Analysis(Interpreter):
         operands = self._refine_cases(eqn, operands, around) if name == "select_n" else operands
         self._found = {}
         results = self._bound_results(eqn, operands, around)
-        origin = Origin(eqn, operands if is_followed(eqn) else (), around, self._found)
+        origin = FaultOrigin(eqn, operands if is_followed(eqn) else (), around, self._found)
         return [one._replace(origin=origin) for one in results]
 
     def _refine_cases(self, eqn: JaxprEqn, operands: list[Bounds], around: Around) -> list[Bounds]:
@@ -118,7 +118,7 @@ class Analysis(Interpreter):
             refined = [self._refine(cases[i], [*tests, *side], places, {}) for side in sides]
             cases[i] = refined[0]
             if refined[0] is not refined[-1]:  # below and above a value that is excluded
-                origin = Origin(eqn, [self.bound(Interval(0.0, 1.0), shape), *refined], around, {})
+                origin = FaultOrigin(eqn, [self.bound(Interval(0.0, 1.0), shape), *refined], around, {})
                 cases[i] = join(refined, refined[0].term, shape)._replace(origin=origin)
         return [which, *cases]
 

@@ -42,7 +42,7 @@ Tests = tuple[Sequence[Test], Sequence[Test]]
 """The tests that hold where a boolean is false, and where it is true."""
 
 
-class Origin(NamedTuple):
+class FaultOrigin(NamedTuple):
     """The equation that computed an array, and the faults that it may have, by the order of their discovery."""
 
     eqn: JaxprEqn
@@ -63,7 +63,7 @@ class Bounds(NamedTuple):
     tests: Tests = ((), ())
     moved: tuple[int, Layout] | None = None  # of an array with the elements of another one in other places: its term
     lost: Fault | None = None  # of a subtraction that may lose all bits, if this is its result times constants
-    origin: Origin | None = None
+    origin: FaultOrigin | None = None
 
     def drop_peak(self) -> "Bounds":
         computed, exact = (Interval(one.low, one.high) for one in (self.computed, self.exact))

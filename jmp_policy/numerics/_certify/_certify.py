@@ -19,7 +19,7 @@ from .._ends import Results, check_function
 from ._analysis import Analysis
 from ._certificate import Certificate
 from ._faults import CANCELLATION, Fault
-from ._interpreter import Trial
+from ._interpreter import FaultSearch
 from ._intervals import Interval, bound_dtype, is_real
 from ._rounding import find_smallest, round_inside
 
@@ -163,7 +163,7 @@ def _try_inputs(
         return None
     lost = {fault.place for fault in analysis.faults if fault.kind == CANCELLATION}
     for inputs in list_inputs(given):
-        trial = Trial({place for place in lost if analysis.nonzero[place]})
+        trial = FaultSearch({place for place in lost if analysis.nonzero[place]})
         with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"), jax.ensure_compile_time_eval():
             trial.run(body, program.consts, list(map(jnp.asarray, inputs)))
         if trial.fault:

@@ -142,7 +142,7 @@ class Interpreter:
         return jnp.stack(values)
 
 
-class Trial(Interpreter):
+class FaultSearch(Interpreter):
     """Evaluates a jaxpr on arrays, and notes the first fault in an element that no `select_n` discards."""
 
     CALLS = Interpreter.CALLS - {"shard_map"}

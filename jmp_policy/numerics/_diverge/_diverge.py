@@ -20,7 +20,7 @@ from ._align import align
 from ._divergence import Divergence
 from ._exits import Level, Recording, match, name_values
 from ._measure import compare
-from ._plan import Layout, make_layout, make_plan
+from ._plan import TableLayout, make_layout, make_plan
 from ._recording import Comparisons, Run
 from ._run import run
 from ._scopes import Flat, has_floats, has_values
@@ -203,7 +203,7 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
             if has_values(aval) and not has_floats(aval):
                 problems.append(f"{name} is not compared: a recording has no integers or booleans")
         unaligned = tuple(dict.fromkeys([*problems, *comparisons.problems]))
-        layout = Layout(tuple(comparisons.rows), tuple(shapes), unaligned, ("the recording", _name_function(f)))
+        layout = TableLayout(tuple(comparisons.rows), tuple(shapes), unaligned, ("the recording", _name_function(f)))
         return Divergence(record, compared, totals, layout)
 
     return compare_run

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,21 +12,18 @@ import numpy as np
 from jax.core import Tracer
 
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy
-from ...report import REFERENCE_LINE, Report, Table, find_largest, make_columns, make_figure, make_plain
+from ...report import REFERENCE_LINE, Plain, Report, Table, make_columns, make_figure, make_finite, make_plain
 from .._tune import make_map
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
-from ._plan import Layout, RowLayout
+from ._plan import RowLayout, TableLayout
 from ._scopes import is_inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_ROWS = 60
-"""Maximum number of rows to print; `Divergence.rows` has all of them."""
-
 
 @dataclasses.dataclass(frozen=True)
-class ScopeErrors:
+class ScopeErrors(Plain):
     """Errors of one scope in one pass, without the scopes inside it: relative errors in the root mean square.
 
     Attributes:
@@ -58,6 +54,8 @@ class ScopeErrors:
     worst: Worst | None
     dtype: str
     iterations: tuple[float, ...] = ()
+
+    _properties = ("amplification",)
 
     @property
     def amplification(self) -> float:
@@ -120,7 +118,7 @@ class Divergence(Report):
     record: Any
     compared: list[Any]
     totals: list[Any]
-    layout: Layout
+    layout: TableLayout
 
     @property
     def unaligned(self) -> tuple[str, ...]:
@@ -137,7 +135,7 @@ class Divergence(Report):
         Raises:
           TypeError: the arrays are tracers, as inside `jit`.
         """
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self.record)):
+        if not self._has_numbers():
             raise TypeError(
                 "The rows of a Divergence are numbers, and there are none yet inside jit. Return it from the function, "
                 "and read the rows outside: jax.jit(diverge(f, g))(x).rows()."
@@ -187,10 +185,8 @@ class Divergence(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns rows and outputs as dictionaries, lists, strings and finite numbers. Others become None."""
-        rows = [make_plain(row) | {"amplification": row.amplification} for row in self.rows()]
-        plain = {"rows": rows, "outputs": [make_plain(output) for output in self.outputs()]}
-        text = json.dumps(plain | {"unaligned": self.unaligned})
-        return json.loads(text, parse_constant=lambda name: None)
+        lists = {"rows": self.rows(), "outputs": self.outputs(), "unaligned": self.unaligned}
+        return make_finite(make_plain(lists))
 
     def plot(self) -> "Figure":
         """Draws the outgoing error along the depth, and the introduced error of each scope, forward and backward.
@@ -215,18 +211,13 @@ class Divergence(Report):
             axes.legend(frameon=False)
         return figure
 
-    def __repr__(self) -> str:
-        names = " and ".join(self.layout.names)
-        return f"<Divergence of {names}, {len(self.layout.rows)} scopes; print it for the table>"
+    def _summarize(self) -> str:
+        return f"{' and '.join(self.layout.names)}, {len(self.layout.rows)} scopes"
 
-    def __str__(self) -> str:
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self.record))
-        return repr(self) if is_traced else super().__str__()
+    def _has_numbers(self) -> bool:
+        return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self.record))
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
-        shown = self.rows()
-        if len(shown) > MOST_ROWS:
-            shown = find_largest(shown, _rank, MOST_ROWS)
         cells = [
             (
                 _name(row),
@@ -235,7 +226,7 @@ class Divergence(Report):
                 *map(_format, (row.introduced, row.incoming, row.outgoing, row.amplification)),
                 f"{row.cosine:.4f}",
             )
-            for row in shown
+            for row in self._keep_largest(self.rows(), _rank)
         ]
         columns = make_columns("scope, pass, dtype", "introduced, incoming, outgoing, amplified, cosine")
         return [Table(columns, cells)] if cells else []
@@ -254,12 +245,11 @@ class Divergence(Report):
             notes = [f"No scope introduces more than rounding errors of float32 ({_format(NOISE)})."]
         if rows and not any(row.path for row in rows):
             notes.append('No module or scope was found. Name the parts: with jax.named_scope("encoder"): ...')
-        for output in find_largest(self.outputs(), lambda output: output.error, 1):
+        for output in sorted(self.outputs(), key=lambda output: output.error)[-1:]:
             notes.append(f"Of the outputs, {output.path} differs most: by {_format(output.error)}.")
         if self.log_probability_gap is not None:
             notes.append(f"Log-probabilities differ by {_format(self.log_probability_gap)} (root mean square).")
-        if len(rows) > MOST_ROWS:
-            notes.append(f"The {MOST_ROWS} rows with the largest introduced errors are shown, of {len(rows)}.")
+        notes += self._note_left_out(rows, "rows with smaller introduced errors", ".rows()")
         if self.unaligned:
             others = len(self.unaligned) - _MOST_UNALIGNED
             rest = f", and {others} more" if others > 0 else ""

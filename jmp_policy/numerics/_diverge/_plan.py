@@ -14,7 +14,7 @@ from ._scopes import RESIDUAL, Node, Scope, Side, has_values, split_loop
 Kind = OneOf["passed", "introduced", "skipped"]
 
 
-class Comparison(NamedTuple):
+class ValuePair(NamedTuple):
     """A value of `f`, and the one to compare it with.
 
     Kinds: `"passed"`, of `g`; `"introduced"`, of a scope of `g` on values of `f`; `"skipped"`, of `f`, before a scope
@@ -40,7 +40,7 @@ class Plan:
     """The comparisons of two programs, or of an iteration of two loops, and of the loops inside."""
 
     alignment: Alignment
-    comparisons: dict[Comparison, int] = dataclasses.field(default_factory=dict)  # numbered
+    comparisons: dict[ValuePair, int] = dataclasses.field(default_factory=dict)  # numbered
     scopes: list["ScopePlan | Plan"] = dataclasses.field(default_factory=list)  # in the order in which they end
 
     @property
@@ -51,7 +51,7 @@ class Plan:
         """Adds comparisons, by default with the values of `f` that are paired with these, and returns their numbers."""
         values = list(values)
         partners = [find_partner(self.alignment, value) for value in values] if references is None else references
-        added = [Comparison(kind, *pair) for pair in zip(partners, values, strict=True)]
+        added = [ValuePair(kind, *pair) for pair in zip(partners, values, strict=True)]
         return tuple(self.comparisons.setdefault(comparison, len(self.comparisons)) for comparison in added)
 
 
@@ -119,7 +119,7 @@ class RowLayout(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class TableLayout:
     """The static part of a `Divergence`: its rows, outputs with their shapes, and the parts that are not aligned."""
 
     rows: tuple[RowLayout, ...]
@@ -133,9 +133,9 @@ def make_layout(
     outputs: Iterable[tuple[str, tuple[int, ...]]],
     names: tuple[str, str],
     unpaired: Iterable[str] = (),
-) -> Layout:
+) -> TableLayout:
     unaligned = dict.fromkeys([*plan.alignment.unaligned, *unpaired])
-    return Layout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
+    return TableLayout(tuple(_list_rows(plan, ())), tuple(outputs), tuple(unaligned), names)
 
 
 def _list_rows(plan: Plan, loops: tuple[int, ...]) -> list[RowLayout]:

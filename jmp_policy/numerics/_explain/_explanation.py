@@ -4,20 +4,19 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ..._base import group_by_key, list_paths_to
 from ..._jaxpr import REMEDY
 from ...policy import Policy
 from ...report import (
     Column,
+    Plain,
     Report,
     Table,
     find_row,
     format_bytes,
     is_fitting,
     list_places,
-    make_plain,
     name_place,
     shorten_dtypes,
     shorten_policy,
@@ -25,7 +24,7 @@ from ...report import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Plain):
     """The policy of one module, and the dtypes that were seen there.
 
     Attributes:
@@ -81,10 +80,6 @@ class Row:
     output_cast: str = ""
     precision_faults: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain strings, numbers and lists."""
-        return make_plain(self) | {"policy": None if self.policy is None else self.policy.name}
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Report):
@@ -111,6 +106,8 @@ class Explanation(Report):
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
+    _properties = ("total_bytes", "float32_bytes")
+
     @property
     def total_bytes(self) -> int:
         """Size of all parameters."""
@@ -125,13 +122,8 @@ class Explanation(Report):
         """Returns the row of the module at a path."""
         return find_row(self.rows, path, "module", "explained")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
-        totals = {"total_bytes": self.total_bytes, "float32_bytes": self.float32_bytes}
-        return make_plain(self) | {"rows": [row.to_dict() for row in self.rows]} | totals
-
-    def __repr__(self) -> str:  # one line, since a console prints it
-        return f"<Explanation: {len(self.rows)} modules; print it for the table>"
+    def _summarize(self) -> str:
+        return f"{len(self.rows)} modules"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         rows, headers = self.rows, ["module", "type", *_HEADERS]

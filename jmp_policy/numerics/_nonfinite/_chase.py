@@ -13,7 +13,7 @@ from ._graph import CONSTANT, NONE, Graph
 from ._origin import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, NonfiniteOrigin
 
 
-class Place(NamedTuple):
+class Visit(NamedTuple):
     """A value and the iteration in which it was not finite, as int32."""
 
     value: jax.Array  # its row
@@ -29,7 +29,7 @@ def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
     makes an infinity at a zero, and the zero is the reciprocal of an earlier infinity, the origin of that one is the
     cause.
     """
-    program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
+    program = Visit(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
     tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
     root, made = _chase(tables, record, program)
     # A scale is infinite for an array with a nan: then the nan that it was made of is the origin.
@@ -53,10 +53,10 @@ _PROGRAM = 3
 
 
 @jax.jit  # traced once for both ways
-def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
+def _chase(graph: Graph, record: Extremes, start: Visit) -> tuple[Visit, Visit]:
     """Returns the value whose operands were all finite, and the last nan on the way that was made of an infinity."""
 
-    def go(state: tuple[Place, Place, Place]) -> tuple[Place, Place, Place]:
+    def go(state: tuple[Visit, Visit, Visit]) -> tuple[Visit, Visit, Visit]:
         _, here, made = state
         operand = _choose(graph, record, here)
         return here, operand, _select((here.kind == NAN) & (operand.kind == INFINITE), here, made)
@@ -66,26 +66,26 @@ def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
     return root._replace(kind=jnp.where(root.kind == _PROGRAM, FINITE, root.kind)), made
 
 
-def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
+def _find_vanished(graph: Graph, record: Extremes, origin: Visit) -> Visit:
     """Finds an infinity whose reciprocal is the zero at which `origin` made an infinity, if there is one."""
     ends = jnp.stack([record.low, record.high])
     has_zero = jnp.any(decode_key(ends, graph.is_half) == 0, axis=0)
 
-    def choose(edge: jax.Array, chosen: tuple[Place, Place], here: Place) -> tuple[Place, Place]:
+    def choose(edge: jax.Array, chosen: tuple[Visit, Visit], here: Visit) -> tuple[Visit, Visit]:
         value = graph.target[edge]
         (_, _), (score, infinite) = _weigh(graph, record, here, edge)
         infinite = infinite._replace(turns=record.first[value, 1])
         # The iteration in which it was zero is not recorded, so take any.
-        zero = Place(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
+        zero = Visit(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
         takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
         pairs = zip(takes, (zero, infinite), chosen, strict=True)
         return tuple(_select(take, new, old) for take, new, old in pairs)  # type: ignore[return-value]
 
-    def goes_on(state: tuple[jax.Array, Place, Place]) -> jax.Array:
+    def goes_on(state: tuple[jax.Array, Visit, Visit]) -> jax.Array:
         steps, here, found = state
         return (steps < _MOST_STEPS) & (here.kind != FINITE) & (found.kind == FINITE)
 
-    def go(state: tuple[jax.Array, Place, Place]) -> tuple[jax.Array, Place, Place]:
+    def go(state: tuple[jax.Array, Visit, Visit]) -> tuple[jax.Array, Visit, Visit]:
         steps, here, nowhere = state
         consider = functools.partial(choose, here=here)
         edges = graph.start[here.value], graph.start[here.value + 1]
@@ -99,10 +99,10 @@ _MOST_STEPS = 16
 """Maximum number of values between an infinity and the zero of its reciprocal."""
 
 
-def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
+def _choose(graph: Graph, record: Extremes, place: Visit) -> Visit:
     """Chooses the next operand: one that was not finite in the same iteration or before."""
 
-    def consider(edge: jax.Array, best: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
+    def consider(edge: jax.Array, best: tuple[jax.Array, Visit]) -> tuple[jax.Array, Visit]:
         for found in _weigh(graph, record, place, edge):
             best = _select(found[0] > best[0], found, best)
         return best
@@ -111,7 +111,7 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
     return lax.fori_loop(graph.start[place.value], graph.start[place.value + 1], consider, nowhere)[1]
 
 
-def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> list[tuple[jax.Array, Place]]:
+def _weigh(graph: Graph, record: Extremes, place: Visit, edge: jax.Array) -> list[tuple[jax.Array, Visit]]:
     """Scores an operand as a nan and as an infinity; 0 if it was not so by that iteration.
 
     | an operand that is | is the likely source of a nan | of an infinity |
@@ -131,7 +131,7 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
     weighed = []
     for kind, turns, score in zip((NAN, INFINITE), first, scores, strict=True):
         is_so = (turns[0] != NEVER) & _is_before(turns, place.turns, graph.common[edge], graph.carried[edge])
-        other = Place(value, jnp.int32(kind), jnp.where(stays, place.turns, turns))
+        other = Visit(value, jnp.int32(kind), jnp.where(stays, place.turns, turns))
         weighed.append((jnp.where(is_so, score + before_others, 0), other))
     return weighed
 
@@ -150,7 +150,7 @@ def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: 
     return is_less | (is_equal & ~strictly)
 
 
-def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _describe(graph: Graph, record: Extremes, place: Visit) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the text, the iterations and the operand ranges of a `NonfiniteOrigin`."""
     value, is_used = place.value, place.kind != FINITE
     text = graph.texts[graph.text[value]]

@@ -98,7 +98,7 @@ def search_nonfinite(
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, NonfiniteOrigin]:
         refuse_casting("first_nonfinite")
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        run = _Run(register, find_signature(opened), (args, kwargs), checks)
+        run = _OriginRun(register, find_signature(opened), (args, kwargs), checks)
         watched = register.watch(opened if of is None else run.note_results(opened, of))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
@@ -108,7 +108,7 @@ def search_nonfinite(
     return run_and_find
 
 
-class _Run:
+class _OriginRun:
     """One call. `trace_and_run` sets `origin`."""
 
     def __init__(

@@ -29,7 +29,7 @@ FINITE, NAN, INFINITE = range(3)
 _KINDS: tuple[Literal["", "nan", "inf"], ...] = ("", "nan", "inf")
 
 
-class _Fields(NamedTuple):
+class _OriginFields(NamedTuple):
     status: jax.Array
     texts: jax.Array
     kinds: jax.Array
@@ -47,7 +47,7 @@ class _Word:
         return getattr(_read_words(origin), self._name)
 
 
-class NonfiniteOrigin(_Fields):
+class NonfiniteOrigin(_OriginFields):
     """Origin of the first non-finite value, as returned by `numerics.first_nonfinite`.
 
     A `NamedTuple` of five small integer arrays with the same shapes for all programs, so a state can carry it through

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...policy import Policy, PolicyMap
-from ...report import BEFORE, KEPT, Column, Report, Table, is_fitting, list_styles, make_figure, make_note
+from ...report import BEFORE, KEPT, Column, Report, Table, is_fitting, list_styles, make_figure, make_note, make_plain
 from .._stats import FloatFormat, format_share, parse_format
 
 if TYPE_CHECKING:
@@ -100,9 +100,6 @@ def _draw_legend(figure: "Figure", spans: Sequence[SpanBar], shift: float) -> No
         patches.append(Patch(facecolor=BEFORE, edgecolor=_LOST if is_saving else KEPT, label="before the loss scale"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=_NAME_SIZE)
 
-
-MOST_LINES = 40
-"""Maximum number of reasons in a terminal; `.reasons` has all of them."""
 
 _VERBS = {"overflow": "overflows", "underflow": "underflows", "precision": "loses precision"}
 _SIGNS = {"overflow": "↑", "underflow": "↓", "precision": "±"}
@@ -197,6 +194,8 @@ class Prediction(Report):
     notes: tuple[str, ...]
     spans: tuple[SpanBar, ...] = ()
 
+    _MOST_ROWS = 40
+
     @property
     def culprits(self) -> tuple[str, ...]:
         """Scopes that must stay in float32, worst first."""
@@ -209,15 +208,8 @@ class Prediction(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns reasons, loss scale, map and ranking as dictionaries, lists, strings and numbers."""
-        return {
-            "policy": str(self.policy),
-            "by": self.by,
-            "asked_scale": self.asked_scale,
-            "loss_scale": self.loss_scale,
-            "policy_map": self.policy_map.get_config(),
-            "reasons": [dataclasses.asdict(reason) for reason in self.reasons],
-            "risks": dict(self.risks),
-        }
+        names = ("by", "asked_scale", "loss_scale", "policy_map", "reasons", "risks")
+        return {"policy": str(self.policy)} | {name: make_plain(getattr(self, name)) for name in names}
 
     def plot(self) -> "Figure":
         """Draws the magnitudes of each scope and the range of the format, forward and backward, worst on top.
@@ -230,12 +222,12 @@ class Prediction(Report):
         """
         return plot_spans(self.spans, self.asked_scale, self.loss_scale)
 
-    def __repr__(self) -> str:
+    def _summarize(self) -> str:
         count = f"{len(self.reasons)} reason{'' if len(self.reasons) == 1 else 's'}"
-        return f"<Prediction: {count}, loss scale {spell_scale(self.loss_scale)}; print it for the table>"
+        return f"{count}, loss scale {spell_scale(self.loss_scale)}"
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
-        reasons = self.reasons if width is None else self.reasons[:MOST_LINES]
+        reasons = self._keep_largest(self.reasons)
         if not reasons:
             return []
         tables = [self._make_table(reasons, dropped) for dropped in ((), ("limit",), ("limit", "operation"))]
@@ -262,9 +254,7 @@ class Prediction(Report):
         scaled = f" at a loss scale of {spell_scale(self.asked_scale)}" if self.loss_scale is not None else ""
         found = f"{scopes} of {len(self.risks)} scopes would lose numbers" if scopes else "no scope would lose numbers"
         notes = [f"{self.policy} by {self.by}{scaled}: {found}."]
-        left_out = len(self.reasons) - MOST_LINES
-        if left_out > 0:
-            notes.append(f"{left_out} reasons with less risk are not shown: `.reasons` has them.")
+        notes += self._note_left_out(self.reasons, "reasons with less risk", ".reasons")
         if any(reason.is_operand for reason in self.reasons):
             notes.append("→ an operand that the scope casts down.")
         return [*notes, *self.notes]

@@ -35,7 +35,7 @@ from ..._jaxpr import (
 from .._ends import split_parts
 from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
-from ._row import Direction, Layout
+from ._row import Direction, StatsLayout
 from ._what_if import parse_format
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
@@ -260,7 +260,7 @@ class ObservedProgram(NamedTuple):
 
 
 def remember_program(
-    layout: Layout,
+    layout: StatsLayout,
     program: Program,
     modules: Modules,
     arguments: Sequence[int],
@@ -278,14 +278,14 @@ def remember_program(
     _PROGRAMS[layout] = ObservedProgram(body, modules._replace(types=()), types, tuple(values))
 
 
-def remember_part(layout: Layout, whole: Layout, indices: Sequence[int]) -> None:
+def remember_part(layout: StatsLayout, whole: StatsLayout, indices: Sequence[int]) -> None:
     """Remembers the program of a layout that has the rows of another at these indices."""
     found = _PROGRAMS.get(whole)
     if found is not None:
         _PROGRAMS[layout] = found._replace(values=tuple(found.values[i] for i in indices))
 
 
-def find_program(layout: Layout) -> ObservedProgram | None:
+def find_program(layout: StatsLayout) -> ObservedProgram | None:
     """Returns the program of a layout; None if this process has not traced it."""
     return _PROGRAMS.get(layout)
 
@@ -295,4 +295,4 @@ def identify(around: Sequence[tuple[Any, Any]], eqn: Any) -> tuple[int, ...]:
     return (*(id(outer) for outer, _ in around), id(eqn))
 
 
-_PROGRAMS: weakref.WeakKeyDictionary[Layout, ObservedProgram] = weakref.WeakKeyDictionary()
+_PROGRAMS: weakref.WeakKeyDictionary[StatsLayout, ObservedProgram] = weakref.WeakKeyDictionary()

@@ -36,7 +36,7 @@ from .._ends import Results, check_function, find_real_shape, find_signature, na
 from ._choice import Place, Request, is_measured, make_recorder, make_request, remember_program, take_step
 from ._measure import StatsSpec
 from ._record import Record
-from ._row import Direction, Layout, TensorInfo
+from ._row import Direction, StatsLayout, TensorInfo
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -132,7 +132,7 @@ def collect(
         step, args = take_step(request.every, args)
         opened, args, kwargs = open_partials(fun, args, kwargs)
         watched = register.watch(opened)
-        run = _Run(request, register, step, find_signature(opened))
+        run = _CollectRun(request, register, step, find_signature(opened))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
         assert run.stats is not None
@@ -141,7 +141,7 @@ def collect(
     return run_collect
 
 
-class _Run:
+class _CollectRun:
     """One call of an observed function; `stats` is set by `trace_and_run`."""
 
     def __init__(self, request: Request, register: Register, step: Any, signature: inspect.Signature | None):
@@ -182,7 +182,7 @@ class _Run:
         else:
             made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
-        layout = Layout(sites, recorder.spec)
+        layout = StatsLayout(sites, recorder.spec)
         remember_program(layout, program, modules, arguments, lines, len(outputs))
         self.stats = Stats(record, layout)
         return ends.put_back(made[:count])

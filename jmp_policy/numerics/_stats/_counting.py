@@ -35,7 +35,7 @@ _LARGEST_COUNT = 2**32
 _LARGEST_SUM, _BLOCK = 2**16, 4096  # the most squares in one sum; larger tensors are summed in blocks of 4,096 first
 
 
-class Extremes(NamedTuple):
+class ExactStats(NamedTuple):
     """Exact measurements of a tensor, all scalars: the compiler makes a kernel of each array that is put together."""
 
     low: list[jax.Array]  # uint32: the numbers of zeros, nans and infinities
@@ -45,7 +45,7 @@ class Extremes(NamedTuple):
     square: jax.Array  # the scaled sum of squares of finite elements: see `convert_square`
 
 
-def find_extremes(x: jax.Array) -> Extremes:
+def measure_exactly(x: jax.Array) -> ExactStats:
     """Measures a float32 or float64 tensor of any shape in one pass."""
     # Blocks, because a float that adds up millions of squares in a row loses digits.
     is_large = x.size > _LARGEST_SUM
@@ -70,16 +70,16 @@ def find_extremes(x: jax.Array) -> Extremes:
         padding = np.array(blocks.size - x.size, np.uint32)
         high[0] -= lax.convert_element_type(lax.lt(found[0], padding), np.uint32)
         found[0] -= padding
-    return Extremes(found[:3], high, found[-2], found[-1], found[3])
+    return ExactStats(found[:3], high, found[-2], found[-1], found[3])
 
 
-def make_empty_extremes(dtype: np.dtype) -> Extremes:
+def make_empty_extremes(dtype: np.dtype) -> ExactStats:
     most, least = map(jnp.asarray, bits_like((0, np.inf), dtype))
     zeros = [jnp.uint32(0)] * 3
-    return Extremes(zeros, zeros, most, least, jnp.zeros((), dtype))
+    return ExactStats(zeros, zeros, most, least, jnp.zeros((), dtype))
 
 
-def convert_square(extremes: Extremes, otherwise: jax.Array) -> jax.Array:
+def convert_square(extremes: ExactStats, otherwise: jax.Array) -> jax.Array:
     """Returns the sum of squares in units of `4**find_exponent(most)`; `otherwise` if it is out of range.
 
     The range in float32 is about 1e-17 to 1e10. LLVM does not vectorize a loop with a second sum.

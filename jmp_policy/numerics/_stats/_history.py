@@ -13,7 +13,7 @@ from ...report import KEPT, OTHER_STYLES, make_figure, make_note, plot_heat_map
 from ._counting import HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
-from ._row import DIRECTIONS, Layout, Row, TensorInfo, check_direction, list_turns
+from ._row import DIRECTIONS, Row, StatsLayout, TensorInfo, check_direction, list_turns
 from ._stats import Stats
 from ._stats_report import list_ranges
 from ._what_if import parse_format
@@ -150,7 +150,7 @@ class StatsHistory:
                     extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
                     exponents[i, j] = math.frexp(row.amax)[1]
                     sums[i, j, :, 0] = _list_sums(row, spec)
-        return Stats(Record(counts, extremes, exponents, sums), Layout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
+        return Stats(Record(counts, extremes, exponents, sums), StatsLayout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
 
     def plot_underflow(self, format: str = "float16", *, direction: str | None = None) -> "Figure":
         """Draws the share of elements that a format rounds to zero as a heat map of layers over steps.

@@ -17,12 +17,12 @@ from ._counting import (
     FIRST_COUNTS,
     HISTOGRAM_BINS,
     BlockErrors,
-    Extremes,
+    ExactStats,
     add_block_errors,
     convert_square,
     count_losses,
-    find_extremes,
     make_empty_extremes,
+    measure_exactly,
 )
 from ._record import Record, exponent_bias, join, mantissa_bits
 from ._what_if import (
@@ -51,14 +51,14 @@ class Sample(NamedTuple):
 
     values: jax.Array  # filled up with zeros: `jax_debug_nans` would raise for nan
     padding: jax.Array  # the number of these zeros, uint32
-    # The elements of the tensor per element of the sample. If it is 1, the tensor has no other `Extremes`.
+    # The elements of the tensor per element of the sample. If it is 1, the tensor has no other `ExactStats`.
     weight: jax.Array
 
 
 class PartialStats(NamedTuple):
     """The part of a measurement that needs the tensor. Its shapes depend on the dtype alone."""
 
-    extremes: Extremes  # of all elements
+    extremes: ExactStats  # of all elements
     values: Losses | Sample  # the losses of all elements, or a sample
     errors: list[BlockErrors]  # in each block-scaled format
 
@@ -131,7 +131,7 @@ class StatsSpec:
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
         size, shape, in_blocks = x.size, x.shape, [each for each in self._formats if not isinstance(each, FloatFormat)]
         is_whole = self.sample is not None and size <= self.sample
-        extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else find_extremes(x)
+        extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else measure_exactly(x)
         if size == 0:
             x = lax.optimization_barrier(lax.full((1,), 0, x.dtype))  # which is not counted
         if self.sample is not None:
@@ -245,15 +245,15 @@ def _add_axis(x: jax.Array) -> jax.Array:
     return lax.expand_dims(x, (0,))
 
 
-def _choose_extremes(sample: Sample, extremes: Extremes) -> Extremes:
+def _choose_extremes(sample: Sample, extremes: ExactStats) -> ExactStats:
     """Returns the extremes of the sample if it is the whole tensor."""
-    found = find_extremes(sample.values)
+    found = measure_exactly(sample.values)
     zeros, nans, infinities = found.low
     own = found._replace(low=[zeros - sample.padding, nans, infinities])
     return jax.tree.map(functools.partial(lax.select, sample.weight == 1), own, extremes)
 
 
-def _scale_up(sums: jax.Array, extremes: Extremes, weight: jax.Array) -> jax.Array:
+def _scale_up(sums: jax.Array, extremes: ExactStats, weight: jax.Array) -> jax.Array:
     """Replaces the sum of squares of a sample by the sum over all elements, and scales errors by the same factor."""
     of_sample = lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
     square = convert_square(extremes, of_sample * lax.convert_element_type(weight, sums.dtype))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..._base import did_you_mean, quote
+from ...report import Plain
 from ._counting import FIRST_COUNTS, HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
@@ -61,17 +62,17 @@ def list_turns(turn: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return (turn,) if isinstance(turn, int) else turn or ()
 
 
-class Layout:
+class StatsLayout:
     """The tensors of all rows, `sites`, and their `StatsSpec`, `meter`.
 
     Equal layouts are one object, also after copying and unpickling, so that `jit` compares and hashes them by identity.
 
-    >>> from jmp_policy.numerics._stats._row import Layout, TensorInfo
+    >>> from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
     >>> from jmp_policy.numerics._stats._measure import StatsSpec
     >>> info = TensorInfo("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
-    >>> layout = Layout([info], StatsSpec(("float16",)))
-    >>> layout is Layout([info], StatsSpec(("float16",))), layout
-    (True, Layout(1 row, float16))
+    >>> layout = StatsLayout([info], StatsSpec(("float16",)))
+    >>> layout is StatsLayout([info], StatsSpec(("float16",))), layout
+    (True, StatsLayout(1 row, float16))
     """
 
     __slots__ = ("__weakref__", "meter", "sites")
@@ -79,7 +80,7 @@ class Layout:
     sites: tuple[TensorInfo, ...]
     meter: StatsSpec
 
-    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "Layout":
+    def __new__(cls, sites: "tuple[TensorInfo, ...] | list[TensorInfo]", spec: StatsSpec) -> "StatsLayout":
         """Returns the interned layout."""
         key = (tuple(sites), spec)
         new = object.__new__(cls)
@@ -88,17 +89,17 @@ class Layout:
         return _INTERNED.setdefault(key, new)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"A Layout cannot be changed: cannot set {name!r}. Make another one.")
+        raise AttributeError(f"A StatsLayout cannot be changed: cannot set {name!r}. Make another one.")
 
     def __reduce__(self) -> tuple:
-        return Layout, (self.sites, self.meter)
+        return StatsLayout, (self.sites, self.meter)
 
     def __len__(self) -> int:
         return len(self.sites)
 
     def __repr__(self) -> str:
         rows = f"{len(self.sites)} row{'' if len(self.sites) == 1 else 's'}"
-        return f"Layout({', '.join([rows, *self.meter.formats])})"
+        return f"StatsLayout({', '.join([rows, *self.meter.formats])})"
 
     def list_names(self) -> list[str]:
         """Returns a unique name for each row: the second `"head/dot_general/forward"` ends in `_1`."""
@@ -108,7 +109,7 @@ class Layout:
             taken[next(spelling for spelling in spellings if spelling not in taken)] = None
         return list(taken)
 
-    def describe_difference(self, other: "Layout") -> str:
+    def describe_difference(self, other: "StatsLayout") -> str:
         """Returns the first difference of two layouts, for an error."""
         for name in ("formats", "histogram", "dtype", "sample"):
             mine, theirs = getattr(self.meter, name), getattr(other.meter, name)
@@ -121,7 +122,7 @@ class Layout:
 
 
 # Weak: a layout lives as long as Stats or a compiled function that returns them.
-_INTERNED: weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], Layout] = weakref.WeakValueDictionary()
+_INTERNED = weakref.WeakValueDictionary[tuple[tuple[TensorInfo, ...], StatsSpec], StatsLayout]()
 
 
 _LEAST_SHIFT = -1000
@@ -159,7 +160,7 @@ class FormatShares:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
+class Row(Plain):
     """Statistics of a tensor, and its losses in each format, as numbers on the host.
 
     A row that was never measured, such as one in a branch that was not taken, has a count of 0 and zeros otherwise.
@@ -228,15 +229,6 @@ class Row:
         return self.to_dict() == other.to_dict() if isinstance(other, Row) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as dictionaries, lists, strings, finite numbers and `None`."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["turn"] = list(self.turn) if isinstance(self.turn, tuple) else self.turn
-        plain["shape"] = list(self.shape)
-        plain["histogram"] = None if self.histogram is None else self.histogram.tolist()
-        plain["formats"] = {name: dataclasses.asdict(shares) for name, shares in self.formats.items()}
-        return plain
 
     def list_scalars(self) -> list[tuple[str, float]]:
         """Returns its finite numbers by name; losses have the name of their format as a prefix."""
@@ -310,7 +302,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
+def read_rows(record: Record, layout: StatsLayout) -> tuple[Row, ...]:
     """Returns the rows of a record, with its leading axes merged.
 
     Counts are exact. Sums are added in float64, in units of the largest binade, so that none overflows or vanishes.
@@ -332,7 +324,7 @@ def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
 
 
 def _make_row(
-    layout: Layout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
+    layout: StatsLayout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
     times, zeros, nans, infs = counts[:FIRST_COUNTS]

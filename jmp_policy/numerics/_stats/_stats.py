@@ -13,11 +13,11 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._base import Uncast, did_you_mean, list_paths_to
-from ...report import Report, Table, draw_html_note
+from ...report import Report, Table
 from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
 from ._record import Record, fold, merge
-from ._row import Layout, Row, TensorInfo, read_rows
+from ._row import Row, StatsLayout, TensorInfo, read_rows
 from ._stats_report import list_lines, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Stats(Report, Uncast):
     """
 
     record: Record
-    layout: Layout
+    layout: StatsLayout
 
     def __post_init__(self) -> None:
         register_with_flax()
@@ -188,23 +188,18 @@ class Stats(Report, Uncast):
         """
         return plot_exponents(self.rows(), self.layout.meter.formats if formats is None else formats, direction)
 
-    def __repr__(self) -> str:
-        counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
-
-    def __str__(self) -> str:
-        return super().__str__() if self._has_numbers() else repr(self)
-
-    def _repr_html_(self) -> str:
-        return super()._repr_html_() if self._has_numbers() else draw_html_note(repr(self))
+    def _summarize(self) -> str:
+        return ", ".join([f"{len(self)} row{'' if len(self) == 1 else 's'}", *self.layout.meter.formats])
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        lines = list_lines(self.rows())
+        lines = self._keep_largest(list_lines(self.rows()))
         return [make_table(lines, self.layout.meter.formats, width)] if lines else []
 
     def _list_notes(self) -> list[str]:
         rows = self.rows()
-        return list_notes(list_lines(rows), rows, self.layout.meter.formats)
+        lines = list_lines(rows)
+        left_out = self._note_left_out(lines, "lines of less loss", ".rows()")
+        return [*left_out, *list_notes(lines, rows, self.layout.meter.formats)]
 
     def _has_numbers(self) -> bool:
         arrays = jax.Array | np.ndarray
@@ -218,21 +213,21 @@ class Stats(Report, Uncast):
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
         )
-        layout = Layout([self.layout.sites[index] for index in indices], self.layout.meter)
+        layout = StatsLayout([self.layout.sites[index] for index in indices], self.layout.meter)
         remember_part(layout, self.layout, indices)
         return Stats(record, layout)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], StatsLayout]:
         """Returns the arrays of the record by name, and the layout."""
         keys = map(jax.tree_util.GetAttrKey, Record._fields)
         return tuple(zip(keys, self.record, strict=True)), self.layout
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], StatsLayout]:
         """Returns the arrays of the record, and the layout."""
         return tuple(self.record), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
+    def tree_unflatten(cls, layout: StatsLayout, leaves: Any) -> "Stats":
         """Returns Stats of any four leaves."""
         return cls(Record(*leaves), layout)
 

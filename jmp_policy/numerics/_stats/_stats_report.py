@@ -16,9 +16,6 @@ from ._what_if import FloatFormat, parse_format
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_LINES = 60
-"""Maximum number of lines in a table; `rows()` has all of them."""
-
 _DROPPED = ("rms", "dtype", "operation", "line")
 """The columns that a narrow terminal leaves out, in this order."""
 
@@ -55,7 +52,7 @@ def list_lines(rows: Iterable[Row]) -> list[Line]:
 
 def make_table(lines: Sequence[Line], formats: Sequence[str], width: int | None) -> Table:
     """Returns the table for a terminal of this width, without the columns that have no room, or for a notebook."""
-    texts, rows = _list_texts(lines[:MOST_LINES]), [row for row, _ in lines[:MOST_LINES]]
+    texts, rows = _list_texts(lines), [row for row, _ in lines]
     numbers = _list_numbers(rows, formats)
     if width is None:
         return _make_columns(texts, numbers | _list_details(rows, formats), ())
@@ -70,8 +67,6 @@ def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str
     signs += ["± relative error"] if any(map(is_in_blocks, formats)) else []
     legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"
     notes = [legend] if lines else []
-    if len(lines) > MOST_LINES:
-        notes.append(f"{len(lines) - MOST_LINES} lines of less loss are left out: `.rows()` has them.")
     if any(iterations > 1 for _, iterations in lines):
         notes.append("Of a loop, the worst turn is shown, counted from 0: `.rows()` has all of them.")
     if not rows:

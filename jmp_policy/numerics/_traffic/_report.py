@@ -7,11 +7,7 @@ from typing import Any
 
 from ..._base import DTypeLike, did_you_mean, group_by_key, is_floating_dtype, parse_dtype
 from ..._jaxpr import Pass
-from ...report import Report, Table, find_largest, format_bytes, list_lines, make_columns, make_plain, shorten_dtypes
-
-MOST_ROWS = 40
-"""Maximum number of rows in a table; `Collectives.rows` has all of them."""
-
+from ...report import Plain, Report, Table, format_bytes, list_lines, make_columns, shorten_dtypes
 
 DIRECTIONS = ("forward", "recomputed", "backward")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -19,7 +15,7 @@ REDUCING = ("all-reduce", "reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(Plain):
     """The collectives of one kind, dtype, shape and group of axes from one source line and module.
 
     Attributes:
@@ -61,6 +57,8 @@ class Collective:
     path: str
     count: int
     bytes: int
+
+    _properties = ("moved_bytes",)
 
     @property
     def moved_bytes(self) -> int:
@@ -104,6 +102,8 @@ class Collectives(Report):
     axes: tuple[str, ...]
     compiled: bool
     uncounted_loops: tuple[str, ...] = ()
+
+    _MOST_ROWS = 40
 
     def select(
         self,
@@ -202,25 +202,23 @@ class Collectives(Report):
             raise AssertionError(f"{_count(found)} collectives:{list_lines(map(_describe, found))}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists, strings and numbers."""
-        rows = [make_plain(row) | {"moved_bytes": row.moved_bytes} for row in self.rows]
+        """Returns the fields and totals as dictionaries, lists, strings and numbers."""
         totals = {"count": self.total_count(), "bytes": self.total_bytes(), "moved_bytes": self.total_moved_bytes()}
-        return make_plain(self) | {"rows": rows} | totals
+        return super().to_dict() | totals
 
-    def __repr__(self) -> str:
+    def _summarize(self) -> str:
         amount = f"{self.total_count()} collectives of {format_bytes(self.total_bytes()) or '0 B'}"
-        return f"<Collectives: {amount} on {_count_devices(self.devices)}; print it for the table>"
+        return f"{amount} on {_count_devices(self.devices)}"
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        largest = find_largest(self.rows, lambda row: row.bytes, MOST_ROWS)
+        largest = self._keep_largest(self.rows, lambda row: row.bytes)
         return [_make_sums_table(self.rows), _make_row_table(largest)] if self.rows else []
 
     def _list_notes(self) -> list[str]:
         if self.devices == 1:
             return ["no collectives: one device", _UNSHARDED]
         notes = [f"no collectives on {self.devices} devices"] if not self.rows else [_LEGEND]
-        if len(self.rows) > MOST_ROWS:
-            notes.append(f"{len(self.rows) - MOST_ROWS} rows with fewer bytes are not shown: `.rows` has them.")
+        notes += self._note_left_out(self.rows, "rows with fewer bytes")
         notes += [f"{line}: the body of this loop counts once, because its trip count is unknown."
                   for line in self.uncounted_loops]  # fmt: skip
         return [*notes, _COMPILED if self.compiled else _TRACED]

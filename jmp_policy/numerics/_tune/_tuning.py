@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..._base import PyTree, at_least_float32
 from ...loss_scale import all_finite
 from ...policy import PolicyMap
-from ...report import REFERENCE_LINE, Report, Table, find_style, make_columns, make_figure, make_plain
+from ...report import REFERENCE_LINE, Report, Table, find_style, make_columns, make_figure, make_finite
 from ._search import Trial
 from ._subject import write_code
 
@@ -140,6 +140,8 @@ class Tuning(Report):
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     curve: tuple[BitRow, ...] = ()
 
+    _properties = ("is_met",)
+
     @property
     def is_met(self) -> bool:
         """True if the error is within the tolerance."""
@@ -156,12 +158,7 @@ class Tuning(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as dictionaries, lists, strings, booleans and finite numbers. Infinity becomes `None`."""
-        plain = make_plain(self) | {"policy_map": self.policy_map.get_config()}
-        entries = [(plain, name) for name in ("error", "noise", "tolerance")]
-        entries += [(entry, "error") for entry in (*plain["trials"], *plain["curve"])]
-        for entry, name in entries:
-            entry[name] = entry[name] if math.isfinite(math.inf if entry[name] is None else entry[name]) else None
-        return plain | {"is_met": self.is_met, "code": self.to_code()}
+        return make_finite(super().to_dict() | {"code": self.to_code()})
 
     def plot(self) -> "Figure":
         """Draws the error of each trial against the number of scopes kept, or of `curve` against bits per weight.
@@ -203,12 +200,11 @@ class Tuning(Report):
         axes.scatter([self.effective_bits or 0.0], [100 * self.error], **_CHOSEN)
         axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
 
-    def __repr__(self) -> str:
+    def _summarize(self) -> str:
         if self.curve:
-            taken = f"{self.effective_bits:.4g} bits per weight, loss {_format_change(self.error)}"
-            return f"<Tuning: {taken}; print it for the table>"
+            return f"{self.effective_bits:.4g} bits per weight, loss {_format_change(self.error)}"
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
-        return f"<Tuning: {count}, error {_format_error(self.error)}; print it for the table>"
+        return f"{count}, error {_format_error(self.error)}"
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.to_code()}"

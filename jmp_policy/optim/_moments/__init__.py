@@ -2,7 +2,7 @@
 
 from ._cast_state import cast_state as cast_state
 from ._moment_blocks import (
-    Blocks as Blocks,
+    MomentBlocks as MomentBlocks,
     Shape as Shape,
     choose_sides as choose_sides,
     dequantize as dequantize,

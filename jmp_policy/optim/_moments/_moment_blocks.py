@@ -19,7 +19,7 @@ _ROWS, _COLUMNS = 32, 8  # TPUs store bytes in tiles of 32 rows, and copy them t
 Shape = tuple[int, ...]
 
 
-class Blocks(NamedTuple):
+class MomentBlocks(NamedTuple):
     """A moment in blocks: uint8 `codes` of its shape, and the float32 `scale` of each block."""
 
     codes: jax.Array
@@ -48,21 +48,21 @@ def choose_sides(shape: Shape, block_size: int) -> Shape | None:
     return tuple(sides) if left <= 4 else None
 
 
-def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> Blocks:
+def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> MomentBlocks:
     """Quantizes a float32 moment. `noise` is for stochastic rounding, as in `DynamicCode.encode`.
 
     The scale of a block with a nan is nan, and with an infinity infinite, so that no dequantized element is finite.
     """
     scale = _find_scales(x, sides)
     relative = x / _spread(jnp.where(scale == 0, 1, scale), sides)
-    return Blocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
+    return MomentBlocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
 
 
-def dequantize(blocks: Blocks, code: MomentCode, sides: Shape) -> jax.Array:
+def dequantize(blocks: MomentBlocks, code: MomentCode, sides: Shape) -> jax.Array:
     return code.decode(blocks.codes) * _spread(blocks.scale, sides)
 
 
-def read_sides(blocks: Blocks, shape: Shape) -> Shape:
+def read_sides(blocks: MomentBlocks, shape: Shape) -> Shape:
     """Returns the sides of the blocks of a moment of this shape, from the shapes of its arrays."""
     sides = tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
     is_whole = scale_shape(shape, sides) == blocks.scale.shape and all(side & (side - 1) == 0 for side in sides)

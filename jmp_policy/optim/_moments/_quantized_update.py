@@ -18,8 +18,8 @@ from .._half import fold_in_devices, widen_half
 from .._steps import Transformation, keep_dtypes, with_extra_args
 from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import (
-    Blocks,
     Chunks,
+    MomentBlocks,
     dequantize,
     make_thresholds,
     number_positions,
@@ -210,13 +210,13 @@ class _Call:
 
     def _blocks(self, i: int) -> Any:
         """Returns leaf `i`, with its scales if it is quantized."""
-        return Blocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
+        return MomentBlocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
 
     def _read(self, i: int, leaf: Any) -> Any:
         """Dequantizes leaf `i`, or a chunk of it."""
         return dequantize(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
 
-    def _write(self, i: int, moment: jax.Array, source: jax.Array, positions: jax.Array) -> Blocks:
+    def _write(self, i: int, moment: jax.Array, source: jax.Array, positions: jax.Array) -> MomentBlocks:
         """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
         if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
             noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, i), moment))

@@ -9,13 +9,13 @@ from flax import linen as nn
 from jax.experimental import checkify
 
 from jmp_policy.numerics import Certificate, certify
-from jmp_policy.numerics._certify._interpreter import Trial
+from jmp_policy.numerics._certify._interpreter import FaultSearch
 
 
 def find_break(fun, *args):
     """Returns the fault of the first operation that fails for these arguments, one operation at a time."""
     program = jax.make_jaxpr(fun)(*args)
-    trial = Trial(set())
+    trial = FaultSearch(set())
     trial.run(program.jaxpr, program.consts, jax.tree.leaves(args))
     return trial.fault
 

@@ -9,7 +9,7 @@ from random_functions import make_function
 
 from jmp_policy.numerics import certify
 from jmp_policy.numerics._certify._certify import list_inputs
-from jmp_policy.numerics._certify._interpreter import Trial
+from jmp_policy.numerics._certify._interpreter import FaultSearch
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -46,6 +46,6 @@ def check(seed):
 def find_break(fun, *args):
     """Returns the fault of the first operation that fails for these arguments."""
     program = jax.make_jaxpr(fun)(*args)
-    trial = Trial(set())
+    trial = FaultSearch(set())
     trial.run(program.jaxpr, program.consts, args)
     return trial.fault

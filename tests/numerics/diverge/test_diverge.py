@@ -307,7 +307,8 @@ def test_divergence_can_be_made_inside_jit():
 
     @jax.jit
     def read(w, x):
-        assert str(diverge(MODEL, LOW)(w, x)).startswith("<Divergence of ")
+        assert str(diverge(MODEL, LOW)(w, x)).startswith("<Divergence: ")
+        assert "print it for the table" in diverge(MODEL, LOW)(w, x)._repr_html_()
         return diverge(MODEL, LOW)(w, x).rows()
 
     with pytest.raises(TypeError, match=r"there are none yet inside jit.*jax.jit\(diverge\(f, g\)\)\(x\).rows\(\)"):

@@ -8,7 +8,7 @@ import numpy as np
 from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS
 from jmp_policy.numerics._stats._measure import StatsSpec
 from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import Layout, TensorInfo
+from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn")
 SHAPE = (4, 8)
@@ -20,7 +20,7 @@ def make_site(path="head", primitive="dot_general", direction="forward", turn=No
 
 
 def make_layout(*sites, formats=FORMATS, histogram=True):
-    return Layout(sites or [make_site()], StatsSpec(formats, histogram))
+    return StatsLayout(sites or [make_site()], StatsSpec(formats, histogram))
 
 
 def make_record(tensors, formats=FORMATS, histogram=True):

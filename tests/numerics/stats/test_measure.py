@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
-from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS, find_extremes
+from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS, measure_exactly
 from jmp_policy.numerics._stats._measure import StatsSpec
 from jmp_policy.numerics._stats._record import Record
 from jmp_policy.numerics._stats._what_if import parse_format
@@ -277,7 +277,7 @@ def test_the_form_for_tpus_measures_the_same(shape):
     @jax.jit
     def look_both_ways(x):
         wide = x if x.ndim else x[None]
-        most = find_extremes(wide).most
+        most = measure_exactly(wide).most
         return [SPEC._count_along(wide, most, keeps_last=keeps) for keeps in (False, True)]
 
     (counts, sums), (counts_across, sums_across) = look_both_ways(x)

@@ -16,7 +16,7 @@ from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_w
 from jmp_policy.numerics import Row, Stats
 from jmp_policy.numerics._stats._counting import HISTOGRAM_BINS
 from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import Layout
+from jmp_policy.numerics._stats._row import StatsLayout
 
 PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
 LAYOUT = make_layout(*map(make_site, PATHS))
@@ -147,8 +147,8 @@ def test_a_merge_under_jit_folds_axes_that_differ():
 def test_equal_layouts_are_one_object_and_compare_by_identity():
     again = make_layout(*map(make_site, PATHS))
     assert again is LAYOUT
-    assert Layout.__eq__ is object.__eq__
-    assert Layout.__hash__ is object.__hash__
+    assert StatsLayout.__eq__ is object.__eq__
+    assert StatsLayout.__hash__ is object.__hash__
     assert make_layout(*map(make_site, PATHS), formats=("float16",)) is not LAYOUT
 
 
@@ -180,7 +180,7 @@ def test_a_layout_is_freed_with_its_stats():
 
 
 def test_a_layout_cannot_be_changed():
-    with pytest.raises(AttributeError, match="A Layout cannot be changed: cannot set 'sites'"):
+    with pytest.raises(AttributeError, match="A StatsLayout cannot be changed: cannot set 'sites'"):
         LAYOUT.sites = ()
 
 
@@ -283,7 +283,7 @@ def test_only_paths_index_stats():
 
 @pytest.mark.slow
 def test_an_empty_program_has_no_rows():
-    layout = Layout([], LAYOUT.meter)
+    layout = StatsLayout([], LAYOUT.meter)
     empty = Stats(layout.meter.empty(0), layout)
     assert empty.rows() == ()
     assert empty.merge(empty.empty()).scalars() == {}

@@ -8,8 +8,7 @@ import pytest
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats
-from jmp_policy.numerics._stats._row import Layout
-from jmp_policy.numerics._stats._stats_report import MOST_LINES
+from jmp_policy.numerics._stats._row import StatsLayout
 
 
 def make_stats(sites, tensors, formats=("float16", "bfloat16")):
@@ -86,9 +85,9 @@ def test_nested_turns_are_both_shown():
 
 
 def test_a_terminal_shows_the_worst_of_many_rows():
-    sites = [make_site(f"layer{index}", line=index) for index in range(MOST_LINES + 5)]
+    sites = [make_site(f"layer{index}", line=index) for index in range(Stats._MOST_ROWS + 5)]
     stats = make_stats(sites, [fill((index % 32) / 32, 2.0**-26) for index in range(len(sites))])
-    assert len(read_table(stats)) == MOST_LINES
+    assert len(read_table(stats)) == Stats._MOST_ROWS
     assert "\n5 lines of less loss are left out: `.rows()` has them." in str(stats)
 
 
@@ -125,7 +124,7 @@ def test_statistics_without_formats_are_in_the_order_of_the_program():
 
 
 def test_an_empty_program_says_so():
-    layout = Layout([], make_layout().meter)
+    layout = StatsLayout([], make_layout().meter)
     assert str(Stats(layout.meter.empty(0), layout)) == (
         "Nothing was observed: the program has no tensor of the kind that was asked for."
     )

@@ -118,7 +118,7 @@ def test_the_report_is_plain_data():
 def test_a_table_shows_the_rows_of_most_bytes():
     rows = tuple(make_row(source=f"train.py:{line} (loss)", bytes=line) for line in range(1, 101))
     text = str(Collectives(rows, 4, ("data",), compiled=True))
-    assert "60 rows with fewer bytes are not shown: `.rows` has them." in text
+    assert "60 rows with fewer bytes are left out: `.rows` has them." in text
     assert "train.py:61" in text
     assert "train.py:60" not in text
 
