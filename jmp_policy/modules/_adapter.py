@@ -126,6 +126,9 @@ class Adapter(Protocol):
     find_state: Callable[[PyTree], str | None] = staticmethod(lambda tree: None)
     """Describes the first Variable of the nnx modules in a tree that is not a parameter, if there is one."""
 
+    take_apart: Callable[..., tuple[Any, Callable[[Any], Args]]] | None = None
+    """Splits arguments with nnx objects into arrays and a function that puts them back; `None` for linen."""
+
     lift: Callable[..., Any] = staticmethod(
         lambda run, fun, args, kwargs: run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
     )

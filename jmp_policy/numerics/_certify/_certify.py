@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..._base import PyTree, cast_floating, describe, hide_frames, is_array
-from ..._jaxpr import find_running_line, find_unrepeatable, split_line, trace, walk
+from ..._base import PyTree, Results, cast_floating, describe, hide_frames, is_array
+from ..._jaxpr import check_function, find_running_line, find_unrepeatable, split_line, trace, walk
 from ...modules import with_policy
 from ...policy import Policy, PolicySpec, get_policy
-from .._ends import Results, check_function
 from ._analysis import Analysis
 from ._certificate import Certificate
 from ._faults import CANCELLATION, Fault

@@ -11,11 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, hide_frames
-from ..._jaxpr import ModulePaths, Register, explain_tracing, find_line, find_unrepeatable, open_partials, trace
+from ..._base import TRACING, Args, Kwargs, Results, hide_frames
+from ..._jaxpr import (
+    ModulePaths,
+    Register,
+    check_function,
+    explain_tracing,
+    find_line,
+    find_real_shape,
+    find_unrepeatable,
+    name_results,
+    open_partials,
+    take_apart,
+    trace,
+)
 from ...modules import find_lifting_adapter
-from .._ends import Results, check_function, find_real_shape, name_results
-from .._tune import take_apart
 from ._align import align
 from ._divergence import Divergence
 from ._exits import Level, Recording, match, name_values

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ...policy import Policy, PolicyMap, PolicySpec, get_policy
+from ...policy import Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ...report import REFERENCE_LINE, Report, Table, find_largest, make_columns, make_figure, make_plain
-from .._tune import make_map
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
 from ._plan import Layout, RowLayout
 from ._scopes import is_inside

@@ -6,8 +6,7 @@ from typing import Any, Literal as OneOf, NamedTuple
 
 from jax.extend.core import Literal
 
-from ..._jaxpr import sub_jaxprs, walk
-from .._ends import find_real_shape
+from ..._jaxpr import find_real_shape, sub_jaxprs, walk
 from ._align import Alignment
 from ._scopes import RESIDUAL, Node, Scope, Side, has_values, split_loop
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from .._ends import find_real_shape
+from ..._jaxpr import find_real_shape
 from ._align import describe
 from ._exits import Key, Level
 from ._measure import compare, stack

@@ -1,6 +1,5 @@
 """`tune`: finds by trial which scopes must stay in float32."""
 
 from ._search import Trial as Trial
-from ._subject import make_map as make_map, take_apart as take_apart
 from ._tune import tune as tune
 from ._tuning import FLOOR as FLOOR, BitRow as BitRow, Tuning as Tuning

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...policy import Policy, parse_quantization, stored_format_of
+from ...policy import Policy, assign_policies, parse_quantization, stored_format_of
 from ...quant import QuantizedArray
 from ._search import Ranking, Trial, TrialLog
-from ._subject import Layer, Model, Subject, assign_policies, write_example
+from ._subject import Layer, Model, Subject, write_example
 from ._tuning import BitRow, Tuning
 
 _DTYPES = ("float32", "bfloat16", "float16")

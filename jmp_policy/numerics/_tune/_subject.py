@@ -2,35 +2,21 @@
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._base import Args, PyTree, describe, group_by_key, is_array, is_floating, list_paths_to
+from ..._base import Args, PyTree, describe, group_by_key, is_floating
+from ..._jaxpr import take_apart
 from ...autocast import autocast
 from ...gradients import value_and_grad
 from ...loss_scale import LossScale
 from ...modules import find_adapter, find_lifting_adapter, with_policy
 from ...policy import Policy, PolicyMap
 from ...quant import QuantizedArray, quantize
-
-
-def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_policy: Policy) -> PolicyMap:
-    """Makes the map that gives `kept` scopes `kept_policy` and the others `policy`; only the root casts its outputs."""
-    kept_policy = kept_policy.replace(output_dtype=None)
-    return assign_policies({scope: kept_policy if scope in kept else policy for scope in scopes}, policy)
-
-
-def assign_policies(wanted: Mapping[str, Policy], default: Policy) -> PolicyMap:
-    """Makes the map that gives each scope its policy; only the root, by default with `default`, casts its outputs."""
-    inner = {path: policy.replace(output_dtype=None) for path, policy in {"": default, **wanted}.items()}
-    outer = {path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in inner) for path in inner if path}
-    changed = sorted((path for path in outer if inner[path] != inner[outer[path]]), key=lambda path: -path.count("/"))
-    return PolicyMap([(re.escape(path), inner[path]) for path in changed], wanted.get("", default))
 
 
 def write_code(policy_map: PolicyMap) -> str:
@@ -135,18 +121,6 @@ def project(out: PyTree, seed: int) -> jax.Array:
         weights = jax.random.normal(jax.random.fold_in(jax.random.key(seed), index), leaf.shape, jnp.float32)
         total += jnp.sum(leaf.astype(jnp.float32) * weights) / max(1, leaf.size) ** 0.5
     return total
-
-
-def take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
-    """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
-    if find_lifting_adapter(args) is None:
-        arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)
-        choose = lambda new, old: old if new is None else new
-        return arrays, lambda new: jax.tree.map(choose, new, args, is_leaf=lambda leaf: leaf is None)
-    from flax import nnx
-
-    graph, state = nnx.split(args)
-    return state, lambda state: nnx.merge(graph, state)
 
 
 def write_example(target: Any) -> str:

@@ -14,10 +14,10 @@ import numpy as np
 from ..._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
-from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
+from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ._bits import BitTuner, parse_formats
 from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
-from ._subject import Observed, Subject, is_loss, make_map, write_example
+from ._subject import Observed, Subject, is_loss, write_example
 from ._tuning import Tuning, list_numbers, measure_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."

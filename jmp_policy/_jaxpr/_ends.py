@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base import Args, KeyPath, Kwargs, PyTree, Results as Results, describe, drop_value_key, is_array
-from ..modules import find_adapter, is_flax_object
+from .._base import Args, KeyPath, Kwargs, PyTree, describe, drop_value_key, is_array
+from ..modules import find_adapter, find_lifting_adapter, is_flax_object
 
 
 def check_function(fun: Any, caller: str, rest: str = "") -> None:
@@ -43,6 +43,16 @@ def keep_changes(fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun(*args, **kwargs), [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in ids]
 
     return call_and_keep
+
+
+def take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
+    """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
+    adapter = find_lifting_adapter(args)
+    if adapter is not None and adapter.take_apart is not None:
+        return adapter.take_apart(args)
+    arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)
+    choose = lambda new, old: old if new is None else new
+    return arrays, lambda new: jax.tree.map(choose, new, args, is_leaf=lambda leaf: leaf is None)
 
 
 def find_real_shape(aval: Any) -> tuple[int, ...]:
