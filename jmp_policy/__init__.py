@@ -30,6 +30,7 @@ Packages, each with a list like this one (`help(jmp.optim)`):
 - `quant`: weights in 8 and 4 bits, and training in float8.
 - `sharding`: dtypes of data that moves between devices.
 - `compat`: the names of Keras, and of PyTorch's `GradScaler`.
+- `contrib`: proofs about overflow, differences of two runs, `gptq` and `awq`; names may change in any version.
 """
 
 import typing as _typing
@@ -66,6 +67,7 @@ from .policy import (
 if _typing.TYPE_CHECKING:
     from . import (
         compat as compat,
+        contrib as contrib,
         linen as linen,
         nnx as nnx,
         numerics as numerics,
@@ -80,7 +82,8 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-_LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
+# Most of them import Flax or optax.
+_LAZY = ("compat", "contrib", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")
 
 _SOURCES = {
     **dict.fromkeys(_LAZY, ""),
@@ -91,7 +94,8 @@ _SOURCES = {
 }
 
 _ELSEWHERE = {
-    **{name: f"numerics.{name}" for name in ("audit", "certify", "collect", "first_nonfinite", "predict")},
+    **{name: f"numerics.{name}" for name in ("audit", "collect", "first_nonfinite", "predict")},
+    **{name: f"contrib.{name}" for name in ("awq", "certify", "diverge", "gptq")},
     **{name: f"optim.{name}" for name in ("loss_scaled", "master_weights", "minimize", "skip_nonfinite", "step")},
     **{name: f"quant.{name}" for name in ("calibrate", "dot_general", "quantize")},
     "gather_params": "sharding.gather_params",

@@ -181,7 +181,9 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
 
 
 def _run_diverge(arguments: argparse.Namespace) -> int:
-    from ..numerics import diverge
+    import jmp_policy as jmp
+
+    diverge = jmp.contrib.diverge
 
     def make_report() -> Any:
         check = lambda fun: diverge(fun, fun)

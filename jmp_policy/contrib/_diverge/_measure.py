@@ -10,17 +10,20 @@ import numpy as np
 from jax import lax
 
 from ..._base import at_least_float32, keep_rounding
-from .._tune import FLOOR
 
 NOISE = 2.0**-17
 """Relative errors up to 64 rounding errors of float32 are noise: two orders of a sum differ by as much."""
+
+
+FLOOR = 0.1
+"""An array is small if its root mean square is below this fraction of that of all arrays, as in `tune`."""
 
 
 class Worst(NamedTuple):
     """The element that differs most: its position, and its values in `f` and `g`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: x + 1)(jnp.arange(3.0)).rows()
+    >>> (row,) = jmp.contrib.diverge(lambda x: 2 * x, lambda x: x + 1)(jnp.arange(3.0)).rows()
     >>> row.worst
     Worst(where=(0,), reference=0.0, value=1.0)
     """

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..policy import Int4, Int8
-from ._numbers import pack
-from ._weights import QuantizedArray, block_length, stack_shape
+from ...policy import Int4, Int8
+from ...quant._numbers import pack
+from ...quant._weights import QuantizedArray, block_length, stack_shape
 
 
 class InputStatistics(NamedTuple):

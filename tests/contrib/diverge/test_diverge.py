@@ -1,4 +1,4 @@
-"""`numerics.diverge`: errors are compared with NumPy on the values of a model whose scopes are called one by one."""
+"""`contrib.diverge`: errors are compared with NumPy on the values of a model whose scopes are called one by one."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
 import jmp_policy as jmp
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32) for _ in range(2))
@@ -420,7 +420,7 @@ def test_complex_values_are_compared_by_their_parts():
 @pytest.mark.slow
 def test_a_recording_of_complex_values_is_compared():
     with jax.numpy_dtype_promotion("standard"):
-        recording = jmp.numerics.record(mix_complex(1.0))(X)
+        recording = jmp.contrib.record(mix_complex(1.0))(X)
         divergence = diverge(mix_complex(3.0), recording)(X)
     assert {row.path for row in divergence.rows() if row.introduced > 0.1} == {"mix"}
 

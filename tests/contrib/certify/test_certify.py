@@ -8,8 +8,8 @@ from certified import CASES, WIDE, X, draw, shape
 from flax import linen as nn
 from jax.experimental import checkify
 
-from jmp_policy.numerics import Certificate, certify
-from jmp_policy.numerics._certify._interpreter import Trial
+from jmp_policy.contrib import Certificate, certify
+from jmp_policy.contrib._certify._interpreter import Trial
 
 
 def find_break(fun, *args):

@@ -24,9 +24,9 @@ from calibrated_models import (
 from flax import nnx, serialization
 
 import jmp_policy as jmp
-from jmp_policy import quant
-from jmp_policy.quant._awq import round_with_input_scales, take_blocks
-from jmp_policy.quant._matrix import add_input_scale, measure_inputs
+from jmp_policy import contrib, quant
+from jmp_policy.contrib._layer_by_layer._awq import round_with_input_scales, take_blocks
+from jmp_policy.contrib._layer_by_layer._matrix import add_input_scale, measure_inputs
 from jmp_policy.quant._numbers import Quantized, to_numbers
 from jmp_policy.quant._weights import Layout
 
@@ -190,7 +190,7 @@ def test_linen_models_are_rounded_matrix_by_matrix(capsys, tmp_path):
     model, tokens = jmp.with_policy(Linen(), rules), list(jax.random.randint(jax.random.key(0), (2, 3, 40), 0, 32))
     variables = jax.jit(model.init)(jax.random.key(1), tokens[0])
     options: Any = {"stacked": ["blocks"], "file": tmp_path / "awq.jsonl", "progress": True}
-    made = quant.awq(model, tokens, variables=variables, **options)
+    made = contrib.awq(model, tokens, variables=variables, **options)
     paths, shares = read_shares(capsys.readouterr().err)
     assert paths == ["blocks/dense/kernel"] * 2 + ["twice/kernel"]
     assert max(shares) < 1
@@ -207,7 +207,7 @@ def test_linen_models_are_rounded_matrix_by_matrix(capsys, tmp_path):
     assert made["params"]["blocks"]["dense"]["kernel"].input_scale.shape == (2, 1, 16, 1)
     apply: Any = model.apply
     check_errors(made, nearest, lambda one: apply(one, tokens[0]), Linen().apply(variables, tokens[0]))
-    run = lambda: quant.awq(model.bind(variables), tokens, **options)
+    run = lambda: contrib.awq(model.bind(variables), tokens, **options)
     check_resumed(run, options["file"], made, capsys)
 
 
@@ -216,7 +216,7 @@ def test_nnx_models_stay_tied_and_masked(capsys):
     model = Nnx(nnx.Rngs(0))
     x = draw_nnx_inputs()
     policied = jmp.with_policy(model, "int4/4(min_size=0)_from_float32")
-    made = quant.awq(policied, list(x), progress=True)
+    made = contrib.awq(policied, list(x), progress=True)
     _, shares = read_shares(capsys.readouterr().err)
     assert len(shares) == 2
     assert max(shares) < 1
@@ -231,7 +231,7 @@ def test_weights_in_int8_are_those_of_quantize():
     policy = "int8(min_size=0)_from_float32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = quant.awq(linear(policy), [ROWS])
+        made = contrib.awq(linear(policy), [ROWS])
     nearest = quant.quantize(linear(policy), policy)
     assert jax.tree.structure(nnx.state(made)) == jax.tree.structure(nnx.state(nearest))
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), nnx.state(made), nnx.state(nearest)))
@@ -239,7 +239,7 @@ def test_weights_in_int8_are_those_of_quantize():
 
 @pytest.mark.slow
 def test_inputs_that_are_always_zero_are_rounded_to_nearest():
-    made = quant.awq(linear(), [0 * ROWS])
+    made = contrib.awq(linear(), [0 * ROWS])
     weight: Any = made.kernel[...]
     assert (weight.input_scale == 1).all()
     assert (
@@ -248,17 +248,17 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest():
 
 
 @pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: quant.awq(linear(), []), ValueError, r"^awq was given no batches\. For example: awq\(model, \[x\]"),
-    (lambda: quant.awq(linear(), ROWS), TypeError, rf"^awq takes a list of batches, got an array of shape "
+    (lambda: contrib.awq(linear(), []), ValueError, r"^awq was given no batches\. For example: awq\(model, \[x\]"),
+    (lambda: contrib.awq(linear(), ROWS), TypeError, rf"^awq takes a list of batches, got an array of shape "
      rf"\({ROWS.shape[0]}, 16\)\. Pass a list of batches: \[x\]\. For example: awq\(model, \[x\]"),
-    (lambda: quant.awq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
+    (lambda: contrib.awq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^awq quantizes by the policy of a model, and .* has none\. For example: awq\(with_policy\(model, 'int4_from"),
-    (lambda: quant.awq(linear("mxfp4/16(min_size=0)_from_float32"), [ROWS]), ValueError,
+    (lambda: contrib.awq(linear("mxfp4/16(min_size=0)_from_float32"), [ROWS]), ValueError,
      r"^awq rounds to int4 and int8, and the weight 'kernel' has the format 'mxfp4/16\(min_size=0\)'"),
-    (lambda: quant.awq(linear(), [ROWS.at[1, 3].set(jnp.nan)]), ValueError,
+    (lambda: contrib.awq(linear(), [ROWS.at[1, 3].set(jnp.nan)]), ValueError,
      r"^The inputs of the weight 'kernel' are not all finite, .* so awq cannot round it\. .*: \[x for x in batches"),
-    (lambda: quant.awq(linear(), [ROWS], grid_size=1), ValueError, r"^grid_size is a number of powers from 2, got 1"),
-    (lambda: quant.awq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
+    (lambda: contrib.awq(linear(), [ROWS], grid_size=1), ValueError, r"^grid_size is a number of powers from 2, got 1"),
+    (lambda: contrib.awq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
 ])  # fmt: skip
 def test_what_cannot_be_rounded_is_an_error(make, error, text):
     with pytest.raises(error, match=text):

@@ -1,4 +1,4 @@
-"""`numerics.diverge`: a GPT of linen aligns with its twin of nnx, and a planted fault is first in their gradients."""
+"""`contrib.diverge`: a GPT of linen aligns with its twin of nnx, and a planted fault is first in their gradients."""
 
 import flax.linen as nn
 import jax
@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 pytestmark = pytest.mark.slow
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(11, size=(2, 6)))

@@ -7,9 +7,9 @@ import pytest
 from certified import draw
 from random_functions import make_function
 
-from jmp_policy.numerics import certify
-from jmp_policy.numerics._certify._certify import list_inputs
-from jmp_policy.numerics._certify._interpreter import Trial
+from jmp_policy.contrib import certify
+from jmp_policy.contrib._certify._certify import list_inputs
+from jmp_policy.contrib._certify._interpreter import Trial
 
 
 @pytest.mark.parametrize("seed", range(4))

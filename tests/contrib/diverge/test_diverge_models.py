@@ -1,4 +1,4 @@
-"""`numerics.diverge` on Flax models, and on random models whose scopes are swapped one at a time by hand."""
+"""`contrib.diverge` on Flax models, and on random models whose scopes are swapped one at a time by hand."""
 
 import functools
 
@@ -11,7 +11,7 @@ from faulty_models import Scanned
 from flax import nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 pytestmark = pytest.mark.slow
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)

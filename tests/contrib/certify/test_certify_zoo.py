@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from zoo import ZOO
 
-from jmp_policy.numerics import certify
+from jmp_policy.contrib import certify
 
 
 @pytest.mark.sample(2)

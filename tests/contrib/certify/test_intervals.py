@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_policy.numerics._certify._faults import find_invalid
-from jmp_policy.numerics._certify._intervals import INF, RULES, Interval
-from jmp_policy.numerics._certify._rounding import round_interval
+from jmp_policy.contrib._certify._faults import find_invalid
+from jmp_policy.contrib._certify._intervals import INF, RULES, Interval
+from jmp_policy.contrib._certify._rounding import round_interval
 
 UNARY = {
     name: getattr(lax, name)

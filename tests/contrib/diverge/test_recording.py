@@ -1,4 +1,4 @@
-"""`numerics.record`, and `numerics.diverge` with a recording: errors are compared with NumPy on the recorded values."""
+"""`contrib.record`, and `contrib.diverge` with a recording: errors are compared with NumPy on the recorded values."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 
-from jmp_policy.numerics import diverge, record
+from jmp_policy.contrib import diverge, record
 
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""`Certificate`: the result of `numerics.certify`."""
+"""`Certificate`: the result of `contrib.certify`."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ class Certificate:
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> x = jax.ShapeDtypeStruct((2,), jnp.float32)
-    >>> certificate = jmp.numerics.certify(lambda x: jnp.exp(x) - x, [(0, 100)])(x)
+    >>> certificate = jmp.contrib.certify(lambda x: jnp.exp(x) - x, [(0, 100)])(x)
     >>> certificate.holds, certificate.fault, certificate.primitive, certificate.operands
     (False, 'overflow', 'exp', ((100.0, 100.0),))
     >>> certificate.counterexample

@@ -1,4 +1,4 @@
-"""`numerics.diverge`: iterations of a scan are aligned with the layers of a Python loop."""
+"""`contrib.diverge`: iterations of a scan are aligned with the layers of a Python loop."""
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 import jmp_policy as jmp
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 RNG = np.random.default_rng(0)
 WEIGHTS, X = (jnp.asarray(RNG.normal(size=shape) / 3, jnp.float32) for shape in ((3, 8, 8), (6, 8)))

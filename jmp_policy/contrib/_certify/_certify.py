@@ -1,4 +1,4 @@
-"""`numerics.certify`: proves that a small function is safe for all inputs in given ranges, or finds one that is not."""
+"""`contrib.certify`: proves that a small function is safe for all inputs in given ranges, or finds one that is not."""
 
 import functools
 import math
@@ -63,9 +63,9 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    >>> print(jmp.numerics.certify(jax.nn.log_softmax, [(-100, 100)])(x))
+    >>> print(jmp.contrib.certify(jax.nn.log_softmax, [(-100, 100)])(x))
     proved: no overflow, division by zero, invalid operation or cancellation
-    >>> certificate = jmp.numerics.certify(lambda x: 1 - jax.nn.sigmoid(x), [(-10, 10)], "float16")(x)
+    >>> certificate = jmp.contrib.certify(lambda x: 1 - jax.nn.sigmoid(x), [(-10, 10)], "float16")(x)
     >>> certificate.holds, certificate.fault, certificate.primitive
     (False, 'cancellation', 'sub')
     """

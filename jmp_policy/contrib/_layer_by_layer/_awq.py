@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import PyTree, hide_frames
-from ..modules import Method
-from ..policy import Int4, Int8
-from ._layer_by_layer import quantize_layer_by_layer
+from ..._base import PyTree, hide_frames
+from ...modules import Method
+from ...policy import Int4, Int8
+from ...quant._numbers import Clip, choose_best, choose_bounds, quantize_asymmetric, to_numbers
 from ._matrix import Calibration, InputStatistics, Rounded, measure_error
-from ._numbers import Clip, choose_best, choose_bounds, quantize_asymmetric, to_numbers
+from ._passes import quantize_layer_by_layer
 
 _LEAST_FRACTION, _FRACTIONS = 0.65, 20  # of a range: the smallest to try, and how many
 _SMALLEST = np.float32(1e-4)  # of the magnitude of an input, as a share of the largest
@@ -82,7 +82,7 @@ def awq(
     >>> x = jax.random.normal(jax.random.key(1), (256, 64)).at[:, :4].multiply(50)
     >>> error = lambda quantized: float(jnp.linalg.norm(quantized(x) - model(x)))
     >>> policy = "int4/64_from_float32"
-    >>> calibrated = jmp.quant.awq(jmp.with_policy(model, policy), [x])
+    >>> calibrated = jmp.contrib.awq(jmp.with_policy(model, policy), [x])
     >>> calibrated.kernel[...], error(calibrated) < 0.7 * error(jmp.quant.quantize(model, policy))
     (QuantizedArray(int4/64, shape=(64, 64), dtype=float32), True)
     """

@@ -43,7 +43,7 @@ class ScopeErrors:
         `shard_map`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> (row,) = jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()
+    >>> (row,) = jmp.contrib.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()
     >>> row.incoming, row.outgoing, row.introduced, row.amplification, row.cosine
     (0.0, 0.25, 0.25, inf, 1.0)
     """
@@ -77,7 +77,7 @@ class OutputErrors:
       is_log_probability: True if the exponentials along the last axis add up to 1.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> jmp.numerics.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).outputs()
+    >>> jmp.contrib.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).outputs()
     (OutputErrors(path='result', error=0.25, gap=0.5, is_log_probability=False),)
     """
 
@@ -109,7 +109,7 @@ class Divergence(Report):
     ...     with jax.named_scope("b"):
     ...         return jnp.exp(x.astype(dtype)).astype(jnp.float32)
     >>> f, g = (lambda x, dtype=dtype: model(x, dtype) for dtype in (jnp.float32, jnp.bfloat16))
-    >>> divergence = jmp.numerics.diverge(f, g)(jnp.linspace(0, 1, 8))
+    >>> divergence = jmp.contrib.diverge(f, g)(jnp.linspace(0, 1, 8))
     >>> [(row.path, row.introduced > 0, row.dtype) for row in divergence.rows()]
     [('a', False, 'float32'), ('b', True, 'float32 → bfloat16')]
     >>> print(divergence.policy_map(1e-4)["b"])

@@ -1,4 +1,4 @@
-"""`numerics.diverge`: finds the scopes that make two functions of one model differ."""
+"""`contrib.diverge`: finds the scopes that make two functions of one model differ."""
 
 import functools
 import inspect
@@ -86,7 +86,7 @@ def diverge(
     ...         return jnp.mean((x @ weights["head"]) ** 2)
     >>> low_loss = lambda weights, x: loss(weights, x, jnp.bfloat16)
     >>> weights = {name: jax.random.normal(jax.random.key(0), (8, 8)) for name in ("body", "head")}
-    >>> divergence = jmp.numerics.diverge(jax.grad(loss), jax.grad(low_loss))(weights, jnp.ones((4, 8)))
+    >>> divergence = jmp.contrib.diverge(jax.grad(loss), jax.grad(low_loss))(weights, jnp.ones((4, 8)))
     >>> for row in divergence.rows():
     ...     print(row.path, row.direction, row.introduced > 1e-4, row.outgoing > 1e-4)
     body forward True True
@@ -155,10 +155,10 @@ def record(fun: Callable[..., Any]) -> Callable[..., dict[str, jax.Array]]:
     ...         x = scale * jnp.tanh(x)
     ...     with jax.named_scope("head"):
     ...         return x + 1
-    >>> recording = jmp.numerics.record(model)(jnp.ones(3))
+    >>> recording = jmp.contrib.record(model)(jnp.ones(3))
     >>> sorted(recording)
     ['body', 'head', 'result']
-    >>> divergence = jmp.numerics.diverge(lambda x: model(x, 1.5), recording)(jnp.ones(3))
+    >>> divergence = jmp.contrib.diverge(lambda x: model(x, 1.5), recording)(jnp.ones(3))
     >>> for row in divergence.rows():
     ...     print(row.path, row.introduced > 0.1, row.outgoing > 0.1)
     body True True

@@ -17,10 +17,11 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, sum_program, warn_user
-from ..modules import Method
-from ..policy import Int4, Int8, Policy, PolicyMap
-from ._calibrate import check_batches, require_adapter
+from ..._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, sum_program, warn_user
+from ...modules import Method, check_batches, require_adapter
+from ...policy import Int4, Int8, Policy, PolicyMap
+from ...quant._products import Bilinear, Convolution, is_matmul, observe_products
+from ...quant._weights import Layout, QuantizedArray, Quantizer, apply_quantizer, block_length, stack_shape
 from ._matrix import (
     Calibration,
     InputStatistics,
@@ -31,9 +32,6 @@ from ._matrix import (
     measure_inputs,
     round_matrix,
 )
-from ._products import Bilinear, Convolution, is_matmul, observe_products
-from ._quantize import Quantizer, apply_quantizer
-from ._weights import Layout, QuantizedArray, block_length, stack_shape
 
 
 def quantize_layer_by_layer(

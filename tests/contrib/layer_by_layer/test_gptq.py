@@ -24,9 +24,9 @@ from calibrated_models import (
 from flax import nnx
 
 import jmp_policy as jmp
-from jmp_policy import quant
-from jmp_policy.quant._gptq import Rounding, round_by_hessian
-from jmp_policy.quant._layer_by_layer import read_inputs
+from jmp_policy import contrib, quant
+from jmp_policy.contrib._layer_by_layer._gptq import Rounding, round_by_hessian
+from jmp_policy.contrib._layer_by_layer._passes import read_inputs
 from jmp_policy.quant._numbers import to_numbers
 from jmp_policy.quant._products import describe_convolution, describe_dot_general, describe_einsum
 from jmp_policy.quant._weights import Layout
@@ -143,7 +143,7 @@ def test_linen_models_are_rounded_matrix_by_matrix_into_the_storage_of_quantize(
     options = {"stacked": ["blocks"], "file": tmp_path / "gptq.jsonl", "progress": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = quant.gptq(model, tokens, variables=variables, **options)
+        made = contrib.gptq(model, tokens, variables=variables, **options)
     assert [str(one.message).partition(":")[0] for one in caught] == [
         "gptq rounds 'last/kernel' to nearest and cannot read their inputs"
     ]
@@ -162,12 +162,12 @@ def test_linen_models_are_rounded_matrix_by_matrix_into_the_storage_of_quantize(
     check_errors(made, nearest, lambda one: apply(one, tokens[0]), Linen(maps=True).apply(variables, tokens[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = lambda: quant.gptq(model.bind(variables), tokens, **options)
+        run = lambda: contrib.gptq(model.bind(variables), tokens, **options)
         check_resumed(run, options["file"], made, capsys)
     with pytest.raises(
         ValueError, match=r"gptq\.jsonl has the matrices of another run: its damping is 0\.01, expected"
     ):
-        quant.gptq(model, tokens, variables=variables, damping=0.1, **options)
+        contrib.gptq(model, tokens, variables=variables, damping=0.1, **options)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_nnx_models_stay_tied_and_masked(capsys):
     model = Nnx(nnx.Rngs(0))
     x = 2 * draw_nnx_inputs()
     policied = jmp.with_policy(model, "int8(min_size=0)_from_float32")
-    made = quant.gptq(policied, list(x), progress=True)
+    made = contrib.gptq(policied, list(x), progress=True)
     assert max(read_shares(capsys.readouterr().err)[1]) < 1
     assert made.first.kernel is made.tied.kernel
     assert not made.masked.kernel[...].dequantize()[2].any()
@@ -201,9 +201,9 @@ RUNS = []
 def test_matrices_with_the_same_inputs_share_a_run():
     model, x = Heads(nnx.Rngs(0)), jnp.asarray(draw_inputs(16))
     RUNS.clear()
-    made = quant.gptq(jmp.with_policy(model, POLICY), [x[:50], x[50:]])
+    made = contrib.gptq(jmp.with_policy(model, POLICY), [x[:50], x[50:]])
     assert RUNS == [50, 50, 46, 50, 46]  # one to find the order, then two for each Hessian
-    alone = quant.gptq(jmp.with_policy(model.key, POLICY), [x[:50], x[50:]])
+    alone = contrib.gptq(jmp.with_policy(model.key, POLICY), [x[:50], x[50:]])
     values = [jax.tree.leaves(nnx.state(one, jmp.nnx.QuantizedParam))[0] for one in (made.key, alone)]
     assert (values[0] == values[1]).all()
 
@@ -213,28 +213,28 @@ def test_a_weight_is_seen_through_wide_sums():
     layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     policy = "int4/16(min_size=0)_from_params=float32,compute=bfloat16,output=float32,accumulate=float32"
     with pytest.raises(ValueError, match=r"^The inputs of the weight 'kernel' are not all finite"):
-        quant.gptq(jmp.with_policy(layer, policy), [jnp.full((2, 16), jnp.nan)])
+        contrib.gptq(jmp.with_policy(layer, policy), [jnp.full((2, 16), jnp.nan)])
 
 
 @pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: quant.gptq(linear(), []), ValueError, r"^gptq was given no batches\. For example: gptq\(model, \[x\]"),
-    (lambda: quant.gptq(linear(), ROWS), TypeError, rf"^gptq takes a list of batches, got an array of shape "
+    (lambda: contrib.gptq(linear(), []), ValueError, r"^gptq was given no batches\. For example: gptq\(model, \[x\]"),
+    (lambda: contrib.gptq(linear(), ROWS), TypeError, rf"^gptq takes a list of batches, got an array of shape "
      rf"\({ROWS.shape[0]}, 16\)\. Pass a list of batches: \[x\]\. For example: gptq\(model, \[x\]"),
-    (lambda: quant.gptq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
+    (lambda: contrib.gptq(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), [ROWS]), ValueError,
      r"^gptq quantizes by the policy of a model, and .* has none\. For example: gptq\(with_policy\(model, 'int4_from"),
-    (lambda: quant.gptq(linear("float32"), [ROWS]), ValueError,
+    (lambda: contrib.gptq(linear("float32"), [ROWS]), ValueError,
      r"^Nothing to quantize: the policy 'float32' stores no quantized weights"),
-    (lambda: quant.gptq(linear("mxfp8/16(min_size=0)_from_float32"), [ROWS]), ValueError,
+    (lambda: contrib.gptq(linear("mxfp8/16(min_size=0)_from_float32"), [ROWS]), ValueError,
      r"^gptq rounds to int4 and int8, and the weight 'kernel' has the format 'mxfp8/16\(min_size=0\)'"),
-    (lambda: quant.gptq(linear(), [ROWS.at[1, 3].set(jnp.inf)]), ValueError,
+    (lambda: contrib.gptq(linear(), [ROWS.at[1, 3].set(jnp.inf)]), ValueError,
      r"^The inputs of the weight 'kernel' are not all finite, .* For example: \[x for x in batches"),
-    (lambda: quant.gptq(jnp.ones, [ROWS]), TypeError, r"^gptq takes a Flax module, got .* For example: gptq\(with_pol"),
-    (lambda: quant.gptq(linear(), [ROWS], damping=-1.0), ValueError, r"^damping is a number from 0, got -1\.0\."),
-    (lambda: quant.gptq(linear(), [ROWS], block_size=0), ValueError, r"^block_size is a number of inputs, got 0\."),
-    (lambda: quant.gptq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
-    (lambda: quant.gptq(linear(), [jnp.ones(16)], method=lambda model, x: x), ValueError,
+    (lambda: contrib.gptq(jnp.ones, [ROWS]), TypeError, r"^gptq takes a Flax module, got .* For example: gptq\(with"),
+    (lambda: contrib.gptq(linear(), [ROWS], damping=-1.0), ValueError, r"^damping is a number from 0, got -1\.0\."),
+    (lambda: contrib.gptq(linear(), [ROWS], block_size=0), ValueError, r"^block_size is a number of inputs, got 0\."),
+    (lambda: contrib.gptq(linear(), [ROWS], clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a percentile"),
+    (lambda: contrib.gptq(linear(), [jnp.ones(16)], method=lambda model, x: x), ValueError,
      r"^gptq cannot read the inputs of any weight \('kernel'\): they are not called"),
-    pytest.param(lambda: quant.gptq(linear(), [ROWS], damping=0), ValueError,
+    pytest.param(lambda: contrib.gptq(linear(), [ROWS], damping=0), ValueError,
      r"^The Hessian of the weight 'kernel' is singular: .* For example: gptq\(\.\.\., damping=0\.01\)\.$",
      marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -249,10 +249,10 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest():
     policied = linear("int8(min_size=0)_from_float32")
     read = lambda model: np.asarray(jax.tree.leaves(nnx.state(model, jmp.nnx.QuantizedParam))[0])
     nearest = read(quant.quantize(policied, "int8(min_size=0)_from_float32"))
-    made = read(quant.gptq(policied, [rows]))
+    made = read(contrib.gptq(policied, [rows]))
     assert (made[3] == nearest[3]).all()
     assert (made != nearest).any()
-    assert (read(quant.gptq(policied, [0 * rows])) == nearest).all()
+    assert (read(contrib.gptq(policied, [0 * rows])) == nearest).all()
 
 
 class Shifted(nnx.Module):
@@ -276,7 +276,7 @@ class Edited(Shifted):
 
 
 def calibrate_into(file, model=None, **options):
-    return quant.gptq(jmp.with_policy(model or Shifted(), POLICY), [ROWS], file=file, progress=False, **options)
+    return contrib.gptq(jmp.with_policy(model or Shifted(), POLICY), [ROWS], file=file, progress=False, **options)
 
 
 def test_matrices_of_another_call_or_damaged_ones_are_refused(tmp_path):

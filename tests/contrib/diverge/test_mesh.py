@@ -1,4 +1,4 @@
-"""`numerics.diverge` on a mesh of four devices: jit with shardings, and `shard_map`."""
+"""`contrib.diverge` on a mesh of four devices: jit with shardings, and `shard_map`."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from meshes import make_mesh
 
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 P = jax.P
 MESH = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

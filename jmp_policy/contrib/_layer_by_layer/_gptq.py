@@ -10,12 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._base import PyTree, hide_frames
-from ..modules import Method
-from ..policy import Int4, Int8
-from ._layer_by_layer import quantize_layer_by_layer
+from ..._base import PyTree, hide_frames
+from ...modules import Method
+from ...policy import Int4, Int8
+from ...quant._numbers import (
+    Clip,
+    Quantized,
+    choose_bounds,
+    choose_peak,
+    quantize_asymmetric,
+    quantize_symmetric,
+    to_numbers,
+)
 from ._matrix import Calibration, InputStatistics, Rounded
-from ._numbers import Clip, Quantized, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric, to_numbers
+from ._passes import quantize_layer_by_layer
 
 
 @hide_frames
@@ -86,7 +94,7 @@ def gptq(
     >>> x = jax.random.normal(jax.random.key(1), (256, 4)) @ jax.random.normal(jax.random.key(2), (4, 64))
     >>> error = lambda quantized: float(jnp.linalg.norm(quantized(x) - model(x)))
     >>> policy = "int4/64_from_float32"
-    >>> calibrated = jmp.quant.gptq(jmp.with_policy(model, policy), [x])
+    >>> calibrated = jmp.contrib.gptq(jmp.with_policy(model, policy), [x])
     >>> calibrated.kernel[...], error(calibrated) < 0.5 * error(jmp.quant.quantize(model, policy))
     (QuantizedArray(int4/64, shape=(64, 64), dtype=float32), True)
     """

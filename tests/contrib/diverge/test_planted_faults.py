@@ -1,4 +1,4 @@
-"""`numerics.diverge`: the scope with a planted fault introduces the largest error."""
+"""`contrib.diverge`: the scope with a planted fault introduces the largest error."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import pytest
 from faulty_models import FAULTS, POLICIES, Quantized, block, find_path, make_arguments, make_loss
 
 import jmp_policy as jmp
-from jmp_policy.numerics import diverge
+from jmp_policy.contrib import diverge
 
 WRAPS = ("plain", "scan", "remat")
 

@@ -1,0 +1,34 @@
+"""New tools, and algorithms of papers that are still changing. Names and arguments may change in any version.
+
+- `certify` returns a `Certificate`: a proof that a small function cannot overflow or divide by zero for inputs in given
+  ranges, or an input that breaks it.
+- `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
+  rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
+  one process, to compare with in another.
+- `gptq` and `awq` quantize the weights of a model like `quant.quantize`, rounded for the inputs that data gives them.
+"""
+
+import typing as _typing
+
+from .._base import load_lazily as _load_lazily
+
+if _typing.TYPE_CHECKING:
+    from ._certify import Certificate as Certificate, certify as certify
+    from ._diverge import (
+        Divergence as Divergence,
+        OutputErrors as OutputErrors,
+        ScopeErrors as ScopeErrors,
+        Worst as Worst,
+        diverge as diverge,
+        record as record,
+    )
+    from ._layer_by_layer import awq as awq, gptq as gptq
+else:  # none of them needs another
+    _SOURCES = {
+        "_certify": "Certificate certify",
+        "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
+        "_layer_by_layer": "awq gptq",
+    }
+    __getattr__, __dir__ = _load_lazily(
+        __name__, _SOURCES, globals(), unlisted="Certificate OutputErrors ScopeErrors Worst"
+    )
