@@ -6,6 +6,8 @@
   rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
   one process, to compare with in another.
 - `gptq` and `awq` quantize the weights of a model like `quant.quantize`, rounded for the inputs that data gives them.
+- `tune_bits` finds the quantized format of each layer within a number of bits per weight. It returns a `BitTuning`,
+  with a `BitRow` for each point of its curve.
 """
 
 import typing as _typing
@@ -23,12 +25,14 @@ if _typing.TYPE_CHECKING:
         record as record,
     )
     from ._layer_by_layer import awq as awq, gptq as gptq
+    from ._tune_bits import BitRow as BitRow, BitTuning as BitTuning, tune_bits as tune_bits
 else:  # none of them needs another
     _SOURCES = {
         "_certify": "Certificate certify",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_layer_by_layer": "awq gptq",
+        "_tune_bits": "BitRow BitTuning tune_bits",
     }
     __getattr__, __dir__ = _load_lazily(
-        __name__, _SOURCES, globals(), unlisted="Certificate OutputErrors ScopeErrors Worst"
+        __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate OutputErrors ScopeErrors Worst"
     )

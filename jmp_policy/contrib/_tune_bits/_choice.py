@@ -6,40 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...policy import Policy, assign_policies, parse_quantization, stored_format_of
+from ...numerics._tune import Ranking, Subject, Trial, TrialLog
+from ...policy import Policy, assign_policies
 from ...quant import QuantizedArray
-from ._search import Ranking, Trial, TrialLog
-from ._subject import Layer, Model, Subject, write_example
-from ._tuning import BitRow, Tuning
-
-_DTYPES = ("float32", "bfloat16", "float16")
+from ._bit_tuning import BitRow, BitTuning
+from ._layers import Layer, Model, write_example
 
 _MOST_CHOICES = 2000  # of a front; a larger one is thinned
 _NEIGHBORS = 8  # measured at a time
 _ROWS = 12  # of the curve
-
-
-def parse_formats(formats: Any, effective_bits: Any, policy: Policy, example: str) -> dict[str, Policy]:
-    """Returns the policy of each format, by name; checks the arguments of `tune`."""
-    is_number = isinstance(effective_bits, int | float) and not isinstance(effective_bits, bool)
-    if not is_number or not 0 < effective_bits < math.inf:
-        raise ValueError(f"effective_bits must be a number above 0, got {effective_bits!r}. {example}")
-    if isinstance(formats, str) or not formats:
-        raise ValueError(f"effective_bits needs a list of formats to choose from, got {formats!r}. {example}")
-    if policy.quantization is not None:
-        raise ValueError(f"The policy {policy.name!r} has a quantization, and formats replace it. {example}")
-    policies = {}
-    for name in formats:
-        if name in _DTYPES:
-            policies[name] = policy.replace(param_dtype=name)
-            continue
-        quantization = parse_quantization(name, where=" in formats")
-        if stored_format_of(quantization) is None:
-            raise ValueError(f"The format {str(quantization)!r} in formats stores no weights. {example}")
-        policies[str(quantization)] = policy.replace(quantization=quantization)
-    if all(each.quantization is None for each in policies.values()):
-        raise ValueError(f"No format quantizes, got {formats!r}. {example}")
-    return policies
 
 
 class Choice(NamedTuple):
@@ -87,7 +62,7 @@ def list_neighbors(
 
 
 class BitTuner:
-    """One call of `tune` under `effective_bits`. Measures choices, the best by prediction first, and remembers them."""
+    """One call of `tune_bits`. Measures choices, the best by prediction first, and remembers them."""
 
     def __init__(self, subject: Subject, policy: Policy, policies: dict[str, Policy], metric: Any, log: TrialLog):
         self._example = write_example(subject.target)
@@ -106,7 +81,7 @@ class BitTuner:
         self._reference = 0.0
         self._trials: dict[tuple[int, ...], Trial] = {}
 
-    def tune(self, effective_bits: float, budget: int | None) -> Tuning:
+    def tune(self, effective_bits: float, budget: int | None) -> BitTuning:
         self._predict(effective_bits)
         ranked = sorted(zip(self._predicted, self._layers, strict=True), key=lambda pair: -pair[0][0])
         candidates = tuple(path for _, layer in ranked for path in layer.paths)
@@ -118,7 +93,7 @@ class BitTuner:
         wanted = {path: self._policies[name] for path, name in names.items()}
         error = self._measure_map(chosen, wanted)
         curve = self._make_curve(front, chosen, error, budget)  # adds trials
-        return Tuning(
+        return BitTuning(
             policy_map=assign_policies(wanted, self._policies[self._low]),
             scopes=tuple(path for path in candidates if names[path] != self._low),
             candidates=candidates,

@@ -58,7 +58,7 @@ def test_a_bit_budget_loses_less_than_wide_ends_and_than_one_format(seed):
     uniform = jmp.PolicyMap({}, f"{MIDDLE}_from_float32")
     limit = count_bits(variables, uniform)
     options = {"metric": loss_fn, "formats": [LOW, MIDDLE, HIGH], "effective_bits": limit}
-    tuning = jmp.tune(MODEL, (variables, batch), "float32", **options)
+    tuning = jmp.contrib.tune_bits(MODEL, (variables, batch), "float32", **options)
     measure = jax.jit(lambda model, variables: loss_fn(model, variables, windows), static_argnums=0)
     before = float(measure(MODEL, variables))
     found, ends, same = (

@@ -1,4 +1,4 @@
-"""`tune` with a limit of bits per weight: the prediction, the choice, and what is stored under the map."""
+"""`tune_bits`, with a limit of bits per weight: the prediction, the choice, and what is stored under the map."""
 
 import itertools
 import json
@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from jmp_policy.contrib._tune_choice._layers import Layer, Model
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.numerics._tune import _bits
-from jmp_policy.numerics._tune._subject import Layer, Model, Subject
+from jmp_policy.contrib._tune_bits import _choice
+from jmp_policy.numerics._tune import Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
 FORMATS = [INT8, INT4, "bfloat16"]
@@ -57,7 +58,8 @@ ARGS = (VARIABLES, X, LABELS)
 
 
 def tune(model, args, metric=loss_fn, policy="float32", **options):
-    return jmp.tune(model, args, policy, **{"metric": metric, "formats": FORMATS, "effective_bits": 9.5, **options})
+    options = {"metric": metric, "formats": FORMATS, "effective_bits": 9.5, **options}
+    return jmp.contrib.tune_bits(model, args, policy, **options)
 
 
 def list_stored(tree):
@@ -97,7 +99,7 @@ def test_the_result_prints_as_tables_and_is_json(tuning):
     low_error = tuning.curve[0].error
     assert low_error == tuning.low_error is not None
     assert f"and with all in {INT4} by {100 * low_error:+.2g} %. {len(tuning.trials)} trials." in " ".join(text.split())
-    assert repr(tuning).startswith(f"<Tuning: {tuning.effective_bits:.4g} bits per weight, loss ")
+    assert repr(tuning).startswith(f"<BitTuning: {tuning.effective_bits:.4g} bits per weight, loss ")
     plain = json.loads(json.dumps(tuning.to_dict(), allow_nan=False))
     assert plain["curve"][0]["formats"] == {"layer_0": INT4, "layer_1": INT4}
     assert plain["tolerance"] is None
@@ -135,7 +137,7 @@ def test_the_front_is_that_of_all_choices(seed):
     rng = random.Random(seed)
     bits = [[rng.randint(1, 9) * size for _ in range(3)] for size in (1, 4, 4, 16, 5)]
     predicted = [[rng.random() for _ in range(3)] for _ in bits]
-    front = _bits.find_front(bits, predicted)
+    front = _choice.find_front(bits, predicted)
     total = lambda table, formats: sum(row[index] for row, index in zip(table, formats, strict=True))
     every = list(itertools.product(range(3), repeat=5))
     for choice in front:
@@ -151,9 +153,9 @@ def test_a_thinned_front_loses_little(monkeypatch):
     rng = random.Random(0)
     bits = [[n * rng.randint(900, 1100) for n in (4, 8, 16)] for _ in range(40)]
     predicted = [[rng.random() * n for n in (16, 4, 0.1)] for _ in bits]
-    whole = _bits.find_front(bits, predicted)
-    monkeypatch.setattr(_bits, "_MOST_CHOICES", 200)
-    thin = _bits.find_front(bits, predicted)
+    whole = _choice.find_front(bits, predicted)
+    monkeypatch.setattr(_choice, "_MOST_CHOICES", 200)
+    thin = _choice.find_front(bits, predicted)
     assert len(thin) < len(whole) / 2
     for limit in range(whole[0].bits + 5000, whole[-1].bits, 5000):
         exact, near = (next(c for c in reversed(front) if c.bits <= limit).predicted for front in (whole, thin))
@@ -335,7 +337,7 @@ def check(error, message, *args, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"effective_bits": None}, "effective_bits must be a number above 0, got None. For example: tune(model, "),
+        ({"effective_bits": None}, "effective_bits must be a number above 0, got None. For example: tune_bits(model, "),
         ({"effective_bits": -1}, "effective_bits must be a number above 0, got -1."),
         ({"effective_bits": True}, "effective_bits must be a number above 0, got True."),
         ({"formats": None}, "effective_bits needs a list of formats to choose from, got None."),
@@ -345,7 +347,6 @@ def check(error, message, *args, **options):
         ({"formats": ["int5"]}, "Unknown quantization 'int5' in formats. Did you mean 'int"),
         ({"formats": ["float8"]}, "in formats stores no weights."),
         ({"policy": "int8_from_float32"}, "The policy 'int8_from_float32' has a quantization, and formats replace it."),
-        ({"tolerance": 0.1}, "tune takes a tolerance or effective_bits, got both: 0.1. Leave one of them out."),
         ({"effective_bits": 4.0}, "The weights of Net take at least 9 bits, scales included, got effective_bits=4."),
         ({"formats": ["int8"]}, "Nothing to quantize under the policy 'int8_from_float32': 'layer_0/kernel': 128"),
         ({"metric": lambda *args: jnp.nan * loss_fn(*args)}, "The loss of Net is nan before quantization."),
@@ -361,12 +362,14 @@ def test_bad_options(options, message):
 
 
 def test_a_model_that_returns_no_loss():
-    message = "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune(model, (variables, x, la"
+    message = (
+        "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune_bits(model, (variables, x, l"
+    )
     check(ValueError, message, Net(), ARGS[:2], None)
 
 
 def test_an_example_for_an_nnx_model_has_no_variables():
-    example = " For example: tune(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "
+    example = " For example: tune_bits(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "
     check(ValueError, f"got None.{example}", TwoLinears(), ARGS[1:], nnx_loss, effective_bits=None)
     check(ValueError, f"got float32[8, 8].{example}", TwoLinears(), ARGS[1:2], None)
     with pytest.raises(ValueError, match=r"Tune the module itself\. For example: tune\(model, \(x,\), 'int8_from"):
