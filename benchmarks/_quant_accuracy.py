@@ -46,7 +46,7 @@ class Trained:
         return float(jax.jit(functools.partial(_mean_loss, served))(self.params, self.windows))
 
     def calibrated(self, calibrate: Callable[..., Any], policy: str) -> Served:
-        """Returns the model quantized by `quant.gptq` or `quant.awq`."""
+        """Returns the model quantized by `contrib.gptq` or `contrib.awq`."""
         batches = list(jnp.asarray(self.calibration[..., :-1], jnp.int32))
         made = calibrate(jmp.with_policy(GPT(self.config), policy), batches, variables={"params": self.params})
         return dataclasses.replace(ours(self.config, policy), quantize=lambda _: made["params"])

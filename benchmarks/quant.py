@@ -6,7 +6,7 @@ Run from the root of the repository:
 
 Makes five tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
 logits and the bytes of the parameters; the validation loss of the trained model, the divergence of its predictions from
-float32, and its loss with weights rounded by `quant.gptq` and `quant.awq`.
+float32, and its loss with weights rounded by `contrib.gptq` and `contrib.awq`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks._quant_contestants import (
 )
 from benchmarks._results import ResultTable, print_tables
 from examples.gpt.model import GPTConfig
-from jmp_policy.quant import awq, gptq
+from jmp_policy.contrib import awq, gptq
 
 QUICK_GPT = GPTConfig(depth=1, context=16)
 

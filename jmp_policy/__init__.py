@@ -10,8 +10,8 @@ Dtype policies:
 - `default_policy`, `set_default_policy` and `use_policy` read and set the policy of `with_policy` without a policy.
 - `force_full_precision` keeps a function in float32.
 - `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
-- `tune` finds the smallest set of modules that must stay in float32 to keep results within a tolerance, or the
-  quantized format of each module within a number of bits per weight. It returns a `Tuning`.
+- `tune` finds the smallest set of modules that must stay in float32 to keep results within a tolerance. It returns a
+  `Tuning`.
 
 Loss scaling:
 
@@ -30,6 +30,7 @@ Packages, each with a list like this one (`help(jmp.optim)`):
 - `quant`: weights in 8 and 4 bits, and training in float8.
 - `sharding`: dtypes of data that moves between devices.
 - `compat`: the names of Keras, and of PyTorch's `GradScaler`.
+- `contrib`: proofs about overflow, differences of two runs, `gptq`, `awq` and `tune_bits`. Names may change.
 """
 
 import typing as _typing
@@ -66,6 +67,7 @@ from .policy import (
 if _typing.TYPE_CHECKING:
     from . import (
         compat as compat,
+        contrib as contrib,
         linen as linen,
         nnx as nnx,
         numerics as numerics,
@@ -76,22 +78,24 @@ if _typing.TYPE_CHECKING:
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
     from .numerics._explain import explain as explain
-    from .numerics._tune import BitRow as BitRow, Trial as Trial, Tuning as Tuning, tune as tune
+    from .numerics._tune import Trial as Trial, Tuning as Tuning, tune as tune
 
 __version__ = "0.3.0"
 
-_LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
+# Most of them import Flax or optax.
+_LAZY = ("compat", "contrib", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")
 
 _SOURCES = {
     **dict.fromkeys(_LAZY, ""),
     "autocast": "AutocastRules",
     "checkpoints": "convert_state",
     "numerics._explain": "explain",
-    "numerics._tune": "BitRow Trial Tuning tune",
+    "numerics._tune": "Trial Tuning tune",
 }
 
 _ELSEWHERE = {
-    **{name: f"numerics.{name}" for name in ("audit", "certify", "collect", "first_nonfinite", "predict")},
+    **{name: f"numerics.{name}" for name in ("audit", "collect", "first_nonfinite", "predict")},
+    **{name: f"contrib.{name}" for name in ("BitRow", "awq", "certify", "diverge", "gptq")},
     **{name: f"optim.{name}" for name in ("loss_scaled", "master_weights", "minimize", "skip_nonfinite", "step")},
     **{name: f"quant.{name}" for name in ("calibrate", "dot_general", "quantize")},
     "gather_params": "sharding.gather_params",
@@ -103,6 +107,4 @@ _ELSEWHERE = {
 """The places of names that users look for here."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept any misspelled name
-    __getattr__, __dir__ = _load_lazily(
-        __name__, _SOURCES, globals(), unlisted="BitRow Trial Tuning", elsewhere=_ELSEWHERE
-    )
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="Trial Tuning", elsewhere=_ELSEWHERE)

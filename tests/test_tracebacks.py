@@ -12,7 +12,7 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 import jmp_policy.nnx
-from jmp_policy import numerics
+from jmp_policy import contrib, numerics
 
 MIXED = "p=f32,c=bf16,o=f32"
 X = jnp.ones((2, 4))
@@ -84,9 +84,9 @@ CALLS = {
     "audit": lambda: numerics.audit(fail)(X),
     "collect": lambda: numerics.collect(fail)(X),
     "first_nonfinite": lambda: numerics.first_nonfinite(fail)(X),
-    "certify": lambda: numerics.certify(fail, (-1.0, 1.0))(X),
-    "diverge": lambda: numerics.diverge(fail, fail)(X),
-    "record": lambda: numerics.record(fail)(X),
+    "certify": lambda: contrib.certify(fail, (-1.0, 1.0))(X),
+    "diverge": lambda: contrib.diverge(fail, fail)(X),
+    "record": lambda: contrib.record(fail)(X),
     "collectives": lambda: numerics.collectives(fail)(X),
     "calibrate": lambda: jmp.quant.calibrate(jmp.with_policy(Outer(), MIXED), [X]),
 }

@@ -11,6 +11,17 @@ from ._cost import (
     count_scattered_rows as count_scattered_rows,
     find_half_sum as find_half_sum,
 )
+from ._ends import (
+    check_function as check_function,
+    find_real_shape as find_real_shape,
+    find_signature as find_signature,
+    keep_changes as keep_changes,
+    name_arguments as name_arguments,
+    name_results as name_results,
+    spell_arguments as spell_arguments,
+    split_parts as split_parts,
+    take_apart as take_apart,
+)
 from ._evaluate import (
     Traced as Traced,
     call as call,

@@ -48,8 +48,7 @@ and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_flo
 scopes that must stay in float32, and the map as code. It also tunes Flax modules: for linen, make_args must return the
 variables first. --json prints one document with these keys: versions, by package; device (platform, name, system,
 half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_config reads it; code; scopes; candidates;
-error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise; effective_bits, formats and curve (empty
-here)."""
+error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 
 
 def _add_audit(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +180,9 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
 
 
 def _run_diverge(arguments: argparse.Namespace) -> int:
-    from ..numerics import diverge
+    import jmp_policy as jmp
+
+    diverge = jmp.contrib.diverge
 
     def make_report() -> Any:
         check = lambda fun: diverge(fun, fun)

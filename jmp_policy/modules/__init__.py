@@ -8,11 +8,13 @@ from ._adapter import (
     ModelInfo as ModelInfo,
     ModuleCall as ModuleCall,
     ModuleInfo as ModuleInfo,
+    check_batches as check_batches,
     describe_module as describe_module,
     find_adapter as find_adapter,
     find_lifting_adapter as find_lifting_adapter,
     find_loaded_adapters as find_loaded_adapters,
     is_flax_object as is_flax_object,
+    require_adapter as require_adapter,
 )
 from ._boundary import (
     NO_TARGET as NO_TARGET,

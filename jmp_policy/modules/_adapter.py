@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .._base import Args, Kwargs, PyTree, remember_weakly
+from .._base import Args, Kwargs, PyTree, is_array, remember_weakly
 from ..policy import Match, Policy, PolicyMap
 
 
@@ -126,6 +126,9 @@ class Adapter(Protocol):
     find_state: Callable[[PyTree], str | None] = staticmethod(lambda tree: None)
     """Describes the first Variable of the nnx modules in a tree that is not a parameter, if there is one."""
 
+    take_apart: Callable[..., tuple[Any, Callable[[Any], Args]]] | None = None
+    """Splits arguments with nnx objects into arrays and a function that puts them back; `None` for linen."""
+
     lift: Callable[..., Any] = staticmethod(
         lambda run, fun, args, kwargs: run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
     )
@@ -138,6 +141,22 @@ def find_adapter(target: Any) -> Adapter | None:
     """Returns the adapter of a Flax module or module class, or `None`."""
     package, name = _find_flax_base(target if isinstance(target, type) else type(target))
     return _load_adapter(package) if name == "Module" else None
+
+
+def require_adapter(model: Any, message: str) -> Adapter:
+    adapter = None if isinstance(model, type) else find_adapter(model)
+    if adapter is None:
+        raise TypeError(message)
+    return adapter
+
+
+def check_batches(name: str, batches: Any) -> None:
+    """Rejects an array, which would be read row by row."""
+    if is_array(batches):
+        raise TypeError(
+            f"{name} takes a list of batches, got an array of shape {batches.shape}. Pass a list of batches: [x]. "
+            f"For example: {name}(model, [x], variables=variables)."
+        )
 
 
 def find_loaded_adapters() -> list[Adapter]:

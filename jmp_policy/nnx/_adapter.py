@@ -217,6 +217,10 @@ class _Nnx(Adapter):
                 module.mask = None  # type: ignore[attr-defined]  # the mask is in the quantized weight
         return attached, attachment.explain_unused_rules()
 
+    def take_apart(self, args: Args) -> tuple[Any, Callable[[Any], Args]]:
+        graph, state = nnx.split(args)
+        return state, lambda state: nnx.merge(graph, state)
+
     attach_wrapped = staticmethod(attach_wrapped)
     find_state = staticmethod(find_state)
     lift = staticmethod(lift)

@@ -2,13 +2,8 @@
 
 - `audit` traces a function and returns an `AuditReport`. An `AuditRow` has the operations of one kind, a `Matmul` the
   matmuls of one line, and a `Finding` an operation that is likely to lose values or time. `FINDINGS` explains them.
-- `certify` returns a `Certificate`: a proof that a small function cannot overflow or divide by zero for inputs in given
-  ranges, or an input that breaks it.
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
-- `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
-  rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
-  one process, to compare with in another.
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
@@ -28,15 +23,6 @@ if _typing.TYPE_CHECKING:
         Matmul as Matmul,
         audit as audit,
     )
-    from ._certify import Certificate as Certificate, certify as certify
-    from ._diverge import (
-        Divergence as Divergence,
-        OutputErrors as OutputErrors,
-        ScopeErrors as ScopeErrors,
-        Worst as Worst,
-        diverge as diverge,
-        record as record,
-    )
     from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
     from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
     from ._stats import (
@@ -50,17 +36,16 @@ if _typing.TYPE_CHECKING:
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
-        "_certify": "Certificate certify",
-        "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
         "_stats": "FormatShares Row Stats StatsHistory collect",
         "_traffic": "Collective Collectives collectives",
     }
+    _MOVED = "Certificate Divergence OutputErrors ScopeErrors Worst certify diverge record"
     __getattr__, __dir__ = _load_lazily(
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Certificate Collective Finding FormatShares Matmul OutputErrors Reason Row ScopeErrors "
-        "Worst",
+        unlisted="AuditRow Collective Finding FormatShares Matmul Reason Row",
+        elsewhere={name: f"contrib.{name}" for name in _MOVED.split()},
     )

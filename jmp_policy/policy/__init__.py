@@ -42,6 +42,8 @@ from ._policy_map import (
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
+    assign_policies as assign_policies,
     list_policies as list_policies,
+    make_map as make_map,
     match_policy as match_policy,
 )

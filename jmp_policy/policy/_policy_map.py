@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -282,3 +282,17 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
 
 def _show_config() -> str:
     return f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
+
+
+def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_policy: Policy) -> PolicyMap:
+    """Makes the map that gives `kept` scopes `kept_policy` and the others `policy`; only the root casts its outputs."""
+    kept_policy = kept_policy.replace(output_dtype=None)
+    return assign_policies({scope: kept_policy if scope in kept else policy for scope in scopes}, policy)
+
+
+def assign_policies(wanted: Mapping[str, Policy], default: Policy) -> PolicyMap:
+    """Makes the map that gives each scope its policy; only the root, by default with `default`, casts its outputs."""
+    inner = {path: policy.replace(output_dtype=None) for path, policy in {"": default, **wanted}.items()}
+    outer = {path: next(path for path in reversed(list_paths_to(path)[:-1]) if path in inner) for path in inner if path}
+    changed = sorted((path for path in outer if inner[path] != inner[outer[path]]), key=lambda path: -path.count("/"))
+    return PolicyMap([(re.escape(path), inner[path]) for path in changed], wanted.get("", default))

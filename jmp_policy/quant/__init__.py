@@ -1,8 +1,7 @@
 """Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
-  layers from data; `gptq` and `awq` round weights for data; `compare` returns a `Comparison` of error and size, with a
-  `LayerComparison` for each layer.
+  layers from data; `compare` returns a `Comparison` of error and size, with a `LayerComparison` for each layer.
 - Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
@@ -36,15 +35,17 @@ from ._ragged_dot import ragged_dot as ragged_dot
 from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 
 if _typing.TYPE_CHECKING:
-    from ._awq import awq as awq
     from ._calibrate import calibrate as calibrate
     from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
-    from ._gptq import gptq as gptq
 else:  # layers of Flax need none of these
     _SOURCES = {
-        "_awq": "awq",
         "_calibrate": "calibrate",
         "_compare": "Comparison LayerComparison compare",
-        "_gptq": "gptq",
     }
-    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="LayerComparison")
+    __getattr__, __dir__ = _load_lazily(
+        __name__,
+        _SOURCES,
+        globals(),
+        unlisted="LayerComparison",
+        elsewhere={"awq": "contrib.awq", "gptq": "contrib.gptq"},
+    )

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._base import Args, Kwargs, PyTree, hide_frames, is_array, warn_user
-from ..modules import Adapter, Method, ModuleCall, find_adapter
+from .._base import Args, Kwargs, PyTree, hide_frames, warn_user
+from ..modules import Method, ModuleCall, check_batches, require_adapter
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_numbers
 from ._products import Bilinear, is_integer_product, observe_products
 
@@ -133,22 +133,6 @@ def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> j
         return jnp.sum((to_numbers(quantize_symmetric(wide, jnp.minimum(amax, clip))) - wide) ** 2)
 
     return error(jnp.float32(np.inf)) - lax.map(error, clips)
-
-
-def require_adapter(model: Any, message: str) -> Adapter:
-    adapter = None if isinstance(model, type) else find_adapter(model)
-    if adapter is None:
-        raise TypeError(message)
-    return adapter
-
-
-def check_batches(name: str, batches: Any) -> None:
-    """Rejects an array, which would be read row by row."""
-    if is_array(batches):
-        raise TypeError(
-            f"{name} takes a list of batches, got an array of shape {batches.shape}. Pass a list of batches: [x]. "
-            f"For example: {name}(model, [x], variables=variables)."
-        )
 
 
 @hide_frames

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._base import Args, Kwargs, hide_frames, is_array, is_floating_dtype
-from ..modules import Method, ModuleCall
+from ..modules import Method, ModuleCall, require_adapter
 from ..report import (
     BEFORE,
     KEPT,
@@ -26,7 +26,6 @@ from ..report import (
     make_columns,
     plot_bars,
 )
-from ._calibrate import require_adapter
 from ._weights import QuantizedArray
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("qwix")
 from benchmarks import _quant_accuracy, _quant_contestants
 from benchmarks._made_text import made_text
 from examples.gpt.model import GPTConfig
-from jmp_policy import quant
+from jmp_policy import contrib
 
 pytestmark = [
     pytest.mark.optimized,
@@ -54,7 +54,7 @@ def test_int4_keeps_the_loss_in_less_than_a_sixth_of_the_bytes(trained):
 
 def test_weights_that_are_rounded_for_calibration_data_predict_more_nearly(trained):
     policy = "int4/128_from_float32"
-    calibrated = trained.calibrated(quant.gptq, policy)
+    calibrated = trained.calibrated(contrib.gptq, policy)
     assert trained.divergence(calibrated, every=1) < 0.9 * trained.divergence(
         _quant_contestants.ours(CONFIG, policy), every=1
     )

@@ -188,8 +188,8 @@ def policies_of_calibrated_weights_name_their_storage():
     for mode in ("gptq/4/128", "awq/4/128"):
         assert jmp.get_policy(dtype_policies.get(f"{mode}_from_float32")) is jmp.get_policy("int4/128_from_float32")
     assert not {"GPTQConfig", "AWQConfig"} & set(dir(dtype_policies))
-    assert callable(jmp.quant.gptq)
-    assert callable(jmp.quant.awq)
+    assert callable(jmp.contrib.gptq)
+    assert callable(jmp.contrib.awq)
 
 
 @checks.holds('`"gptq/2/64"`')

@@ -8,18 +8,17 @@ import numpy as np
 
 import jmp_policy as jmp
 from jmp_policy.cli.doctor._diagnosis import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
+from jmp_policy.contrib import Divergence, diverge
 from jmp_policy.numerics import (
     AuditReport,
     AuditRow,
     Collective,
     Collectives,
-    Divergence,
     Finding,
     Matmul,
     Prediction,
     Reason,
     Stats,
-    diverge,
 )
 from jmp_policy.numerics._explain import Explanation, Row
 from jmp_policy.numerics._stats._measure import StatsSpec

@@ -212,7 +212,7 @@ class _CalibratedDTypePolicy(QuantizedDTypePolicy):
 
 
 class GPTQDTypePolicy(_CalibratedDTypePolicy):
-    """A dtype policy for weights that `quant.gptq` makes, under Keras's name and with Keras's attributes.
+    """A dtype policy for weights that `contrib.gptq` makes, under Keras's name and with Keras's attributes.
 
     It stores what `Int4DTypePolicy` stores; with 8 bits, what `"int8(activations=false)"` stores.
 
@@ -241,7 +241,7 @@ class GPTQDTypePolicy(_CalibratedDTypePolicy):
 
 
 class AWQDTypePolicy(_CalibratedDTypePolicy):
-    """A dtype policy for weights that `quant.awq` makes, under Keras's name and with Keras's attributes.
+    """A dtype policy for weights that `contrib.awq` makes, under Keras's name and with Keras's attributes.
 
     Arguments, attributes and errors are as for `GPTQDTypePolicy`, with 4 bits alone.
 

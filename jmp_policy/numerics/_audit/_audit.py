@@ -21,6 +21,7 @@ from ..._jaxpr import (
     ModulePaths,
     Register,
     Step,
+    check_function,
     count_bytes,
     count_flops,
     count_products,
@@ -34,12 +35,12 @@ from ..._jaxpr import (
     is_called_by_loss,
     is_float,
     is_traced_in_loss,
+    keep_changes,
     list_functions,
     multiplies_only,
     trace,
     walk,
 )
-from .._ends import check_function, keep_changes
 from ._facts import ARGUMENT, CONSTANT, FLOAT32, OWN, ValueFacts, count_uses, derive_facts, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 

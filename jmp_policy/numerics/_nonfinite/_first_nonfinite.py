@@ -13,26 +13,29 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
-from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, hide_frames, vary, vary_everywhere
+from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, Results, hide_frames, vary, vary_everywhere
 from ..._jaxpr import (
     ModulePaths,
     RecordedOp,
     Register,
     call,
+    check_function,
     explain_tracing,
     find_direction,
     find_line,
+    find_signature,
     find_unrepeatable,
+    name_results,
     open_partials,
     prepare_replay,
     record_program,
     refuse_casting,
     replace_variables,
     run_lifted,
+    spell_arguments,
     trace,
 )
 from ...loss_scale import all_finite
-from .._ends import Results, check_function, find_signature, name_results, spell_arguments
 from ._chase import find_origin as chase_origin
 from ._extremes import Extremes, ExtremesRecorder, find_extremes, is_measurable
 from ._graph import build_graph

@@ -29,10 +29,10 @@ from ..._jaxpr import (
     is_recorded,
     multiplies_only,
     name_stack,
+    split_parts,
     sub_jaxprs,
     walk,
 )
-from .._ends import split_parts
 from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
 from ._row import Direction, StatsLayout

@@ -12,18 +12,23 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, PyTree, hide_frames, vary_everywhere, warn_user
+from ..._base import TRACING, Args, Kwargs, PyTree, Results, hide_frames, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
     RecordedOp,
     Register,
     array_dtype,
+    check_function,
     evaluate,
     explain_tracing,
     find_direction,
     find_line,
     find_origin,
+    find_real_shape,
+    find_signature,
+    name_arguments,
+    name_results,
     open_partials,
     record_program,
     refuse_casting,
@@ -32,7 +37,6 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._ends import Results, check_function, find_real_shape, find_signature, name_arguments, name_results
 from ._choice import Place, Request, is_measured, make_recorder, make_request, remember_program, take_step
 from ._measure import StatsSpec
 from ._record import Record

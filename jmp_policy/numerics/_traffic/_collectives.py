@@ -10,8 +10,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..._base import TRACING, Results, describe, flatten_function, hide_frames
-from ..._jaxpr import ModulePaths, Register, find_direction, walk
-from .._ends import check_function, keep_changes
+from ..._jaxpr import ModulePaths, Register, check_function, find_direction, keep_changes, walk
 from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collective, Collectives

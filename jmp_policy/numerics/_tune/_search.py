@@ -184,8 +184,8 @@ class Trial:
     """Result of one run under a map.
 
     Attributes:
-      kept: the scopes kept out of the policy; under `effective_bits`, `path=format` for each layer that does not have
-        the smallest format.
+      kept: the scopes kept out of the policy; of `contrib.tune_bits`, `path=format` for each layer with a format
+        other than the smallest.
       error: the largest relative error, or the relative increase of the loss; infinite if any result was not finite.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -201,11 +201,11 @@ class Trial:
 class TrialLog:
     """Known trials and the ranking of an earlier run, stored in a file that `header` identifies, and the progress."""
 
-    def __init__(self, path: Path | None, header: dict[str, Any], is_shown: bool):
+    def __init__(self, path: Path | None, header: dict[str, Any], is_shown: bool, caller: str = "tune"):
         self._is_shown = is_shown
         self._known: dict[frozenset[str], Trial] = {}
         self.ranking: Ranking | None = None
-        self._file = JsonLog(path, header, "trials", "tune(..., trials_file={!r})", "tune")
+        self._file = JsonLog(path, header, "trials", f"{caller}(..., trials_file={{!r}})", caller)
         stored = self._file.read(_parse)
         if stored is not None:
             self.ranking, trials = stored

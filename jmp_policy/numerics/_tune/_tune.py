@@ -14,10 +14,9 @@ import numpy as np
 from ..._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
-from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
-from ._bits import BitTuner, parse_formats
+from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
-from ._subject import Observed, Subject, is_loss, make_map, write_example
+from ._subject import Observed, Subject, is_loss
 from ._tuning import Tuning, list_numbers, measure_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
@@ -29,9 +28,7 @@ def tune(
     args: Sequence[Any],
     policy: PolicySpec,
     *,
-    tolerance: float | None = None,
-    formats: Sequence[str] | None = None,
-    effective_bits: float | None = None,
+    tolerance: float,
     metric: Callable[..., Any] | None = None,
     budget: int | None = None,
     gradients: bool | None = None,
@@ -52,11 +49,6 @@ def tune(
     The error is the largest relative error (in the norm) of any output or gradient leaf. A leaf with a small norm is
     compared with 0.1 of the root mean square of all leaves. Any non-finite value makes the error infinite.
 
-    With `formats` and `effective_bits`, it finds the format of each layer of a module instead, so that the loss rises
-    little and the weights take at most `effective_bits` on average. One pass predicts the increase for each layer and
-    format: half the mean square, over examples, of gradient times rounding error. The best map by prediction is
-    measured with the nearest others, until none of them has a smaller loss.
-
     With a quantized policy such as `"int8_from_float32"`, as few layers as possible stay unquantized, and the reference
     is the module without quantization. Float8 trials use current scaling, which needs no state.
 
@@ -66,17 +58,10 @@ def tune(
         to the floating arrays, or the `nnx.Param`s, in the first argument.
       policy: a policy that computes in float16 or bfloat16, or a quantized policy for a module. The output dtype does
         not apply to a loss.
-      tolerance: the largest accepted relative error; not with `effective_bits`.
-      formats: stored formats to choose from, such as `["int4/128", "int8", "bfloat16"]`, around which `policy` has the
-        dtypes. A dtype stores a weight unquantized.
-      effective_bits: the largest mean number of bits per weight, over the weights that some format quantizes. Scales
-        and zero points count, as `quant.QuantizedArray` stores them. `gradients`, `has_aux`, `loss_scale` and `seed`
-        have no effect with it.
+      tolerance: the largest accepted relative error.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
-        under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted. With `effective_bits`, it
-        is the loss: a differentiable scalar, jitted, the mean of the losses of the examples. The examples are
-        the rows of all arguments but variables. If `None`, the output of the module is the loss.
-      budget: the maximum number of trials; unlimited if `None`. Each compiles, unless `effective_bits` is given.
+        under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
+      budget: the maximum number of trials; unlimited if `None`. Each compiles.
       gradients: whether to compare gradients. If `None`: for a scalar loss and for a module (of a fixed random
         projection of its outputs), unless the policy quantizes only weights or to integers.
       has_aux: whether the function returns a loss and auxiliary data, which is not compared.
@@ -88,16 +73,13 @@ def tune(
       seed: the seed of the random projection.
 
     Returns:
-      A `Tuning`, with `.policy_map`, `.to_code()`, `.scopes`, `.trials` and `.plot()`. Prints as a table. With
-      `effective_bits` it has `.formats` and `.curve` too: the loss over the bits.
+      A `Tuning`, with `.policy_map`, `.to_code()`, `.scopes`, `.trials` and `.plot()`. Prints as a table.
 
     Raises:
       TypeError: the first argument is not a function or a module, or `args` is not a tuple or list.
       ValueError: the policy is unknown, is a map, computes in float32, is quantized and given to a function, or
-        quantizes no layer; the tolerance or budget is not positive; one of `formats` and `effective_bits` is missing,
-        or too small for the model; the loss under `effective_bits` is not a finite scalar other than 0, or has inputs
-        without a common axis of examples; the float32 results are not finite or not reproducible within the tolerance;
-        or the file has trials of something else.
+        quantizes no layer; the tolerance or budget is not positive; the float32 results are not finite or not
+        reproducible within the tolerance; or the file has trials of something else.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -115,11 +97,10 @@ def tune(
         default='params=float32,compute=float16,output=none',
     )
     """
-    in_bits = formats is not None or effective_bits is not None
-    given = _check_policy(policy, in_bits)
-    policies = parse_formats(formats, effective_bits, given, write_example(fun_or_module)) if in_bits else {}
-    tolerance = _check_numbers(tolerance, budget, in_bits)
-    subject = _make_subject(fun_or_module, args, given, False if in_bits else gradients, has_aux, seed)
+    given = _check_policy(policy)
+    _check_tolerance(tolerance)
+    check_budget(budget)
+    subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
     if not subject.is_module and subject.differentiates:
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
@@ -128,8 +109,8 @@ def tune(
     run, arrays = subject.make_run(None, NoOpLossScale())
     header = {
         "function": subject.name,
-        "policy": " or ".join([str(given), *policies]),
-        "compared": _name_metric(metric) if metric else compared,
+        "policy": str(given),
+        "compared": name_metric(metric) if metric else compared,
         "loss scale": scale,
         "seed": seed,
         "arguments": sum_arrays(arrays),
@@ -139,8 +120,6 @@ def tune(
     }
     is_shown = sys.stderr.isatty() if progress is None else progress
     log = TrialLog(None if trials_file is None else Path(trials_file), header, is_shown)
-    if effective_bits is not None:
-        return BitTuner(subject, given, policies, metric, log).tune(effective_bits, budget)
     ranking = log.ranking or rank_scopes(subject, given, scale)
     tuner = _Tuner(subject, given, metric, ranking, log)
     noise = tuner.measure_noise(tolerance)
@@ -167,7 +146,7 @@ class _Tuner:
         """Runs twice without the policy. Keeps one result as the reference and returns the error between the two."""
         observe = self._make_observation(self._base, NoOpLossScale())
         self._reference = observe()
-        name = _name_metric(self._metric) if self._metric else self._subject.name
+        name = name_metric(self._metric) if self._metric else self._subject.name
         before = "before quantization" if self._base else "in float32"
         if not list_numbers(self._reference):
             raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
@@ -285,30 +264,26 @@ def _has_gradients(subject: Subject, policy: Policy) -> bool:
     return find_lifting_adapter(first) is not None or any(map(is_floating, jax.tree.leaves(first)))
 
 
-def _check_policy(spec: PolicySpec, in_bits: bool) -> Policy:
+def _check_policy(spec: PolicySpec) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
-    if not in_bits and policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
+    if policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy
 
 
-def _check_numbers(tolerance: Any, budget: Any, in_bits: bool) -> float:
+def _check_tolerance(tolerance: Any) -> None:
     is_number = isinstance(tolerance, int | float | np.number) and not isinstance(tolerance, bool)
-    if in_bits:
-        if tolerance is not None:
-            raise ValueError(
-                f"tune takes a tolerance or effective_bits, got both: {tolerance!r}. Leave one of them out."
-            )
-        tolerance = math.inf
-    elif not is_number or not 0 < tolerance < math.inf:
+    if not is_number or not 0 < tolerance < math.inf:
         raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
+
+
+def check_budget(budget: Any) -> None:
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         raise ValueError(f"The budget must be an integer of at least 1, got {budget!r}. For example: budget=20.")
-    return float(tolerance)
 
 
-def _name_metric(metric: Any) -> str:
+def name_metric(metric: Any) -> str:
     return getattr(metric, "__qualname__", type(metric).__qualname__)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_CHOSEN: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "the map"}
+CHOSEN: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "the map"}
 
 FLOOR = 0.1
 """A leaf is small if its root mean square is below this fraction of the root mean square of all leaves."""
@@ -69,29 +69,6 @@ def _sum_squares(leaf: jax.Array, unit: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf / unit.astype(leaf.dtype))).astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class BitRow:
-    """A point of the curve of `tune` under `effective_bits`.
-
-    Attributes:
-      bits: bits per weight, scales included.
-      predicted: the predicted increase of the loss, relative to the loss before quantization. Its unit is fitted to
-        the measured increases of all trials.
-      error: the measured increase with rounded weights, for the chosen map `Tuning.error`; `None` if the budget of
-        trials ran out first.
-      formats: the format in which each layer is stored, by path.
-
-    >>> import jmp_policy as jmp
-    >>> jmp.BitRow(4.3, 0.02, 0.018, {"head": "int4/128"}).bits
-    4.3
-    """
-
-    bits: float
-    predicted: float
-    error: float | None
-    formats: Mapping[str, str]
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuning(Report):
     """Scopes that must stay out of a policy, found by `tune`. Prints as a table.
@@ -109,13 +86,8 @@ class Tuning(Report):
       noise: the error between two runs without the policy.
       name: the name of the function or module.
       low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
-      kept: `"float32"` or `"unquantized"`; under `effective_bits`, `"wider"`.
+      kept: `"float32"` or `"unquantized"`.
       by: `"autocast"` for a function, `"with_policy"` for a module.
-      effective_bits: bits per weight under the map, if `tune` was given a limit of them. Then `scopes` are the layers
-        that do not have the smallest format `low`, errors are increases of the loss relative to the loss before
-        quantization, and the tolerance is infinite.
-      formats: the format in which each layer is stored, by path, under `effective_bits`: `"int8"` for a table in int4.
-      curve: a `BitRow` for each of some maps that no other one beats by prediction, and for the chosen one.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
@@ -136,9 +108,6 @@ class Tuning(Report):
     low: str
     kept: str
     by: str
-    effective_bits: float | None = None
-    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    curve: tuple[BitRow, ...] = ()
 
     _properties = ("is_met",)
 
@@ -161,21 +130,20 @@ class Tuning(Report):
         return make_finite(super().to_dict() | {"code": self.to_code()})
 
     def plot(self) -> "Figure":
-        """Draws the error of each trial against the number of scopes kept, or of `curve` against bits per weight.
+        """Draws the error of each trial against the number of scopes kept.
 
         Raises:
           ImportError: matplotlib is not installed.
         """
         figure = make_figure(7, 4)
         axes = figure.subplots()
-        (self._draw_curve if self.curve else self._draw_trials)(axes)
-        axes.set_title(self.name if self.curve else f"{self.name} in {self.low}", loc="left")
+        self._draw(axes)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
         return figure
 
-    def _draw_trials(self, axes: "Axes") -> None:
+    def _draw(self, axes: "Axes") -> None:
         finite = [trial for trial in self.trials if 0 < trial.error < math.inf]
         errors = [trial.error for trial in finite] + [self.tolerance]
         top = 10 * max(errors)
@@ -185,24 +153,14 @@ class Tuning(Report):
         if broken:
             axes.scatter(broken, [top] * len(broken), color=color, marker="x", label="a trial that is not finite")
         if self.error > 0 and math.isfinite(self.error):
-            axes.scatter([len(self.scopes)], [self.error], **_CHOSEN)
+            axes.scatter([len(self.scopes)], [self.error], **CHOSEN)
         axes.axhline(self.tolerance, **REFERENCE_LINE, label="tolerance")
         axes.set_yscale("log")
         axes.set(xlabel=f"scopes that are {self._kept_words}, of {len(self.candidates)}", ylabel="relative error")
         axes.locator_params(axis="x", integer=True)
-
-    def _draw_curve(self, axes: "Axes") -> None:
-        measured = [row for row in self.curve if row.error is not None]
-        bits, color = [row.bits for row in self.curve], find_style(self.low).color
-        axes.plot(bits, [100 * row.predicted for row in self.curve], **REFERENCE_LINE, label="predicted")
-        errors = [100 * (row.error or 0) for row in measured]
-        axes.plot([row.bits for row in measured], errors, color=color, marker="o", label="measured")
-        axes.scatter([self.effective_bits or 0.0], [100 * self.error], **_CHOSEN)
-        axes.set(xlabel="bits per weight, with scales", ylabel="increase of the loss, %")
+        axes.set_title(f"{self.name} in {self.low}", loc="left")
 
     def _summarize(self) -> str:
-        if self.curve:
-            return f"{self.effective_bits:.4g} bits per weight, loss {_format_change(self.error)}"
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
         return f"{count}, error {_format_error(self.error)}"
 
@@ -218,13 +176,6 @@ class Tuning(Report):
 
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
-        if self.curve:
-            layers = [(path or "(root)", name, f"{ranks[path]} of {len(ranks)}") for path, name in self.formats.items()]
-            points = [(f"{row.bits:.4g}", *map(_format_change, (row.predicted, row.error))) for row in self.curve]
-            return [
-                Table(make_columns("layer, format", "suspicion"), layers),
-                Table(make_columns("bits", "predicted, measured"), points),
-            ]
         rows = [
             (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
             for scope in self.scopes
@@ -233,20 +184,14 @@ class Tuning(Report):
 
     def _list_notes(self) -> Sequence[str]:
         count = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}"
-        lines = [f"{self._describe_bits() if self.curve else self._describe_scopes()} {count}."]
+        lines = [f"{self._describe()} {count}."]
         if self.loss_scale != 1:
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget ran out before the search ended: this is the best map so far.")
         return [*lines, f"As code, from to_code(), for {self.by}:"]
 
-    def _describe_bits(self) -> str:
-        is_other = self.scopes and not math.isnan(self.low_error)
-        low = f", and with all in {self.low} by {_format_change(self.low_error)}" if is_other else ""
-        changes = f"Its loss changes by {_format_change(self.error)}{low}."
-        return f"{self.name} takes {self.effective_bits:.4g} bits per weight. {changes}"
-
-    def _describe_scopes(self) -> str:
+    def _describe(self) -> str:
         verdict = "within" if self.is_met else "above"
         if self.scopes:
             found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
@@ -269,9 +214,3 @@ def _format_error(error: float) -> str:
     if math.isnan(error):
         return "not tried"
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
-
-
-def _format_change(error: float | None) -> str:
-    if error is None:
-        return "not tried"
-    return f"{100 * error:+.2g} %" if math.isfinite(error) else "not finite"

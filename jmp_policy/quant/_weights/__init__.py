@@ -25,6 +25,7 @@ from ._layout import (
     table_layout as table_layout,
     weight_layout as weight_layout,
 )
+from ._quantizer import Quantizer as Quantizer, apply_quantizer as apply_quantizer
 from ._weight import (
     WEIGHT_NAMES as WEIGHT_NAMES,
     FakeQuantized as FakeQuantized,

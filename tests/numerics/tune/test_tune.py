@@ -14,8 +14,8 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy.numerics._tune import _search
-from jmp_policy.numerics._tune._subject import make_map
 from jmp_policy.numerics._tune._tune import _make_subject
+from jmp_policy.policy import make_map
 
 HALF = "params=float32,compute=float16,output=none"
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)

@@ -1,0 +1,166 @@
+"""The arguments and results of a measured function, by name."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._base import Args, KeyPath, Kwargs, PyTree, describe, drop_value_key, is_array
+from ..modules import find_adapter, find_lifting_adapter, is_flax_object
+
+
+def check_function(fun: Any, caller: str, rest: str = "") -> None:
+    """Raises a `TypeError` for anything but a function. `rest` has the other arguments of an example."""
+    adapter = find_adapter(fun)
+    if adapter is None and callable(fun) and not isinstance(fun, type):
+        return
+    audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
+    example = audited.replace("audit", caller).replace(")(", f"{rest})(", 1)
+    raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
+
+
+def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature of a function, or of the one inside an nnx transform; None for some functions in C."""
+    inner = inspect.unwrap(fun)
+    if (getattr(inner, "__module__", None) or "").startswith("flax.nnx.") and inspect.isfunction(inner):
+        fun = inspect.getclosurevars(inner).nonlocals.get("f", fun)
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+
+
+def keep_changes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function so that it also returns what it changes in its arguments, such as an nnx model."""
+
+    @functools.wraps(fun)
+    def call_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        given = jax.tree.leaves((args, kwargs))
+        ids = set(map(id, given))
+        return fun(*args, **kwargs), [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in ids]
+
+    return call_and_keep
+
+
+def take_apart(args: Args) -> tuple[Any, Callable[[Any], Args]]:
+    """Splits arguments into arrays and a function that puts them back. Writes to nnx objects go to copies."""
+    adapter = find_lifting_adapter(args)
+    if adapter is not None and adapter.take_apart is not None:
+        return adapter.take_apart(args)
+    arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, args)
+    choose = lambda new, old: old if new is None else new
+    return arrays, lambda new: jax.tree.map(choose, new, args, is_leaf=lambda leaf: leaf is None)
+
+
+def find_real_shape(aval: Any) -> tuple[int, ...]:
+    """Returns the shape of the real numbers of an array: complex ones have a last axis for their two parts."""
+    return (*aval.shape, 2) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else aval.shape
+
+
+def split_parts(array: jax.Array) -> jax.Array:
+    """Returns the real numbers of an array, in the shape of `find_real_shape`."""
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return jnp.stack([array.real, array.imag], -1) if is_complex else array
+
+
+def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
+    """Returns the paths of array arguments, which begin with parameter names.
+
+    >>> def loss(params, *batches, scale): ...
+    >>> name_arguments(inspect.signature(loss), (({"w": 1}, 2.0, [3]), {"scale": 4}), is_lifted=False)
+    []
+    >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
+    >>> name_arguments(inspect.signature(loss), arrays, is_lifted=False)
+    ['params/w', 'batches/0', 'batches/1/0', 'scale']
+    """
+    return [_join(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+
+
+def spell_arguments(
+    signature: inspect.Signature | None, arguments: PyTree, given: tuple[Args, Kwargs], *, is_lifted: bool
+) -> list[str]:
+    """Spells array arguments as Python code, such as `batch['x']` or `model.head.kernel`.
+
+    >>> def loss(params, *batches, scale): ...
+    >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
+    >>> spell_arguments(inspect.signature(loss), arrays, arrays, is_lifted=False)
+    ["params['w']", 'batches[0]', 'batches[1][0]', 'scale']
+    """
+    spelled = []
+    for path in _list_array_paths(arguments, is_lifted=is_lifted):
+        name, rest = _find_parameter(signature, path)
+        number, inside = rest[: len(rest) - len(path[2:])], drop_value_key(path[2:])
+        owner = functools.reduce(_step_into, path[:2], given)
+        spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
+    return spelled
+
+
+def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
+    """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments."""
+    own = map(_find_own, paths) if is_lifted else paths
+    return [None if path is None else _join("result", path) for path in own]
+
+
+def _list_array_paths(arguments: PyTree, *, is_lifted: bool) -> list[KeyPath]:
+    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    return [path[2:] if is_lifted else path for path, leaf in leaves if is_array(leaf)]
+
+
+def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple[str, KeyPath]:
+    """Returns the parameter name of an argument, and the rest of the path."""
+    (kind, first), rest = map(_read_key, path[:2]), path[2:]
+    if kind == "1":  # of the arguments by name
+        return first, rest
+    position = int(first)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    for i, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return parameter.name, (jax.tree_util.SequenceKey(position - i), *rest)
+        if i == position:
+            return parameter.name, rest
+    return "argument", (jax.tree_util.SequenceKey(position), *rest)
+
+
+def _spell(owner: Any, path: KeyPath) -> str:
+    """Spells a path inside `owner` as Python code, to append to its name."""
+    if not path:
+        return ""
+    key, value = path[0], _take_key(path[0])
+    is_attribute = is_flax_object(owner) and isinstance(value, str)
+    here = f".{value}" if is_attribute else jax.tree_util.keystr((key,))
+    return here + _spell(_step_into(owner, key), path[1:])
+
+
+def _step_into(owner: Any, key: Any) -> Any:
+    """Returns the child at a key, or None if unknown."""
+    value = _take_key(key)
+    if is_flax_object(owner) and isinstance(value, str):
+        return getattr(owner, value, None)
+    try:
+        return owner[value]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _take_key(key: Any) -> Any:
+    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), None)
+
+
+def _find_own(path: KeyPath) -> KeyPath | None:
+    """Returns the path inside the outputs of a function of nnx objects, as `lift` arranges them, else None."""
+    kind = _read_key(path[0])
+    if kind == "out":
+        return path[1:]
+    is_returned = kind == "graph" and len(path) > 2 and _read_key(path[2]) == "2"
+    return path[3:] if is_returned else None
+
+
+def _join(name: str, path: KeyPath) -> str:
+    return "/".join([name, *map(_read_key, drop_value_key(path))])
+
+
+def _read_key(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)

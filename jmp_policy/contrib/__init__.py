@@ -1,0 +1,38 @@
+"""New tools, and algorithms of papers that are still changing. Names and arguments may change in any version.
+
+- `certify` returns a `Certificate`: a proof that a small function cannot overflow or divide by zero for inputs in given
+  ranges, or an input that breaks it.
+- `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
+  rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
+  one process, to compare with in another.
+- `gptq` and `awq` quantize the weights of a model like `quant.quantize`, rounded for the inputs that data gives them.
+- `tune_bits` finds the quantized format of each layer within a number of bits per weight. It returns a `BitTuning`,
+  with a `BitRow` for each point of its curve.
+"""
+
+import typing as _typing
+
+from .._base import load_lazily as _load_lazily
+
+if _typing.TYPE_CHECKING:
+    from ._certify import Certificate as Certificate, certify as certify
+    from ._diverge import (
+        Divergence as Divergence,
+        OutputErrors as OutputErrors,
+        ScopeErrors as ScopeErrors,
+        Worst as Worst,
+        diverge as diverge,
+        record as record,
+    )
+    from ._layer_by_layer import awq as awq, gptq as gptq
+    from ._tune_bits import BitRow as BitRow, BitTuning as BitTuning, tune_bits as tune_bits
+else:  # none of them needs another
+    _SOURCES = {
+        "_certify": "Certificate certify",
+        "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
+        "_layer_by_layer": "awq gptq",
+        "_tune_bits": "BitRow BitTuning tune_bits",
+    }
+    __getattr__, __dir__ = _load_lazily(
+        __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate OutputErrors ScopeErrors Worst"
+    )

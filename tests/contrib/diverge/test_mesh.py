@@ -1,0 +1,124 @@
+"""`contrib.diverge` on a mesh of four devices: jit with shardings, and `shard_map`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from meshes import make_mesh
+
+from jmp_policy.contrib import diverge
+
+P = jax.P
+MESH = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+PARAMS = {name: RNG.normal(size=(8, 8)).astype(np.float32) / 3 for name in ("encoder", "head")}
+
+
+def place(x, *spec):
+    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
+
+
+def constrain(x, *spec):
+    return lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+
+def normalize(h, average=lambda x: x):
+    return h / jnp.sqrt(average(jnp.mean(h**2, 0, keepdims=True)) + 1e-5)
+
+
+def loss_fn(params, x, normalize=normalize, average=lambda x: x):
+    with jax.named_scope("encoder"):
+        h = jnp.tanh(x @ params["encoder"])
+    with jax.named_scope("norm"):
+        h = normalize(h)
+    with jax.named_scope("head"):
+        return average(jnp.mean((h @ params["head"]) ** 2))
+
+
+def mean(x):
+    return lax.pmean(x, "data")
+
+
+def split_loss_fn(is_bad, params, x):
+    """Returns a loss that `shard_map` computes. A bad one normalizes with the statistics of its own shard."""
+    own = functools.partial(normalize, average=(lambda x: x) if is_bad else mean)
+    local = functools.partial(loss_fn, normalize=own, average=mean)
+    return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())(params, x)
+
+
+def list_faulty(divergence):
+    assert divergence.unaligned == ()
+    rows = sorted(divergence.rows(), key=lambda row: -row.introduced)
+    return [row.path for row in rows if row.introduced > 1e-5]
+
+
+@pytest.mark.parametrize("name", ["data", "tensor"])
+def test_data_and_tensor_parallelism_introduce_rounding_only(name):
+    def run_whole(params, x):
+        return loss_fn(jax.tree.map(constrain, params), constrain(x))
+
+    def run_split(params, x):
+        if name == "data":
+            return loss_fn(params, constrain(x, "data"))
+        specs = {"encoder": (None, "data"), "head": ("data", None)}
+        return loss_fn({key: constrain(params[key], *specs[key]) for key in params}, constrain(x))
+
+    divergence = diverge(run_whole, run_split)(PARAMS, place(X))
+    assert {row.path for row in divergence.rows()} >= {"encoder", "norm"}
+    assert list_faulty(divergence) == []
+
+
+def test_missing_mean_over_devices_in_one_layer_is_named():
+    def run_split(params, x):
+        own = jax.shard_map(normalize, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+        return loss_fn(params, constrain(x, "data"), own)
+
+    divergence = diverge(loss_fn, run_split)(PARAMS, place(X, "data"))
+    assert list_faulty(divergence) == ["norm"]
+    h = jnp.tanh(X @ PARAMS["encoder"])
+    expected = jnp.concatenate([normalize(part) for part in jnp.split(h, 4)])
+    error = np.linalg.norm(expected - normalize(h)) / np.linalg.norm(normalize(h))
+    np.testing.assert_allclose(divergence.rows()[1].introduced, error, rtol=1e-4)
+
+
+def test_scopes_of_two_shard_maps_align_on_each_device():
+    f, g = (functools.partial(split_loss_fn, is_bad) for is_bad in (False, True))
+    divergence = diverge(f, g)(PARAMS, place(X, "data"))
+    assert list_faulty(divergence) == ["norm"]
+    row = next(row for row in divergence.rows() if row.path == "norm")
+    h = jnp.tanh(X @ PARAMS["encoder"])
+    errors = [
+        np.linalg.norm(normalize(own) - part) / np.linalg.norm(part)
+        for own, part in zip(jnp.split(h, 4), jnp.split(normalize(h), 4), strict=True)
+    ]
+    np.testing.assert_allclose(row.iterations, errors, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_missing_mean_is_named_in_gradients_of_shard_maps(is_flipped):
+    f, g = (jax.grad(functools.partial(split_loss_fn, is_bad)) for is_bad in (is_flipped, not is_flipped))
+    divergence = diverge(f, g)(PARAMS, place(X, "data"))
+    assert set(list_faulty(divergence)) == {"norm"}
+    clean = diverge(f, lambda *args: f(*args))(PARAMS, place(X, "data"))
+    assert [row for row in clean.rows() if row.introduced > 0] == []
+
+
+@pytest.mark.slow
+def test_missing_sum_of_gradients_is_named():
+    def make_grads(is_bad):
+        def local(params, x):
+            grads = jax.grad(loss_fn)(params, x)
+            with jax.named_scope("sum"):
+                return grads if is_bad else lax.psum(grads, "data")
+
+        return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+
+    divergence = diverge(make_grads(False), make_grads(True))(PARAMS, place(X, "data"))
+    assert divergence.unaligned == ("sum is only in the first function (forward)",)
+    assert [row.path for row in divergence.rows() if row.introduced > 1e-5] == ["sum"]

@@ -1,0 +1,386 @@
+"""`tune_bits`, with a limit of bits per weight: the prediction, the choice, and what is stored under the map."""
+
+import itertools
+import json
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jmp_policy.contrib._tune_choice._layers import Layer, Model
+
+import jmp_policy as jmp
+from jmp_policy import quant
+from jmp_policy.contrib._tune_bits import _choice
+from jmp_policy.numerics._tune import Subject
+
+INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
+FORMATS = [INT8, INT4, "bfloat16"]
+
+
+class Net(nn.Module):
+    sizes: tuple[int, ...] = (16, 4)
+
+    @nn.compact
+    def __call__(self, x):
+        for index, size in enumerate(self.sizes):
+            x = nn.Dense(size, name=f"layer_{index}")(nn.tanh(x))
+        return x
+
+
+def draw(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def loss_fn(model, variables, x, labels):
+    return jnp.mean(jnp.square(model.apply(variables, x) - labels))
+
+
+def nnx_loss(model, x, labels):
+    return jnp.mean(jnp.square(model(x) - labels))
+
+
+X = draw(0, (8, 8))
+VARIABLES = {
+    "params": {
+        "layer_0": {"kernel": draw(2, (8, 16)), "bias": jnp.zeros(16)},
+        "layer_1": {"kernel": draw(3, (16, 4)), "bias": jnp.zeros(4)},
+    }
+}
+# Near a minimum of the loss, as after training.
+LABELS = jnp.tanh(jnp.tanh(X) @ VARIABLES["params"]["layer_0"]["kernel"]) @ VARIABLES["params"]["layer_1"]["kernel"]
+LABELS += 0.2 * draw(1, (8, 4))
+ARGS = (VARIABLES, X, LABELS)
+
+
+def tune(model, args, metric=loss_fn, policy="float32", **options):
+    options = {"metric": metric, "formats": FORMATS, "effective_bits": 9.5, **options}
+    return jmp.contrib.tune_bits(model, args, policy, **options)
+
+
+def list_stored(tree):
+    is_leaf = lambda node: isinstance(node, quant.QuantizedArray)
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_leaf) if is_leaf(leaf)]
+
+
+@pytest.fixture(scope="module")
+def tuning():
+    return tune(Net(), ARGS)
+
+
+def test_the_stored_weights_take_the_bits_that_the_result_says(tuning):
+    stored = list_stored(quant.quantize(VARIABLES, tuning.policy_map))
+    assert {str(weight.format) for weight in stored} == {*tuning.formats.values()} == {INT4, INT8}
+    taken = 8 * sum(weight.nbytes for weight in stored) / sum(weight.size for weight in stored)
+    assert tuning.effective_bits == pytest.approx(taken, rel=1e-12)
+    assert taken <= 9.5
+
+
+def test_the_error_is_the_increase_of_the_loss_with_stored_weights(tuning):
+    served = jmp.with_policy(Net(), tuning.policy_map)
+    quantized = quant.quantize(VARIABLES, tuning.policy_map)
+    before, after = float(loss_fn(Net(), *ARGS)), float(loss_fn(served, quantized, X, LABELS))
+    assert tuning.error == pytest.approx(after / before - 1, rel=1e-4)
+    assert tuning.trials[0].kept
+    kept = tuple(f"{path}={name}" for path, name in tuning.formats.items() if name != INT4)
+    (error,) = [trial.error for trial in tuning.trials if trial.kept == kept]
+    assert error == pytest.approx(tuning.error, rel=1e-4)
+
+
+def test_the_result_prints_as_tables_and_is_json(tuning):
+    text = str(tuning)
+    assert re.search(r"layer +format +suspicion\n", text)
+    assert re.search(r"bits +predicted +measured\n", text)
+    assert text.endswith(tuning.to_code())
+    low_error = tuning.curve[0].error
+    assert low_error == tuning.low_error is not None
+    assert f"and with all in {INT4} by {100 * low_error:+.2g} %. {len(tuning.trials)} trials." in " ".join(text.split())
+    assert repr(tuning).startswith(f"<BitTuning: {tuning.effective_bits:.4g} bits per weight, loss ")
+    plain = json.loads(json.dumps(tuning.to_dict(), allow_nan=False))
+    assert plain["curve"][0]["formats"] == {"layer_0": INT4, "layer_1": INT4}
+    assert plain["tolerance"] is None
+    bits = [row.bits for row in tuning.curve]
+    assert bits == sorted(bits)
+    assert bits[-1] == 16.0
+    assert [row.predicted for row in tuning.curve] == sorted((row.predicted for row in tuning.curve), reverse=True)
+
+
+@pytest.mark.slow
+def test_the_plot_has_predicted_and_measured_losses(tuning):
+    axes = tuning.plot().axes[0]
+    assert [line.get_label() for line in axes.lines] == ["predicted", "measured"]
+    assert list(axes.lines[1].get_xdata()) == [row.bits for row in tuning.curve]
+    assert axes.get_xlabel() == "bits per weight, with scales"
+
+
+def test_the_prediction_is_half_the_mean_square_of_gradient_times_error():
+    """Against float64: gradients of a least-squares problem are known."""
+    kernel, labels = VARIABLES["params"]["layer_0"]["kernel"], draw(4, (8, 16))
+    model = nn.Dense(16)
+    variables = {"params": {"kernel": kernel, "bias": jnp.zeros(16)}}
+    measured = Model(Subject(model, (variables, X, labels), False, False, 0), jmp.get_policy("float32"), loss_fn)
+    policies = {INT4: jmp.get_policy(f"{INT4}_from_float32")}
+    layers = measured.list_layers(policies)
+    ((predicted,),) = measured.predict(layers)
+    x, w, y = (np.asarray(array, np.float64) for array in (X, kernel, labels))
+    error = np.asarray(quant.quantize_array(kernel, INT4).dequantize(), np.float64) - w
+    products = 2 * np.sum((x @ w - y) * (x @ error), axis=1) / 16
+    assert predicted == pytest.approx(np.mean(products**2) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_front_is_that_of_all_choices(seed):
+    rng = random.Random(seed)
+    bits = [[rng.randint(1, 9) * size for _ in range(3)] for size in (1, 4, 4, 16, 5)]
+    predicted = [[rng.random() for _ in range(3)] for _ in bits]
+    front = _choice.find_front(bits, predicted)
+    total = lambda table, formats: sum(row[index] for row, index in zip(table, formats, strict=True))
+    every = list(itertools.product(range(3), repeat=5))
+    for choice in front:
+        assert choice.bits == total(bits, choice.formats)
+        assert choice.predicted == pytest.approx(total(predicted, choice.formats), rel=1e-12)
+    for limit in range(front[0].bits, front[-1].bits + 9):
+        best = min(total(predicted, formats) for formats in every if total(bits, formats) <= limit)
+        assert [choice for choice in front if choice.bits <= limit][-1].predicted == pytest.approx(best, rel=1e-12)
+    assert front[0].bits == min(total(bits, formats) for formats in every)
+
+
+def test_a_thinned_front_loses_little(monkeypatch):
+    rng = random.Random(0)
+    bits = [[n * rng.randint(900, 1100) for n in (4, 8, 16)] for _ in range(40)]
+    predicted = [[rng.random() * n for n in (16, 4, 0.1)] for _ in bits]
+    whole = _choice.find_front(bits, predicted)
+    monkeypatch.setattr(_choice, "_MOST_CHOICES", 200)
+    thin = _choice.find_front(bits, predicted)
+    assert len(thin) < len(whole) / 2
+    for limit in range(whole[0].bits + 5000, whole[-1].bits, 5000):
+        exact, near = (next(c for c in reversed(front) if c.bits <= limit).predicted for front in (whole, thin))
+        assert exact <= near <= 1.1 * exact  # 1.07 at most
+
+
+SIX = (32, 64, 32, 16, 64, 4)
+
+
+def train_six_layers(seed):
+    """Returns variables and a data set of 256 examples with noise, after 300 steps."""
+    teacher, x = Net(SIX), draw(seed + 10, (256, 8))
+    labels = teacher.apply(teacher.init(jax.random.key(seed + 20), x), 2 * x) + 0.3 * draw(seed + 30, (256, 4))
+    tx = optax.adam(3e-3)
+
+    def step(carry, _):
+        variables, state = carry
+        grads = jax.grad(lambda variables: loss_fn(Net(SIX), variables, x, labels))(variables)
+        updates, state = tx.update(grads, state)
+        return (optax.apply_updates(variables, updates), state), None
+
+    variables = Net(SIX).init(jax.random.key(seed), x)
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
+        train = jax.jit(lambda *start: jax.lax.scan(step, start, length=300)[0][0])
+        variables = train(variables, tx.init(variables))
+    return variables, x, labels
+
+
+def measure_all(variables, x, labels):
+    """Returns the bits per weight and the loss of each of the 729 assignments, and the loss without quantization."""
+    params = variables["params"]
+    kernels = [params[f"layer_{index}"]["kernel"] for index in range(6)]
+    stored = [[quant.quantize_array(kernel, format) for format in (INT4, INT8)] for kernel in kernels]
+    bits = [[8 * each.nbytes for each in pair] + [16 * pair[0].size] for pair in stored]
+    tables = [
+        jnp.stack([*(each.dequantize() for each in pair), kernel.astype(jnp.bfloat16).astype(jnp.float32)])
+        for pair, kernel in zip(stored, kernels, strict=True)
+    ]
+
+    def measure(formats):
+        new = {f"layer_{n}": {**params[f"layer_{n}"], "kernel": tables[n][formats[n]]} for n in range(6)}
+        return loss_fn(Net(SIX), {"params": new}, x, labels)
+
+    every = jnp.array(list(itertools.product(range(3), repeat=6)))
+    losses = np.asarray(jax.jit(lambda every: jax.lax.map(measure, every))(every))
+    taken = np.array(bits)[np.arange(6), np.asarray(every)].sum(1) / sum(kernel.size for kernel in kernels)
+    return taken, losses, float(loss_fn(Net(SIX), variables, x, labels))
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_is_within_5_percent_of_the_best_of_all_assignments(seed):
+    args = train_six_layers(seed)
+    bits, losses, before = measure_all(*args)
+    assert losses[0] > 1.05 * before  # so that the choice matters
+    for limit in (9.1, 9.3, 9.6, 10.0):
+        found = tune(Net(SIX), args, effective_bits=limit)
+        best = losses[bits <= limit].min()
+        assert before * (1 + found.error) <= 1.05 * best
+
+
+class TwoLinears(nnx.Module):
+    def __init__(self, is_tied=False):
+        self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        if is_tied:
+            self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+@pytest.mark.slow
+def test_an_nnx_model_is_stored_within_the_limit_with_a_dtype_among_the_formats():
+    model, args = TwoLinears(), (X, draw(5, (8, 8)))
+    found = tune(model, args, nnx_loss, formats=[INT4, "bfloat16"], effective_bits=14.0)
+    assert sorted(found.formats.values()) == ["bfloat16", INT4]
+    served = quant.quantize(jmp.nnx.cast_params(model, found.policy_map), found.policy_map)
+    weights = served.first.kernel[...], served.second.kernel[...]
+    assert 8 * sum(weight.nbytes for weight in weights) / 128 == found.effective_bits <= 14.0
+    assert float(nnx_loss(served, *args)) / float(nnx_loss(model, *args)) - 1 == pytest.approx(found.error, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_linen_variables_are_stored_within_the_limit_with_a_dtype_among_the_formats():
+    found = tune(Net(), ARGS, formats=[INT4, "bfloat16"], effective_bits=12.0)
+    assert sorted(found.formats.values()) == ["bfloat16", INT4]
+    served = jmp.with_policy(Net(), found.policy_map)
+    shapes = jax.eval_shape(served.init, jax.random.key(0), X)
+    cast = jax.tree.map(lambda value, shape: value.astype(shape.dtype), VARIABLES, shapes)
+    params = quant.quantize(cast, found.policy_map)["params"]
+    bits = 8 * sum(params[name]["kernel"].nbytes for name in found.formats)
+    assert bits / 192 == found.effective_bits <= 12.0
+    before, after = float(loss_fn(Net(), *ARGS)), float(loss_fn(served, {"params": params}, X, LABELS))
+    assert after / before - 1 == pytest.approx(found.error, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_tied_weight_is_one_layer():
+    found = tune(TwoLinears(is_tied=True), (X, draw(5, (8, 8))), nnx_loss, effective_bits=13.0)
+    assert {*found.formats} == {"first", "second"}
+    assert len({*found.formats.values()}) == 1
+    assert found.effective_bits == 8 * quant.quantize_array(jnp.ones((8, 8)), INT8).nbytes / 64
+
+
+class Tokens(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Embed(8, 16, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.table(x))
+
+
+def test_a_layer_has_each_stored_weight_once_and_names_its_own_format():
+    weight = draw(6, (8, 8))
+    stored = (*(quant.quantize_array(weight, format) for format in (INT8, INT8, INT4)), weight)
+    layer = Layer(("table",), 0, weight, (INT4, INT8, "int4/8", "mxfp8"), stored, (9, 9, 5, 32)).select([0, 1, 2, 3])
+    assert layer.formats == (INT4, "int4/8", "mxfp8")
+    assert layer.bits == (9, 5, 32)
+    assert [layer.name_stored(index) for index in range(3)] == ["int8", "int4/8", "float32"]
+
+
+@pytest.mark.slow
+def test_a_table_is_in_int8_under_int4_and_no_trial_repeats_another():
+    model, args = Tokens(), (jnp.arange(8), draw(5, (8, 8)))
+    found = tune(model, args, nnx_loss, formats=[INT4, INT8], effective_bits=20.0)
+    assert found.formats["table"] == "int8"
+    assert found.formats["head"] in (INT4, INT8)
+    assert {trial.kept for trial in found.trials} == {(), (f"head={INT8}",)}
+    assert len(found.trials) == 2
+    assert not np.isnan(found.low_error)
+    assert {row.formats["table"] for row in found.curve} == {"int8"}
+
+
+@pytest.mark.slow
+def test_inputs_in_8_bits_are_part_of_the_error():
+    formats = ["int8(min_size=0)"]
+    found = tune(Net(), ARGS, formats=formats, effective_bits=20)
+    served = jmp.with_policy(Net(), f"{formats[0]}_from_float32")
+    wanted = float(loss_fn(served, *ARGS)) / float(loss_fn(Net(), *ARGS)) - 1
+    assert found.error == pytest.approx(wanted, rel=1e-3)
+    assert abs(found.error - found.trials[0].error) > 1e-5
+    assert [row.error for row in found.curve] == [found.error]
+    assert str(found).count(f"{100 * found.error:+.2g} %") == 2
+    assert "and with all in" not in str(found)
+
+
+@pytest.mark.slow
+def test_trials_in_a_file_are_not_run_again(tmp_path):
+    file, calls = tmp_path / "trials.jsonl", []
+    whole = tune(Net(), ARGS, trials_file=file)
+    lines = file.read_text(encoding="utf-8")
+    measure = Model.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "measure", lambda *args: calls.append(args) or measure(*args))
+        assert tune(Net(), ARGS, trials_file=file) == whole
+    assert len(calls) == 2  # before quantization, and under the map
+    assert file.read_text(encoding="utf-8") == lines
+    with pytest.raises(ValueError, match="trials of another run: its policy is"):
+        tune(Net(), ARGS, formats=[INT8], trials_file=file)
+
+
+@pytest.mark.slow
+def test_the_budget_ends_the_search(capsys):
+    found = tune(Net(), ARGS, budget=1, progress=True)
+    assert len(found.trials) == 1
+    assert not found.is_minimal
+    assert {row.error for row in found.curve} == {None, found.error}
+    assert re.fullmatch(r"tuning Net: trial 1, loss [+-]\S+ %\n", capsys.readouterr().err)
+
+
+def check(error, message, *args, **options):
+    with pytest.raises(error, match=re.escape(message)):
+        tune(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effective_bits": None}, "effective_bits must be a number above 0, got None. For example: tune_bits(model, "),
+        ({"effective_bits": -1}, "effective_bits must be a number above 0, got -1."),
+        ({"effective_bits": True}, "effective_bits must be a number above 0, got True."),
+        ({"formats": None}, "effective_bits needs a list of formats to choose from, got None."),
+        ({"formats": []}, "effective_bits needs a list of formats to choose from, got []."),
+        ({"formats": "int8"}, "effective_bits needs a list of formats to choose from, got 'int8'."),
+        ({"formats": ["bfloat16"]}, "No format quantizes, got ['bfloat16']."),
+        ({"formats": ["int5"]}, "Unknown quantization 'int5' in formats. Did you mean 'int"),
+        ({"formats": ["float8"]}, "in formats stores no weights."),
+        ({"policy": "int8_from_float32"}, "The policy 'int8_from_float32' has a quantization, and formats replace it."),
+        ({"effective_bits": 4.0}, "The weights of Net take at least 9 bits, scales included, got effective_bits=4."),
+        ({"formats": ["int8"]}, "Nothing to quantize under the policy 'int8_from_float32': 'layer_0/kernel': 128"),
+        ({"metric": lambda *args: jnp.nan * loss_fn(*args)}, "The loss of Net is nan before quantization."),
+        ({"metric": lambda *args: 0 * loss_fn(*args)}, "The loss of Net is 0 before quantization."),
+        (
+            {"metric": lambda *args: 1 + jnp.sqrt(0 * loss_fn(*args))},
+            "The gradients of the loss of Net are not finite. Find the origin with numerics.first_nonfinite.",
+        ),
+    ],
+)
+def test_bad_options(options, message):
+    check(ValueError, message, Net(), ARGS, **options)
+
+
+def test_a_model_that_returns_no_loss():
+    message = (
+        "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune_bits(model, (variables, x, l"
+    )
+    check(ValueError, message, Net(), ARGS[:2], None)
+
+
+def test_an_example_for_an_nnx_model_has_no_variables():
+    example = " For example: tune_bits(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "
+    check(ValueError, f"got None.{example}", TwoLinears(), ARGS[1:], nnx_loss, effective_bits=None)
+    check(ValueError, f"got float32[8, 8].{example}", TwoLinears(), ARGS[1:2], None)
+    with pytest.raises(ValueError, match=r"Tune the module itself\. For example: tune\(model, \(x,\), 'int8_from"):
+        jmp.tune(nnx_loss, (TwoLinears(), *ARGS[1:]), "int8_from_float32", tolerance=0.1)
+
+
+def test_inputs_without_an_axis_of_examples():
+    metric = lambda model, variables, x, scale: scale * jnp.mean(model.apply(variables, x))
+    message = "the inputs of Net have no leading axis of the same length, got [(), (8,)]."
+    check(ValueError, message, Net(), (VARIABLES, X, jnp.float32(2.0)), metric)
+
+
+def test_a_function_has_no_weights_to_choose_formats_for():
+    check(ValueError, "effective_bits is for the weights of a module, and nnx_loss is a function.", nnx_loss, (X,))
