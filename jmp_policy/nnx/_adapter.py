@@ -13,15 +13,16 @@ from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_module
 from ..policy import Policy, PolicyMap, match_policy
 from ..quant import QuantizedArray
+from ..quant._layers import LayerFacts, LayerPlan
 from ..quant._weights import is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
 from ._layer_state import find_state
-from ._layer_table import LayerWeight, find_weight
+from ._layer_table import WRITTEN, read_layer
 from ._methods import find_modules, hook_calls, parse_no_cast
-from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype
-from ._products import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
+from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype, plan_again
+from ._products import QuantizedParam
 from ._shadow import NodeKind, find_kind, list_items
 
 
@@ -115,7 +116,7 @@ class _Tree:
             attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
             written=attributes["dtype"] if has_written_dtype(spec.base, attributes, is_open) else None,
-            quantization=describe_quantization(spec.base, attributes, match.policy),
+            quantization=plan_again(module, spec, match.policy)[1].quantization,
             sums=spec.accumulate_dtype,
         )
 
@@ -181,9 +182,9 @@ class _Nnx(Adapter):
         weights = {}
         for path, module in nnx.iter_modules(model):
             spec = find_spec(module)
-            found = find_weight(type(module) if spec is None else spec.base, vars(module))
-            if found is not None:
-                weights["/".join(map(str, path))] = found.value
+            facts = read_layer(type(module), vars(module)) if spec is None else plan_again(module, spec)[0]
+            if facts.weight is not None:
+                weights["/".join(map(str, path))] = facts.weight
         return weights
 
     def list_parameters(self, model: nnx.Module) -> dict[str, Any]:
@@ -202,15 +203,17 @@ class _Nnx(Adapter):
         done: dict[Any, tuple[Any, nnx.Variable]] = {}
         for path, module in nnx.iter_modules(attached):
             spec = find_spec(module)
-            weight = None if spec is None else find_weight(spec.base, vars(module))
-            if spec is None or weight is None:
+            if spec is None:
                 continue
-            name, mask = weight.layer.weight, vars(module).get("mask")
+            facts, plan = plan_again(module, spec)
+            if facts.layer is None or facts.weight is None:
+                continue
+            name, mask = facts.layer.weight, vars(module).get("mask")
             variable = vars(module)[name]
             # Layers that differ in one of these quantize the same weight differently.
-            key = id(variable), id(mask), weight.layout, spec.policy.quantization
+            key = id(variable), id(mask), facts.layout, spec.policy.quantization
             if key not in done:
-                new = _quantize_layer(quantize_weight, "/".join(map(str, path)), module, spec, weight)
+                new = _quantize_layer(quantize_weight, "/".join(map(str, path)), mask, spec, facts, plan)
                 done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
             vars(module)[name] = done[key][1]
             if mask is not None and done[key][1] is not variable:
@@ -230,12 +233,13 @@ NNX = _Nnx()
 
 
 def _quantize_layer(
-    quantize_weight: Callable[..., Any], path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
+    quantize_weight: Callable[..., Any], path: str, mask: Any, spec: ModuleSpec, facts: LayerFacts, plan: LayerPlan
 ) -> QuantizedArray | None:
     """Returns the quantized weight of a layer, or `None` if it stays floating."""
-    unfit = None if has_stored_format(vars(module)["promote_dtype"]) else WRITTEN
-    value, mask = weight.value, vars(module).get("mask")
+    value, layer = facts.weight, facts.layer
+    assert layer is not None
     if mask is not None and not isinstance(value, QuantizedArray):  # of a convolution
         is_abstract = isinstance(value, jax.ShapeDtypeStruct)
         value = jax.eval_shape(jnp.multiply, value, mask) if is_abstract else value * mask
-    return quantize_weight(path, weight.layer.weight, value, weight.layout, spec.policy, unfit)
+    unfit = WRITTEN if plan.format is None else None
+    return quantize_weight(path, layer.weight, value, facts.layout, spec.policy, unfit)

@@ -11,15 +11,15 @@ from .._base import OVERWRITE, hide_frames, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
-from ..quant._layers import explain_unused_cache
+from ..quant._layers import explain_unused_cache, plan_layer
 from ..quant._weights import WEIGHT_NAMES
 from ._cache import cache_format_of
+from ._layer_table import read_layer
 from ._methods import list_public_methods, run_method
 from ._module_spec import (
     SPEC,
     WRAPPERS,
     CallEffect,
-    DtypeSource,
     ModuleSpec,
     find_dtype_source,
     find_spec,
@@ -28,10 +28,17 @@ from ._module_spec import (
     is_bridge,
     is_dtype_open,
     is_plain_layer,
-    make_attributes,
+    make_dtype_attributes,
     make_linen_attributes,
 )
-from ._products import check_weight, choose_layer_class, find_sums_dtype, make_bound_layer, make_float8_attributes
+from ._products import (
+    check_weight,
+    choose_layer_class,
+    make_attention,
+    make_bound_layer,
+    make_float8_attributes,
+    make_product_attributes,
+)
 from ._shadow import (
     Attributes,
     Node,
@@ -158,57 +165,62 @@ class Attachment:
         is_open = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
         hands_on = has_open_linen_module(base, attributes, spec)
-        source = find_dtype_source(base, attributes, is_open, hands_on)
-        new_spec = self._make_spec(base, attributes, path, is_root, source, rewritten)
-        policy = new_spec.policy
-        check_weight("/".join(path), base, attributes, policy)
+        match = self._find_match("/".join(path))
+        policy = match.policy
+        if rewritten and stored_format_of(policy.quantization) is not None:
+            policy = policy.replace(quantization=None)
+
+        # Decide once what the policy does to this layer.
+        facts = read_layer(base, attributes)
+        plan = plan_layer(facts, policy)
+        check_weight("/".join(path), facts, plan, policy)
+        layer_class = choose_layer_class(base, facts.layer, plan)
+        has_own_dtype = has_written_dtype(base, attributes, is_open)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
+            written = attributes["dtype"] if has_own_dtype else None
             self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
+        # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
+        if is_root:
+            effect = CallEffect.CASTS_AT_ROOT
+        elif match.boundary and not has_own_dtype:
+            effect = CallEffect.CASTS
+        elif policy.compute_dtype is None or layer_class is make_bound_layer or not is_plain_layer(base, attributes):
+            effect = CallEffect.COMPUTES
+        else:
+            effect = CallEffect.NOTHING
+
         # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
-        new_attributes = make_attributes(base, attributes, policy, is_open)
+        new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
+        new_attributes |= make_attention(base, attributes, policy)
+        new_attributes |= make_product_attributes(base, attributes, facts, plan)
+        new_spec = ModuleSpec(
+            base=base,
+            policy=policy,
+            given=self.given,
+            lineage=self._find_lineage(path),
+            effect=effect,
+            no_cast=self.no_cast if is_root else (),
+            dtype_source=find_dtype_source(base, attributes, is_open, hands_on),
+            layer_class=layer_class,
+            accumulate_dtype=plan.accumulate,
+            cache=cache_format_of(base, policy),
+            authored=tuple((name, attributes[name]) for name in new_attributes),
+        )
         known = attributes if state is None else attributes | {OVERWRITE: state}
-        new_attributes |= make_float8_attributes(base, known, policy.quantization)
+        new_attributes |= make_float8_attributes(known, facts, plan)
         if hands_on:
             new_attributes |= make_linen_attributes(attributes, new_spec)
 
         inside = _Around(policy, attributes["dtype"] if is_open else None, rewritten)
         return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
 
-    def _make_spec(
-        self, base: type, attributes: Attributes, path: Path, is_root: bool, source: DtypeSource, rewritten: bool
-    ) -> ModuleSpec:
-        lineage: tuple[tuple[str, type], ...] = ()
-        if isinstance(self.given, PolicyMap):  # under one policy, modules of equal specs share a class
-            paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
-            lineage = tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
-        match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
-        policy = match.policy
-        if rewritten and stored_format_of(policy.quantization) is not None:
-            policy = policy.replace(quantization=None)
-        layer_class = choose_layer_class(base, attributes, policy.quantization)
-        # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
-        if is_root:
-            effect = CallEffect.CASTS_AT_ROOT
-        elif match.boundary and not has_written_dtype(base, attributes, is_open):
-            effect = CallEffect.CASTS
-        elif policy.compute_dtype is None or layer_class is make_bound_layer or not is_plain_layer(base, attributes):
-            effect = CallEffect.COMPUTES
-        else:
-            effect = CallEffect.NOTHING
-        return ModuleSpec(
-            base=base,
-            policy=policy,
-            given=self.given,
-            lineage=lineage,
-            effect=effect,
-            no_cast=self.no_cast if is_root else (),
-            dtype_source=source,
-            layer_class=layer_class,
-            accumulate_dtype=find_sums_dtype(base, attributes, policy),
-            authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
-        )
+    def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
+        """Returns the types of a module and those around it, by path; nothing under one policy, to share classes."""
+        if isinstance(self.given, Policy):
+            return ()
+        paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
+        return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
 
     def _rebuild(
         self,

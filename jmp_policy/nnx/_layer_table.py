@@ -2,13 +2,13 @@
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
 
 from .._base import remember_weakly
-from ..quant._layers import Multiply, WeightedLayer, find_row
+from ..quant._layers import LayerFacts, Multiply, WeightedLayer, find_row
 from ..quant._products import ROUNDING, label_einsum
 from ..quant._weights import Layout, kernel_layout, table_layout
 from ._shadow import Attributes
@@ -52,27 +52,34 @@ find_layer = remember_weakly(functools.partial(find_row, LAYERS))
 """Returns the row of a class of layers, or `None`."""
 
 
-class LayerWeight(NamedTuple):
-    """The weight of a Flax layer: the row of the layer, the value in its Variable, and its layout."""
-
-    layer: WeightedLayer
-    value: Any
-    layout: Layout
-
-
-def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
-    """Returns the weight of a Flax layer if it has two or more axes, else `None`."""
-    layer = find_layer(base)
-    variable = attributes.get(layer.weight) if layer else None
-    value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
-    shape = getattr(value, "shape", ())
-    if layer is None or layer.layout is None or len(shape) < 2:
-        return None
-    return LayerWeight(layer, value, layer.layout(attributes, shape))
-
-
 DEFAULT_PROMOTE = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
 """The default `promote_dtype` of layers."""
+
+WRITTEN = "its author wrote the functions that it computes with"
+
+
+def read_layer(base: type, attributes: Attributes) -> LayerFacts:
+    """Gathers the facts about a layer; `attributes` are those of its author."""
+    layer, promotes = find_layer(base), attributes.get("promote_dtype") is DEFAULT_PROMOTE
+    if layer is None:
+        return LayerFacts(are_sums_open=promotes and issubclass(base, nnx.LoRA))
+    variable = attributes.get(layer.weight)
+    weight = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+    shape = getattr(weight, "shape", ())
+    has_weight = layer.layout is not None and len(shape) > 1
+    function = None if layer.field is None else attributes[layer.field]
+    is_open = attributes.get("dot_general_cls") is None and (function is None or function is layer.default)
+    sums_in = attributes.get("preferred_element_type")
+    has_sums = layer.field is not None or issubclass(base, nnx.Embed)
+    return LayerFacts(
+        layer=layer,
+        weight=weight if has_weight else None,
+        layout=layer.layout(attributes, shape) if layer.layout is not None and has_weight else None,
+        groups=attributes.get("feature_group_count", 1),
+        is_matmul_open=is_open and layer.field is not None,
+        are_sums_open=is_open and promotes and has_sums and sums_in is None,
+        why_floating=None if is_open and promotes else WRITTEN,
+    )
 
 
 _PAUSED = "deterministic"

@@ -27,9 +27,8 @@ from ..modules import (
 from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
-from ._cache import cache_format_of, check_cache
-from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes
-from ._products import describe_quantization
+from ._cache import check_cache
+from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
@@ -83,7 +82,7 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
         changed = make_linen_attributes(vars(module), spec, policy.compute_dtype)
     dtype = changed.get("dtype", vars(module).get("dtype"))
     if isinstance(module, nnx.MultiHeadAttention) and dtype is not None:
-        kwargs = _give_cache_dtype(module, method, dtype, cache_format_of(spec.base, given), args, kwargs)
+        kwargs = _give_cache_dtype(module, method, dtype, spec.cache, args, kwargs)
 
     # The method runs on a shadow, because other threads may call the module.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
@@ -228,4 +227,4 @@ def _run_hooks(hooks: tuple[Hook, ...], call: ModuleCall, fun: Callable[..., Any
 
 def _describe_weight(module: nnx.Module) -> str:
     spec = find_spec(module)
-    return "" if spec is None else describe_quantization(spec.base, vars(module), spec.policy)
+    return "" if spec is None else plan_again(module, spec)[1].quantization

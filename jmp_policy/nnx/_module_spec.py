@@ -14,8 +14,10 @@ from jax.typing import DTypeLike
 from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy, PolicyMap
-from ._cache import cache_format_of, make_cached_attention
-from ._products import make_product_attributes, make_wide_layer
+from ..quant._layers import LayerFacts, LayerPlan, plan_layer
+from ._cache import make_cached_attention
+from ._layer_table import WRITTEN, read_layer
+from ._products import make_wide_layer
 from ._shadow import Attributes, NodeKind, find_kind
 
 SPEC = "__jmp_spec__"
@@ -60,6 +62,7 @@ class ModuleSpec:
     # Makes the subclass that multiplies by its weight; `None` if the attributes are enough.
     layer_class: Callable[[Any], type] | None = None
     accumulate_dtype: np.dtype | None = None  # the output dtype of its matmul before it is cast down, or `None`
+    cache: np.dtype | None = None  # the format of its decode cache, or `None` for the dtype of the layer
     authored: tuple[tuple[str, Any], ...] = ()  # attributes that the policy replaced, with their original values
 
     @property
@@ -67,8 +70,7 @@ class ModuleSpec:
         """The class whose methods run. Not a field, because pickle could not find it by name."""
         runs = self.base if self.layer_class is None else self.layer_class(self.base)
         runs = runs if self.accumulate_dtype is None else make_wide_layer(runs, self.accumulate_dtype)
-        cache = cache_format_of(self.base, self.policy)
-        return runs if cache is None else make_cached_attention(runs, cache)
+        return runs if self.cache is None else make_cached_attention(runs, self.cache)
 
     @property
     def attached(self) -> bool:
@@ -131,8 +133,8 @@ def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_o
     return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
 
 
-def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
-    """Returns the attributes that a policy gives a layer: those that its author would write for these dtypes."""
+def make_dtype_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
+    """Returns the dtype attributes that the author of a layer would write for a policy."""
     if issubclass(base, WRAPPERS):
         dtype = policy.param_dtype
         # An open dtype would upcast a half-precision weight to float32.
@@ -144,7 +146,7 @@ def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    return new | make_product_attributes(base, attributes, policy)
+    return new
 
 
 @remember_weakly
@@ -184,3 +186,12 @@ def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np
     module = attributes[_WRAPPED]
     linen: Any = find_adapter(module)  # which alone has the method
     return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.no_cast, spec.lineage, spec.casts, inferred)}
+
+
+def plan_again(module: nnx.Module, spec: ModuleSpec, policy: Policy | None = None) -> tuple[LayerFacts, LayerPlan]:
+    """Returns the facts about a layer with a policy, and its plan. `policy` is that of its path, by default its own."""
+    facts = read_layer(spec.base, vars(module) | dict(spec.authored))
+    policy = spec.policy if policy is None else policy
+    if policy.quantization != spec.policy.quantization:  # a wrapper rewrites the weight
+        facts = dataclasses.replace(facts, why_floating=WRITTEN)
+    return facts, plan_layer(facts, policy)

@@ -14,67 +14,60 @@ from jax.typing import DTypeLike
 
 from .._base import OVERWRITE, Args, remember_on_class
 from ..modules.common import make_subclass, read_wide, round_result
-from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
+from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
 from ..quant._layers import (
-    WHY_AS_NUMBERS,
+    LayerFacts,
+    LayerPlan,
     LayerProduct,
     Multiply,
     Promote,
+    WeightedLayer,
     attend,
     attention_format_of,
-    find_accumulate_dtype,
     is_narrower,
-    is_own,
     multiply_wide,
-    spell_format,
-    why_layer_wide,
 )
 from ..quant._products import needs_state, new_state
 from ..quant._weights import (
-    choose_format,
     fake_quantize,
     match_format,
     prepare_weight,
-    reason_unquantized,
     stack_shape,
     table_layout,
 )
 from ._layer_state import has_new_state, make_states, read_state
-from ._layer_table import DEFAULT_PROMOTE, LAYERS, LayerWeight, draw_key, find_layer, find_weight
+from ._layer_table import DEFAULT_PROMOTE, LAYERS, draw_key, find_layer
 from ._shadow import Attributes
 
-WRITTEN = "its author wrote the functions that it computes with"
 OutSharding = NamedSharding | PartitionSpec | None
 
 
-def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
-    """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
-    if issubclass(base, nnx.MultiHeadAttention):
-        attention = attention_format_of(policy.quantization)
-        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
-        return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
-    weight = find_weight(base, attributes)
-    if weight is None:
-        return {}
-    layer, format, accumulate = weight.layer, choose_weight_format(base, attributes, policy.quantization), None
-    if layer.field is not None:
-        accumulate = find_sums_dtype(base, attributes, policy)
-    if format is None and accumulate is None:
+def make_product_attributes(base: type, attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+    """Returns the attributes by which a layer promotes and multiplies under its plan, if it changes."""
+    layer = facts.layer
+    if layer is None or facts.weight is None or (plan.format is None and plan.accumulate is None):
         return {}
     product = LayerProduct(
         operation=layer.operation,
-        format=format,
-        accumulate=accumulate,
+        format=plan.format,
+        accumulate=plan.accumulate if layer.field is not None else None,
         promote=attributes["promote_dtype"],
         as_tuple=True,
-        layout=weight.layout if stored_format_of(format) is not None else None,
+        layout=facts.layout if stored_format_of(plan.format) is not None else None,
         returns_sums=_is_called_by_flax(base),
     )
     new: Attributes = {layer.field: Multiply(product)} if layer.field is not None else {}
-    if product.stored_format is not None or accumulate is not None:
+    if product.stored_format is not None or product.accumulate is not None:
         new["promote_dtype"] = (PromoteTable if issubclass(base, nnx.Embed) else Promote)(product)
     return new
+
+
+def make_attention(base: type, attributes: Attributes, policy: Policy) -> Attributes:
+    """Returns the attribute by which an attention layer multiplies in the format of a policy, if it has one."""
+    format = attention_format_of(policy.quantization) if issubclass(base, nnx.MultiHeadAttention) else None
+    is_open = attributes.get("attention_fn") is nnx.dot_product_attention and attributes["precision"] is None
+    return {"attention_fn": Attend(format)} if format is not None and is_open else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,61 +91,13 @@ class Attend:
         return attend(query, key, value, mask=mask).reshape(shape)
 
 
-def choose_weight_format(
-    base: type, attributes: Attributes, quantization: Quantization | None
-) -> StoredFormat | Float8 | None:
-    """Returns the format in which a layer multiplies by its weight, or `None` if that is not quantized."""
-    weight, format = find_weight(base, attributes), stored_format_of(quantization)
-    if weight is None:
-        return None
-    is_stored = isinstance(weight.value, QuantizedArray)
-    if isinstance(quantization, Float8):
-        left = _why_not_float8(base, attributes, weight, quantization)
-        return quantization if left is None and not is_stored else None
-    is_open = attributes.get("promote_dtype") is DEFAULT_PROMOTE and _is_matmul_open(base, attributes)
-    if format is None or not is_open:
-        return None
-    return format if is_stored or reason_unquantized(weight.value.shape, weight.layout, format) is None else None
-
-
-def _why_not_float8(base: type, attributes: Attributes, weight: LayerWeight, format: Float8) -> str | None:
-    """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
-    is_open = weight.layer.field in attributes and _is_matmul_open(base, attributes)
-    groups = attributes.get("feature_group_count", 1)
-    return why_layer_wide(weight.layer, weight.value.shape, weight.layout, format, is_open=is_open, groups=groups)
-
-
-def find_sums_dtype(base: type, attributes: Attributes, policy: Policy) -> np.dtype | None:
-    """Returns the accumulate dtype of its policy if a layer returns its sums in it: its author left that open."""
-    dtype, layer = find_accumulate_dtype(policy, policy.compute_dtype), find_layer(base)
-    promote = attributes.get("promote_dtype")
-    is_open = promote is DEFAULT_PROMOTE or is_own(promote)
-    if dtype is None or not is_open or attributes.get("preferred_element_type") is not None:
-        return None
-    if layer is not None and layer.field is not None:
-        return dtype if _is_matmul_open(base, attributes) else None
-    return dtype if issubclass(base, nnx.Embed | nnx.LoRA) and attributes.get("dot_general_cls") is None else None
-
-
-def _is_matmul_open(base: type, attributes: Attributes) -> bool:
-    """True if the author of a layer left its matmul at the default. A policy may have replaced it."""
-    layer = find_layer(base)
-    if layer is None or attributes.get("dot_general_cls") is not None:
-        return False
-    function = attributes[layer.field] if layer.field is not None else None
-    return function is None or function is layer.default or is_own(function)
-
-
-def choose_layer_class(
-    base: type, attributes: Attributes, quantization: Quantization | None
-) -> Callable[[Any], type[nnx.Module]] | None:
+def choose_layer_class(base: type, layer: WeightedLayer | None, plan: LayerPlan) -> Callable[[Any], type] | None:
     """Returns the function that makes the subclass with the matmul of a layer; `None` if attributes are enough."""
-    layer, format = find_layer(base), choose_weight_format(base, attributes, quantization)
-    if layer is None or format is None:
+    if layer is None or plan.format is None:
         return None
     if issubclass(base, nnx.Embed):  # its matmul is in methods, which no attribute replaces
         return make_quantized_embed
-    is_bound = isinstance(format, Float8) or (layer.field is not None and layer.needs_rng(format))
+    is_bound = isinstance(plan.format, Float8) or (layer.field is not None and layer.needs_rng(plan.format))
     return make_bound_layer if is_bound else None
 
 
@@ -289,50 +234,29 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def has_stored_format(promote: Any) -> bool:
-    """True if a policy quantizes the weight of the layer with this `promote_dtype`."""
-    return getattr(getattr(promote, "product", None), "stored_format", None) is not None
-
-
-def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:
-    """Describes the weight of a layer for `Row.quantization`."""
-    format, weight = policy.quantization, find_weight(base, attributes)
-    if isinstance(format, Float8) and weight is not None:
-        left = _why_not_float8(base, attributes, weight, format)
-        return str(format) if left is None else f"left: {left}"
-    format = stored_format_of(format)
-    if format is None or weight is None:
-        return ""
-    if has_stored_format(attributes.get("promote_dtype")):
-        why = None if weight.layer.field is not None or issubclass(base, nnx.Embed) else WHY_AS_NUMBERS
-        return spell_format(choose_format(format, weight.layout), weight.layer, why)
-    return f"left: {reason_unquantized(weight.value.shape, weight.layout, format) or WRITTEN}"
-
-
-def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+def make_float8_attributes(attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
     """Returns the attribute with the float8 state of a layer: the state that it has, a new one, or nothing."""
-    weight, format = find_weight(base, attributes), choose_weight_format(base, attributes, quantization)
-    if weight is None or not isinstance(format, Float8) or not needs_state(format):
+    if not isinstance(plan.format, Float8) or not needs_state(plan.format) or facts.layout is None:
         return {}
-    known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(weight.value.shape, weight.layout))
+    known, new = attributes.get(OVERWRITE), new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     return {OVERWRITE: make_states(new)}
 
 
-def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:
+def check_weight(path: str, facts: LayerFacts, plan: LayerPlan, policy: Policy) -> None:
     """Raises a `ValueError` if a weight has another format than the policy, or no whole number of blocks."""
-    weight, format = find_weight(base, attributes), stored_format_of(policy.quantization)
-    if weight is None:
+    if facts.layer is None or facts.layout is None:
         return
-    where = f" {f'{path}/{weight.layer.weight}'.lstrip('/')!r}"
-    if isinstance(weight.value, QuantizedArray):
+    value, format = facts.weight, stored_format_of(policy.quantization)
+    where = f" {f'{path}/{facts.layer.weight}'.lstrip('/')!r}"
+    if isinstance(value, QuantizedArray):
         if format is None:
             raise ValueError(
-                f"The weight{where} is quantized, as {str(weight.value.format)!r}, but the policy {policy.name!r} "
+                f"The weight{where} is quantized, as {str(value.format)!r}, but the policy {policy.name!r} "
                 "stores no quantized weights. Give the model a policy that does, such as "
-                f"'{weight.value.format}_from_{policy.name}', or give this policy to the original."
+                f"'{value.format}_from_{policy.name}', or give this policy to the original."
             )
-        match_format(weight.value, format, where)
-    elif format is not None and choose_weight_format(base, attributes, policy.quantization) is not None:
-        prepare_weight(weight.value, format, weight.layout, where)
+        match_format(value, format, where)
+    elif format is not None and plan.format is not None:
+        prepare_weight(value, format, facts.layout, where)

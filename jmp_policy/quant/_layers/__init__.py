@@ -11,17 +11,22 @@ from ._cache import (
     explain_unused_cache as explain_unused_cache,
 )
 from ._layer import (
-    WHY_AS_NUMBERS as WHY_AS_NUMBERS,
     LayerProduct as LayerProduct,
     Multiply as Multiply,
     Promote as Promote,
     WeightedLayer as WeightedLayer,
     attend as attend,
-    find_accumulate_dtype as find_accumulate_dtype,
     find_row as find_row,
     is_narrower as is_narrower,
     is_own as is_own,
     multiply_wide as multiply_wide,
+)
+from ._plan import (
+    WHY_AS_NUMBERS as WHY_AS_NUMBERS,
+    LayerFacts as LayerFacts,
+    LayerPlan as LayerPlan,
+    find_accumulate_dtype as find_accumulate_dtype,
+    plan_layer as plan_layer,
     spell_format as spell_format,
     why_layer_wide as why_layer_wide,
 )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
-from ...policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
+from ...policy import Float8, StoredFormat, needs_rng
 from .._operations import OPERATIONS, dot_general
 from .._products import (
     Call,
@@ -25,21 +24,16 @@ from .._products import (
     needs_state,
     observe_product,
     reason_not_float8,
-    why_sizes_wide,
     wide_product,
 )
 from .._weights import (
-    WHY_TABLES_WIDE,
     FakeQuantized,
     Layout,
     QuantizedArray,
     fake_quantize,
     kernel_layout,
-    layer_size,
     prepare_weight,
 )
-
-WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,41 +194,6 @@ def is_narrower(x: jax.Array, dtype: np.dtype) -> bool:
     return is_floating_dtype(x.dtype) and x.dtype.itemsize < dtype.itemsize
 
 
-def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype | None:
-    """Returns the accumulate dtype of a policy (float64 needs x64), unless a layer computes in it anyway."""
-    if policy.accumulate_dtype is None:
-        return None
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(policy.accumulate_dtype))
-    return dtype if compute_dtype is None or np.dtype(compute_dtype).itemsize < dtype.itemsize else None
-
-
 def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
     """Returns the row of a class of layers, or of its nearest base class in the table."""
     return next((table[base] for base in kind.__mro__ if base in table), None)
-
-
-def why_layer_wide(
-    layer: WeightedLayer | None, shape: tuple[int, ...], layout: Layout, format: Float8, *, is_open: bool, groups: int
-) -> str | None:
-    """Returns the reason why a layer does not compute in float8, whatever its inputs, or None."""
-    if layer is not None and layer.weight == "embedding":
-        return WHY_TABLES_WIDE
-    if layer is None or not is_open:
-        return "it multiplies by a function of its own"
-    if groups != 1:
-        return "its convolution is one of groups"
-    inputs = layout.contracted[-1] if layer.operation == "conv_general_dilated" else layout.length
-    return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
-
-
-def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:
-    """Describes a quantized weight, and the reason why the layer dequantizes it, for `Row.quantization`."""
-    if isinstance(format, Int4) or not format.activations:  # their matmuls always dequantize
-        return str(format)
-    is_in_blocks = isinstance(format, BlockFormat)
-    if why_as_numbers is None and is_in_blocks and layer is not None and layer.operation == "conv_general_dilated":
-        why_as_numbers = "it is a convolution"
-    if why_as_numbers is not None:
-        return f"{format}, computed with as numbers: {why_as_numbers}"
-    is_odd = is_in_blocks and format.block_size != type(format)().block_size
-    return f"{format}, in blocks that no hardware multiplies" if is_odd else str(format)
