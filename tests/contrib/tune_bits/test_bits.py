@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from jmp_policy.contrib._tune_choice._layers import Layer, Model
+from jmp_policy.contrib._tune_bits._layers import Layer, Model
 
 import jmp_policy as jmp
 from jmp_policy import quant
