@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from jmp_policy.contrib._tune_bits._layers import Layer, Model
 
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.contrib._tune_bits import _choice
+from jmp_policy.contrib._tune_bits._layers import Layer, Model
 from jmp_policy.numerics._tune import Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
