@@ -79,7 +79,7 @@ def test_policies_survive_their_config_and_copies(policy, round_trip):
     again = round_trip(policy)
     assert again == policy
     assert repr(again) == repr(policy)
-    assert jmp.get_policy(again) is jmp.get_policy(policy)
+    assert jmp.get_policy(again) == jmp.get_policy(policy)
 
 
 def test_a_config_is_the_name():

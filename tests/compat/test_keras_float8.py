@@ -72,7 +72,7 @@ def test_float8_survives_its_config_copies_and_maps(length, round_trip):
     assert again == policy
     assert hash(again) == hash(policy)
     assert type(again) is keras.QuantizedFloat8DTypePolicy
-    assert jmp.get_policy(again) is jmp.get_policy(policy)
+    assert jmp.get_policy(again) == jmp.get_policy(policy)
 
 
 def test_equality_of_float8_is_by_its_history_too():

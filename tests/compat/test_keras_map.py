@@ -157,6 +157,6 @@ def test_a_flax_module_takes_keras_policies_and_maps():
     assert params["body"]["kernel"].dtype == jnp.float32
     assert params["head"]["kernel"].dtype == jnp.float16
     assert model.apply({"params": params}, jnp.ones((1, 4))).dtype == jnp.bfloat16
-    assert jmp.policy_of(model) is jmp.get_policy(policies)
+    assert jmp.policy_of(model) == jmp.get_policy(policies)
     half = jmp.with_policy(nn.Dense(2), keras.DTypePolicy("mixed_float16"))
     assert half.apply(half.init(jax.random.key(0), jnp.ones((1, 4))), jnp.ones((1, 4))).dtype == jnp.float16

@@ -61,7 +61,7 @@ def test_policies_survive_their_config_copies_and_maps(arguments, round_trip):
     assert again == policy
     assert hash(again) == hash(policy)
     assert type(again) is type(policy)
-    assert jmp.get_policy(again) is jmp.get_policy(policy)
+    assert jmp.get_policy(again) == jmp.get_policy(policy)
 
 
 def test_equality_is_by_mode_source_and_class():

@@ -16,7 +16,8 @@ PUBLIC = {name for module in (jmp, jmp.quant) for name in dir(module)}
 
 BEYOND = {
     "modules": {"Method", "check_batches", "find_adapter", "find_lifting_adapter", "require_adapter"},
-    "numerics._tune": {"CHOSEN", "Ranking", "Subject", "TrialLog", "check_budget", "is_loss", "name_metric"},
+    "numerics._tune": {"CHOSEN", "Ranking", "Subject", "Trial", "TrialLog", "Tuning"}
+    | {"check_budget", "is_loss", "name_metric"},
     "policy": {"PolicySpec", "assign_policies", "make_map", "parse_quantization", "stored_format_of"},
     "quant._numbers": {"Clip", "Quantized", "choose_best", "choose_bounds", "choose_peak", "pack"}
     | {"quantize_asymmetric", "quantize_symmetric", "to_numbers"},

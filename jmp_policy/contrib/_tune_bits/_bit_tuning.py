@@ -47,6 +47,14 @@ class BitTuning(Tuning):
       effective_bits: bits per weight under the map.
       formats: the format in which each layer is stored, by path: `"int8"` for a table in int4.
       curve: a `BitRow` for each of some maps that no other one beats by prediction, and for the chosen one.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> from flax import nnx
+    >>> options = {"formats": ["int4/64", "int8"], "metric": lambda model, x: jnp.mean(model(x) ** 2)}
+    >>> model, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.eye(64)
+    >>> tuning = jmp.contrib.tune_bits(model, (x,), "float32", effective_bits=5.0, **options)
+    >>> tuning.effective_bits, tuning.formats
+    (4.625, {'': 'int4/64'})
     """
 
     effective_bits: float
