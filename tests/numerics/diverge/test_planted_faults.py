@@ -46,10 +46,16 @@ def test_fault_of_a_forward_pass_is_found(fault):
 
 
 def test_scope_that_follows_a_wider_dtype_is_not_the_cause():
+    """XLA of jax 0.12 rounds less inside of the scope after the fault, so that its error is the smaller one there."""
     f, g = (POLICIES["autocast"](make_loss("half", False, "plain", planted)) for planted in (False, True))
-    text = " ".join(str(diverge(f, g)(*make_arguments(0))).split())
-    assert " block1/up introduces 0.0" in text
-    assert ": it only computes wider there." in text[text.index("block1/act introduces 0.00") :]
+    divergence = diverge(f, g)(*make_arguments(0))
+    introduced = {row.path: row.introduced for row in divergence.rows()}
+    follows, text = introduced["block1/act"], " ".join(str(divergence).split())
+    if follows > introduced["block1/up"]:
+        assert " block1/up introduces 0.0" in text
+        assert f" block1/act introduces {follows:.2g}: it only computes wider there." in text
+    else:
+        assert " block1/up introduces the largest error: 0.0" in text
 
 
 @pytest.mark.slow
