@@ -161,5 +161,5 @@ def test_the_policy_of_a_model_is_saved_beside_its_variables_and_read_back(tmp_p
         found = jmp.get_policy(read.policy)
         target = ocp.args.StandardRestore(abstract_variables(found))
         restored = checkpointer.restore(tmp_path / "0", ocp.args.Composite(variables=target)).variables
-    assert found is policy
+    assert found == policy
     jax.tree.map(np.testing.assert_array_equal, restored, variables)
