@@ -11,7 +11,7 @@ Dtype policies:
 - `force_full_precision` keeps a function in float32.
 - `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
 - `tune` finds the smallest set of modules that must stay in float32 to keep results within a tolerance. It returns a
-  `Tuning`.
+  `Tuning`, with a `Trial` for each step of its search.
 
 Loss scaling:
 
@@ -25,7 +25,6 @@ Packages, each with a list like this one (`help(jmp.optim)`):
 
 - `optim`: optimizers that skip non-finite steps, and half-precision parameters.
 - `linen`, `nnx`: additions for the two APIs of Flax.
-- `explanation`: the result of `explain`.
 - `numerics`: audit, statistics and debugging of non-finite values.
 - `quant`: weights in 8 and 4 bits, and training in float8.
 - `sharding`: dtypes of data that moves between devices.
@@ -83,7 +82,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.3.0"
 
 # Most of them import Flax or optax.
-_LAZY = ("compat", "contrib", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")
+_LAZY = ("compat", "contrib", "linen", "nnx", "numerics", "optim", "quant", "sharding")
 
 _SOURCES = {
     **dict.fromkeys(_LAZY, ""),
@@ -92,6 +91,9 @@ _SOURCES = {
     "numerics._explain": "explain",
     "numerics._tune": "Trial Tuning tune",
 }
+
+_UNLISTED = "LossScale Trial Tuning checkpoints cli gradients loss_scale modules policy report"
+"""Result types, a base class, and packages whose names stand here: `dir` leaves them out."""
 
 _ELSEWHERE = {
     **{name: f"numerics.{name}" for name in ("audit", "collect", "first_nonfinite", "predict")},
@@ -107,4 +109,4 @@ _ELSEWHERE = {
 """The places of names that users look for here."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept any misspelled name
-    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="Trial Tuning", elsewhere=_ELSEWHERE)
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted=_UNLISTED, elsewhere=_ELSEWHERE)

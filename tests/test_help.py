@@ -5,6 +5,7 @@ import inspect
 import pydoc
 
 import pytest
+from public_names import list_exported
 
 ROOMS = ("linen", "nnx", "numerics", "optim", "quant", "sharding")
 PACKAGES = ("jmp_policy", *(f"jmp_policy.{name}" for name in ROOMS))
@@ -13,8 +14,7 @@ PACKAGES = ("jmp_policy", *(f"jmp_policy.{name}" for name in ROOMS))
 @pytest.mark.parametrize("name", PACKAGES)
 def test_help_names_all_that_a_package_has(name):
     package = importlib.import_module(name)
-    values = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
-    public = [name for name, value in values.items() if not inspect.ismodule(value)]
+    public = [name for name, value in list_exported(package).items() if not inspect.ismodule(value)]
     shown = pydoc.plaintext.document(package)
     assert public
     assert [name for name in public if f"`{name}`" not in shown] == []

@@ -34,5 +34,5 @@ else:  # none of them needs another
         "_tune_bits": "BitRow BitTuning tune_bits",
     }
     __getattr__, __dir__ = _load_lazily(
-        __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate OutputErrors ScopeErrors Worst"
+        __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate Divergence OutputErrors ScopeErrors Worst"
     )

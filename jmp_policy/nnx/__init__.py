@@ -25,4 +25,4 @@ if _typing.TYPE_CHECKING:
     from ._products import QuantizedParam as QuantizedParam
 else:  # load everything that changes layers
     _SOURCES = {"_decorate": "cast_params", "_layer_table": "set_rounding_rngs", "_products": "QuantizedParam"}
-    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals())
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), unlisted="Float8State QuantizedParam")

@@ -5,6 +5,7 @@
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
+- `Explanation` is the result of `jmp_policy.explain`.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
   loss scale or float32 rules that fix it.
@@ -23,6 +24,7 @@ if _typing.TYPE_CHECKING:
         Matmul as Matmul,
         audit as audit,
     )
+    from ._explain import Explanation as Explanation
     from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
     from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
     from ._stats import (
@@ -36,6 +38,7 @@ if _typing.TYPE_CHECKING:
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
         "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
+        "_explain": "Explanation",
         "_nonfinite": "NonfiniteOrigin first_nonfinite",
         "_predict": "Prediction Reason predict",
         "_stats": "FormatShares Row Stats StatsHistory collect",
@@ -46,6 +49,7 @@ else:  # `optim` uses one of these and should not load the others
         __name__,
         _SOURCES,
         globals(),
-        unlisted="AuditRow Collective Finding FormatShares Matmul Reason Row",
+        unlisted="AuditReport AuditRow Collective Collectives Explanation FINDINGS Finding FormatShares Matmul "
+        "NonfiniteOrigin Prediction Reason Row Stats",
         elsewhere={name: f"contrib.{name}" for name in _MOVED.split()},
     )

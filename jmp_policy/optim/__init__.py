@@ -10,14 +10,15 @@ Non-finite steps:
 
 Gradients:
 
-- `accumulate` sums microbatches, `pmean` averages over devices, `global_norm` measures, `clip_by_global_norm` clips.
+- `accumulate` sums microbatches, `global_norm` measures, `clip_by_global_norm` clips; `sharding.pmean` averages.
 
 Half-precision parameters:
 
 - `master_weights` keeps float32 copies or the missing bits, `kahan` compensates rounding, `stochastic_rounding` rounds
   at random.
 - `master_params` and `with_master_params` read and write the float32 values.
-- `cast_state` stores moments in other dtypes, `quantize_state` in 8 bits. `state_report` lists the bytes of moments.
+- `cast_state` stores moments in other dtypes, `quantize_state` in 8 bits. `state_report` lists the bytes of moments, a
+  `MomentRow` each.
 """
 
 import typing as _typing
@@ -32,7 +33,6 @@ from ._steps import (
     global_norm as global_norm,
     loss_scaled as loss_scaled,
     minimize as minimize,
-    pmean as pmean,
     raise_if_stuck as raise_if_stuck,
     skip_nonfinite as skip_nonfinite,
     step as step,
@@ -67,6 +67,7 @@ else:  # most training loops need only the steps
         __name__,
         _SOURCES,
         globals(),
-        unlisted="KahanState MasterWeightsState MomentRow QuantizedMomentsState SplitWeightsState StateReport "
-        "StochasticRoundingState",
+        unlisted="KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState SkippedStep "
+        "SplitWeightsState StateReport StochasticRoundingState",
+        elsewhere={"pmean": "sharding.pmean"},
     )

@@ -46,6 +46,6 @@ else:  # layers of Flax need none of these
         __name__,
         _SOURCES,
         globals(),
-        unlisted="LayerComparison",
+        unlisted="Comparison CurrentScaling DelayedScaling LayerComparison QuantizedArray",
         elsewhere={"awq": "contrib.awq", "gptq": "contrib.gptq"},
     )

@@ -28,7 +28,7 @@ from ._state_shardings import apply_reduce_dtype, read_dtype
 T = TypeVar("T")
 
 
-def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
+def psum(tree: T, axis_name: AxisName, policy: PolicySpec = None) -> T:
     """Sums over devices in the reduce dtype of a policy.
 
     This is `jax.lax.psum` of each real floating array, cast to `policy.reduce_dtype` before and to its own dtype after.
@@ -38,7 +38,8 @@ def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
     Args:
       tree: a tree of arrays, such as gradients.
       axis_name: a mapped axis, or several, of `jax.shard_map` or `jax.vmap`.
-      policy: anything that `get_policy` accepts. A policy without a reduce dtype casts nothing.
+      policy: anything that `get_policy` accepts; `None` is the default policy, as there. A policy without a reduce
+        dtype casts nothing.
 
     Returns:
       A tree of the same structure, shapes and dtypes.
@@ -56,8 +57,11 @@ def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
     return _reduce(tree, axis_name, policy, lambda x: lax.psum(vary(x, axis_name), axis_name))
 
 
-def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
+def pmean(tree: T, axis_name: AxisName, policy: PolicySpec = None) -> T:
     """Averages over devices in the reduce dtype of a policy; otherwise like `psum`.
+
+    In `jax.shard_map` with `check_vma`, and for arrays that are sharded under `jax.jit`, gradients need no `pmean`: JAX
+    averages there.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy, grads = jmp.get_policy("p=f32,c=bf16,r=f32"), {"w": jnp.bfloat16([1, 3])}
@@ -69,7 +73,7 @@ def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
 
 
 def psum_scatter(
-    tree: T, axis_name: AxisName, policy: PolicySpec, *, scatter_dimension: int = 0, tiled: bool = False
+    tree: T, axis_name: AxisName, policy: PolicySpec = None, *, scatter_dimension: int = 0, tiled: bool = False
 ) -> T:
     """Sums over devices in the reduce dtype of a policy, and returns to each device its shard.
 
@@ -103,7 +107,7 @@ def psum_scatter(
     return _reduce(tree, axis_name, policy, scatter, skips=False)
 
 
-def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 0, tiled: bool = False) -> T:
+def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec = None, *, axis: int = 0, tiled: bool = False) -> T:
     """Gathers the shards of all devices in the compute dtype of a policy.
 
     This is `jax.lax.all_gather` of each real floating array that is wider than `policy.compute_dtype`, cast to it
@@ -113,7 +117,8 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
 
     Args:
       tree, axis_name: as for `psum`.
-      policy: anything that `get_policy` accepts. A policy without a compute dtype casts nothing.
+      policy: anything that `get_policy` accepts; `None` is the default policy, as there. A policy without a compute
+        dtype casts nothing.
       axis: the axis of each result along which shards are placed.
       tiled: whether shards are concatenated along an existing axis. Otherwise they are stacked along a new one.
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pages import assert_prints, read_blocks
-from public_names import find_public_names
+from public_names import find_public_names, list_exported
 
 import jmp_policy as jmp
 from jmp_policy.autocast._rewrite import _tables
@@ -49,7 +49,7 @@ def written_at(value: object) -> str:
 def list_names(room: str) -> dict[str, object]:
     """The public functions, classes and tables of a module, by name."""
     module = importlib.import_module(room)
-    values = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    values = list_exported(module)
     if hasattr(module, "__path__"):
         ours = {name: x for name, x in values.items() if not inspect.ismodule(x)}
     else:  # which imports what is not its own

@@ -219,7 +219,9 @@ def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place)
     other = variables_of(seed=9)
     expected = jax.tree.map(jnp.maximum, VARIABLES[STATE], other[STATE])
     assert_same(back(jmp.optim.accumulate(place(VARIABLES), place(other)))[STATE], expected)
-    mean = jax.vmap(lambda g: jmp.optim.pmean(g, "d"), axis_name="d", out_axes=None)(place(stacked(VARIABLES, other)))
+    mean = jax.vmap(lambda g: jmp.sharding.pmean(g, "d"), axis_name="d", out_axes=None)(
+        place(stacked(VARIABLES, other))
+    )
     assert_same(back(mean)[STATE], expected)
 
 

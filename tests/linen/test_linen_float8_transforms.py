@@ -260,7 +260,7 @@ def test_state_of_a_sharded_batch_is_that_of_one_device():
     loss = lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x)))
     of_all = lambda variables, x: jax.lax.pmean(loss(variables, x), "devices")
     options = {"mesh": mesh, "in_specs": (PartitionSpec(), rows), "out_specs": PartitionSpec()}
-    local = lambda variables, x: jmp.optim.pmean(gradient(loss)(variables, x), "devices")
+    local = lambda variables, x: jmp.sharding.pmean(gradient(loss)(variables, x), "devices")
 
     one = jax.jit(gradient(loss))(VARIABLES, x)[OVERWRITE]["layer"]
     sharded = jax.jit(gradient(loss))(VARIABLES, jax.device_put(x, NamedSharding(mesh, rows)))

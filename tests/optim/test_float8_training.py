@@ -123,7 +123,7 @@ def one_after_the_other(variables):
 
 
 def of_devices(variables, batch):
-    return jmp.optim.pmean(gradient(variables, batch), "devices")
+    return jmp.sharding.pmean(gradient(variables, batch), "devices")
 
 
 def on_mapped_devices(variables):

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy import optim
 from jmp_policy._base import _float8_state
 from jmp_policy.quant import Float8, conv_general_dilated, einsum
 
@@ -167,7 +166,7 @@ def test_devices_have_the_maximum_of_what_they_all_saw(product, shapes, is_check
     def of_device(*arrays):
         if is_checked:
             return unscaled_grad(lambda *arrays: lax.pmean(loss(*arrays), "data"), (0, 1))(*arrays)
-        return optim.pmean(unscaled_grad(loss, (0, 1))(*arrays), "data")
+        return jmp.sharding.pmean(unscaled_grad(loss, (0, 1))(*arrays), "data")
 
     specs = (P(), P(), P("data"), P("data"))
     of_devices = jax.shard_map(of_device, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=is_checked)

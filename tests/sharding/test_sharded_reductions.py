@@ -134,7 +134,7 @@ def test_a_tuple_of_axes_is_the_same_as_one_after_the_other():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("pmean", [jmp.optim.pmean, functools.partial(jmp.sharding.pmean, policy=POLICY)])
+@pytest.mark.parametrize("pmean", [jmp.sharding.pmean, functools.partial(jmp.sharding.pmean, policy=POLICY)])
 def test_what_is_the_same_along_one_of_several_axes_is_averaged_over_both(pmean):
     """JAX 0.12 refuses such a `lax.pmean`; gradients of parts that were summed along data are of this kind."""
 

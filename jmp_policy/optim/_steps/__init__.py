@@ -4,7 +4,6 @@ from ._gradients import (
     accumulate as accumulate,
     clip_by_global_norm as clip_by_global_norm,
     global_norm as global_norm,
-    pmean as pmean,
 )
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize

@@ -36,27 +36,6 @@ def accumulate(total: T, grads: PyTree) -> T:
     return join_state(jax.tree.map(jnp.add, total, grads), jax.tree.map(jnp.maximum, state, new_state))
 
 
-def pmean(grads: T, axis_name: Any) -> T:
-    """Averages gradients over devices.
-
-    This is `jax.lax.pmean`, but float8 state combines by maximum. It is not needed in `jax.shard_map` with `check_vma`,
-    or for arrays that are sharded under `jax.jit`: JAX averages there.
-
-    Args:
-      grads: gradients from `jmp_policy.value_and_grad`.
-      axis_name: a mapped axis, or several.
-
-    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
-    >>> grads = {"w": jnp.float32([1, 3]), "_overwrite_with_gradient": {"input_scale": jnp.float32([[1], [3]])}}
-    >>> mean = jax.vmap(lambda grads: jmp.optim.pmean(grads, "devices"), axis_name="devices")(grads)
-    >>> mean["w"].tolist(), mean["_overwrite_with_gradient"]["input_scale"].tolist()
-    ([2.0, 2.0], [[3.0], [3.0]])
-    """
-    rest, state = split_state(grads)
-    mean = jax.tree.map(lambda x: lax.pmean(vary(x, axis_name), axis_name), rest)
-    return join_state(mean, jax.tree.map(lambda x: lax.pmax(vary(x, axis_name), axis_name), state))
-
-
 def global_norm(grads: PyTree) -> jax.Array:
     """Returns the Euclidean norm of the gradients of all parameters, for logging.
 
