@@ -9,18 +9,21 @@ def load_lazily(
     sources: Mapping[str, str],
     loaded: Mapping[str, object],
     *,
+    internal: Mapping[str, str] = {},
     unlisted: str = "",
     elsewhere: Mapping[str, str] = {},
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
 
     `sources` maps each module to its names, separated by spaces; an empty string stands for the module. `dir` leaves
-    out the names in `unlisted`. `elsewhere` maps names that users look for here to their places, for an error.
+    out the names in `unlisted`, and those of `internal`, which are like `sources` but for the other packages of this
+    library. `elsewhere` maps names that users look for here to their places, for an error.
     """
-    places = {name: module for module, names in sources.items() for name in names.split() or [module]}
+    listed, hidden = _find_modules(sources), _find_modules(internal)
+    places = hidden | listed
 
     def list_names() -> list[str]:
-        return sorted({*loaded, *places}.difference(unlisted.split()))
+        return sorted({*loaded, *listed}.difference(hidden, unlisted.split()))
 
     def load(name: str) -> object:
         if name == "__all__":  # of `from package import *`
@@ -33,3 +36,8 @@ def load_lazily(
         return module if places[name] == name else getattr(module, name)
 
     return load, list_names
+
+
+def _find_modules(sources: Mapping[str, str]) -> dict[str, str]:
+    """Maps each name to its module."""
+    return {name: module for module, names in sources.items() for name in names.split() or [module]}

@@ -8,4 +8,5 @@ from ._autocast import autocast as autocast
 if _typing.TYPE_CHECKING:
     from ._rewrite import AutocastRules as AutocastRules
 else:  # loads the tables when they are first used
-    __getattr__, __dir__ = _load_lazily(__name__, {"_rewrite": "AutocastRules"}, globals())
+    _SOURCES = {"_rewrite": "AutocastRules"}
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals())
