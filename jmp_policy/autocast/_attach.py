@@ -103,7 +103,9 @@ def attach(
             "example: weights=0, weights=(0, 2), or weights=lambda path: path.endswith('kernel')."
         )
     check_policy(captured, has_weights=weights is not None)
-    wrap = functools.partial(_wrap_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights)
+    wrap = functools.partial(
+        _autocast_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights
+    )
     attached: Any = wrap if target is NO_TARGET else wrap(target)
     is_plain = policy is None and target is fun and rules is None
     if is_plain and all(each.compute_dtype == np.float32 for each in list_policies(captured)):
@@ -115,9 +117,9 @@ def attach(
     return attached
 
 
-def _wrap_function(fun: Any, **options: Any) -> Any:
+def _autocast_function(fun: Any, **options: Any) -> Any:
     if isinstance(fun, staticmethod | classmethod):
-        return type(fun)(_wrap_function(fun.__func__, **options))
+        return type(fun)(_autocast_function(fun.__func__, **options))
     adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
         example = "autocast(loss_fn, 'mixed_bfloat16')" if adapter is None else adapter.autocast_example

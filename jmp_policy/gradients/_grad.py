@@ -216,7 +216,7 @@ def build_value_and_grad(
                 out = out[1] if has_aux else out[1][0]
             return out, (unscale or unscale_grads)(grads, scale)
 
-        out, grads = _reduce(compute, *reduction, args, kwargs)
+        out, grads = _reduce_gradients(compute, *reduction, args, kwargs)
         warn_of_half(out[0] if has_aux else out, scale)
         return out, grads
 
@@ -245,7 +245,7 @@ def check_differentiable(params: PyTree, name: str) -> None:
             )
 
 
-def _reduce(
+def _reduce_gradients(
     compute: Callable[..., tuple[Any, PyTree]],
     list_parameters: Callable[[Args], list[Any]],
     dtype: DTypeLike | None,
@@ -267,7 +267,7 @@ def _reduce(
             if dtype is None:
                 raise
             warn_once(
-                _reduce,
+                _reduce_gradients,
                 f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: this needs a trace, and the loss "
                 "function branches in Python on array values. Use jax.lax.cond or jnp.where in it.",
             )

@@ -42,7 +42,7 @@ LOGARITHMS = _Search(frozenset({"log", "log2", "log1p"}), frozenset({*PASSING, "
 
 def find_results(program: Jaxpr, leaving: frozenset[int], search: _Search) -> list[frozenset[int]]:
     """Finds the outputs of each equation that reach a target. `leaving` are outputs of `program` that do."""
-    return _follow(program, leaving, search)[0]
+    return _find_reaching(program, leaving, search)[0]
 
 
 def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
@@ -52,7 +52,7 @@ def is_steep_in(eqn: JaxprEqn, position: int) -> bool:
 
 
 @remember_by_jaxpr  # else the time doubles with each level of nested calls
-def _follow(program: Jaxpr, leaving: frozenset[int], search: _Search) -> tuple[list[frozenset[int]], set[Var]]:
+def _find_reaching(program: Jaxpr, leaving: frozenset[int], search: _Search) -> tuple[list[frozenset[int]], set[Var]]:
     """Returns the outputs of each equation that reach a target, and all variables that do."""
     reaching = set(list_variables(atom for i, atom in enumerate(program.outvars) if i in leaving))
     steep, others = [], WITHOUT_JAXPRS - search.targets
@@ -77,7 +77,7 @@ def _step(eqn: JaxprEqn, reaching: set[Var], search: _Search) -> frozenset[int]:
 
 def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], search: _Search) -> frozenset[int]:
     """Does the same for a sub-jaxpr. A carried value reaches a target if it does in any iteration."""
-    inside = _follow(body.program, steep if body.outputs else NONE, search)[1]
+    inside = _find_reaching(body.program, steep if body.outputs else NONE, search)[1]
     inputs = [i for i, (_, var) in enumerate(body.inputs) if var in inside]
     carried = steep.union(i - body.carry.start for i in inputs if i in body.carry)
     if carried != steep:

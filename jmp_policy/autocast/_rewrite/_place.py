@@ -74,7 +74,7 @@ class Scopes:
     def accumulates(self) -> bool:
         """True if matmuls of a scope may return another dtype than the compute dtype."""
         scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
-        return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
+        return any(choose_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
 
     @property
     def attends(self) -> bool:
@@ -131,7 +131,7 @@ def _make_scope(rule: Policy | str, root: Policy) -> ScopeSettings:
     return ScopeSettings(rule.compute_dtype, None, rule.output_dtype, sums_dtype, precision, "", rule.quantization)
 
 
-def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
+def choose_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
     """Returns the output dtype of matmuls, or None if it is the compute dtype."""
     if accumulate_dtype is None or compute_dtype is None:  # np.dtype(float) == None is True
         return accumulate_dtype
@@ -176,7 +176,7 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
             f"autocast leaves float64 as it is, and would do nothing with the parameters of the policy "
             f"{policy.name!r}{where and ' ' + where}. For example, with parameters in float32: {narrower.name!r}."
         )
-    if find_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
+    if choose_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(
             f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
             f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."

@@ -37,11 +37,11 @@ def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
     sizes = {math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])}
     repeats = eqn.primitive.name == "broadcast_in_dim" and len(sizes) > 1
     floating = [own for own, atom in zip(names, eqn.invars, strict=True) if is_float(atom)]
-    joined = NO_WEIGHT if repeats else _join(floating)
+    joined = NO_WEIGHT if repeats else _join_weights(floating)
     return [joined if is_float(var) else NO_WEIGHT for var in eqn.outvars]
 
 
-def _join(names: Sequence[Names]) -> Names:
+def _join_weights(names: Sequence[Names]) -> Names:
     """Returns all weights, or none if one of the values is not a weight."""
     return NO_WEIGHT.union(*names) if all(names) else NO_WEIGHT
 
@@ -78,7 +78,9 @@ class WeightFinder(NamedTuple):
                 found = [self._find_inside(body, known, here) for body in bodies]
                 uses += [use for inside, _ in found for use in inside]
                 outputs = [leaving for body, (_, leaving) in zip(bodies, found, strict=True) if body.outputs]
-                known.update({var: _join([leaving.get(var, NO_WEIGHT) for leaving in outputs]) for var in eqn.outvars})
+                known.update(
+                    {var: _join_weights([leaving.get(var, NO_WEIGHT) for leaving in outputs]) for var in eqn.outvars}
+                )
             else:
                 known.update(zip(eqn.outvars, follow_weights(eqn, read), strict=True))
                 uses += self._find_use(eqn, read, [known[var] for var in eqn.outvars], here)
@@ -95,7 +97,7 @@ class WeightFinder(NamedTuple):
             leaving = _look_up(inside, [inner for inner, _ in body.outputs])
             again = list(entering)
             for i in body.carry if body.outputs else ():
-                again[i] = _join([entering[i], leaving[i - body.carry.start]])
+                again[i] = _join_weights([entering[i], leaving[i - body.carry.start]])
             if again == entering:
                 return changed + uses, {outer: own for (_, outer), own in zip(body.outputs, leaving, strict=True)}
             lost = [own for own, kept in zip(entering, again, strict=True) if own and not kept]

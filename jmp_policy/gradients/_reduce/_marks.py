@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
+from ..._jaxpr import MATMULS, Fact, SubJaxpr, find_line, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
 
 PRODUCTS = MATMULS
 SUMS = having(Fact.SUMS)
@@ -103,6 +103,10 @@ class Obstacle(NamedTuple):
     eqn: JaxprEqn
     dtype: Any
     is_opaque: bool
+
+    def __str__(self) -> str:
+        line = find_line(self.eqn)
+        return f"{self.eqn.primitive.name} in {self.dtype}{line and f', at {line}'}"
 
 
 class Marks(NamedTuple):

@@ -15,7 +15,7 @@ from ..._jaxpr import AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_
 from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower, is_pairwise
 
 
-def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
+def _write_wide_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
     """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible."""
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
@@ -101,7 +101,7 @@ class Widening(Rule):
             atoms = self._restore(eqn, values, body)
             if kinds == traced:
                 return body.append(eqn, atoms, kinds)
-            return [Value(write_product(eqn, atoms, body, self.dtype), kinds[0])]
+            return [Value(_write_wide_product(eqn, atoms, body, self.dtype), kinds[0])]
         if name == "convert_element_type" and values[0].kind.dtype is not None:
             return self._convert(eqn, values[0], body, kinds[0])
         if is_pairwise(eqn):

@@ -177,7 +177,7 @@ def list_quantized_values(
         if operation.path not in layers:
             continue
         for indices in operation.reads:
-            format = _find_format(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
+            format = _name_quantized(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
             # The matmuls of the backward pass are quantized too in these formats.
             trains = isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
             if format and (direction == "forward" or trains):
@@ -186,7 +186,7 @@ def list_quantized_values(
     return found
 
 
-def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
+def _name_quantized(kind: Quantization, is_weight: bool, direction: str) -> str:
     """Returns the quantized format of an operand, or an empty string."""
     if isinstance(kind, Float8):
         return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"

@@ -129,12 +129,12 @@ FindPlace = Callable[[str], tuple[str, Pass]]
 def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective], list[str]]:
     """Lists the collectives in the shard_maps of a jaxpr, and the lines of loops with an unknown trip count."""
     steps = list(walk(program, live_only=True))
-    flow = _follow(program, steps, find_place)
+    flow = _build_flow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
         if step.name in PRIMITIVES and (runs := _count_runs(step)):
-            found = list(_describe(step, runs, flow, find_place))
+            found = list(_make_rows(step, runs, flow, find_place))
             rows += found
             for n, (eqn, _) in enumerate(step.around):
                 if found and eqn.primitive.name == "while":
@@ -142,7 +142,7 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective
     return rows, list(loops)
 
 
-def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
+def _build_flow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
     flow = Flow()
     flow.add("constant", None, map(id, program.constvars), [])
     carried: dict[int, dict[int, Any]] = {}
@@ -175,7 +175,7 @@ def _pair_iterations(eqn: Any, body: Jaxpr) -> dict[int, Any]:
     return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
 
 
-def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
+def _make_rows(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
     """Makes one row for each array of a collective, unless its group is one device."""
     axes, devices = _find_group(step)
     if devices == 1:
