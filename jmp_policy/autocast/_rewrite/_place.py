@@ -20,7 +20,7 @@ from ...modules import FULL_PRECISION
 from ...policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
 from ...quant._layers import attention_format_of
 from ...quant._products import needs_state
-from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
+from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_reaching, find_saved_results
 from ._tables import ATTENTION, FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
@@ -253,8 +253,8 @@ class PlaceFinder:
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
-        steep = find_results(program, outer.steep, STEEP_OPERATIONS)
-        logarithmic = find_results(program, outer.logarithmic, LOGARITHMS)
+        steep, _ = find_reaching(program, outer.steep, STEEP_OPERATIONS)
+        logarithmic, _ = find_reaching(program, outer.logarithmic, LOGARITHMS)
         found, stack, inside = [], None, outer
         for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True):
             if eqn.source_info.name_stack is not stack:
@@ -322,9 +322,8 @@ class Functions:
         """Finds the code objects of the functions by id, as hashing is slower, again if modules were loaded since."""
         self._loaded = len(sys.modules)
         targets = [(function, find_target(function.name)) for function in self._dotted]
-        for function, target in sorted(
-            targets, key=lambda row: not inspect.ismodule(row[1])
-        ):  # functions win over modules
+        targets.sort(key=lambda row: not inspect.ismodule(row[1]))  # functions win over modules
+        for function, target in targets:
             for code in _list_public_codes(target) if inspect.ismodule(target) else _list_codes(target):
                 self._by_code[id(code)] = function
                 self._codes.append(code)

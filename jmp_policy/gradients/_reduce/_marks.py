@@ -42,42 +42,32 @@ def find_origins(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Ori
     # Captured arrays count as data: a loss function may capture its batch.
     origins = dict(zip(program.invars, arguments, strict=True)) | dict.fromkeys(program.constvars, Origin.DATA)
     for eqn in program.eqns:
-        origins |= _find_results(eqn, origins)
+        # An output may come from any of several sub-jaxprs: the branches of a cond, among which its predicate chooses.
+        bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
+        read = eqn.invars[:1] if eqn.primitive.name == "cond" else [] if bodies else eqn.invars
+        own = max((read_origin(atom, origins) for atom in read), default=Origin.CONSTANT)
+        origins |= dict.fromkeys(eqn.outvars, own)
+        for body in bodies:
+            inside = find_origins(body.program, list_argument_origins(body, origins))
+            for inner, outer in body.outputs:
+                origins[outer] = max(origins[outer], read_origin(inner, inside))  # type: ignore[index]
     return origins
 
 
 def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
     """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
-    arguments = tuple(read_origin(outer, origins) for outer, _ in body.inputs)
-    while body.carry and body.outputs:
-        inside = find_origins(body.program, arguments)
-        after = list(arguments)
+    arguments = [read_origin(outer, origins) for outer, _ in body.inputs]
+    while True:
+        before = tuple(arguments)
+        inside = find_origins(body.program, before)
         for i in body.carry:
-            after[i] = max(after[i], read_origin(body.program.outvars[i - body.carry.start], inside))
-        if tuple(after) == arguments:
-            break
-        arguments = tuple(after)
-    return arguments
+            arguments[i] = max(before[i], read_origin(body.program.outvars[i - body.carry.start], inside))
+        if tuple(arguments) == before:
+            return before
 
 
 def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
     return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
-
-
-def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin]:
-    bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
-    if not bodies:
-        origin = max((read_origin(atom, origins) for atom in eqn.invars), default=Origin.CONSTANT)
-        return dict.fromkeys(eqn.outvars, origin)
-    # An output may come from any of several sub-jaxprs, such as the branches of a cond.
-    results = dict.fromkeys(eqn.outvars, Origin.CONSTANT)
-    if eqn.primitive.name == "cond":
-        results = dict.fromkeys(eqn.outvars, read_origin(eqn.invars[0], origins))
-    for body in bodies:
-        inside = find_origins(body.program, list_argument_origins(body, origins))
-        for inner, outer in body.outputs:
-            results[outer] = max(results[outer], read_origin(inner, inside))  # type: ignore[index]
-    return results
 
 
 class Need(enum.IntEnum):
@@ -123,7 +113,7 @@ def find_marks(program: Jaxpr, needs: tuple[Need, ...], origins: tuple[Origin, .
     return _Walk(program, origins, dtype).go_back(needs)
 
 
-def is_narrower(dtype: Any, other: np.dtype) -> bool:
+def is_narrower_dtype(dtype: Any, other: np.dtype) -> bool:
     """True if a floating dtype is a proper subset of another."""
     if dtype is None or dtype == other:
         return False
@@ -199,7 +189,7 @@ class _Walk:
         """Returns the place of an equation that sums. A reduce dtype that is narrower than its dtype is an obstacle."""
         for var in eqn.outvars:
             dtype = float_dtype(var)
-            if dtype is not None and dtype != self._dtype and not is_narrower(dtype, self._dtype):
+            if dtype is not None and dtype != self._dtype and not is_narrower_dtype(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=False))
         return Upcasts(tuple(needs))
 
@@ -271,5 +261,5 @@ class _Walk:
         for var in eqn.outvars:
             dtype = float_dtype(var)
             is_gradient = self._need_of(var) is Need.GRADIENT and self._origin(var) is Origin.DATA
-            if is_gradient and is_narrower(dtype, self._dtype):
+            if is_gradient and is_narrower_dtype(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, split_axes, sub_jaxprs, walk
+from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, split_axes, walk
 from ._report import REDUCING, Collective
 
 Node = Hashable
@@ -145,7 +145,6 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective
 def _build_flow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
     flow = Flow()
     flow.add("constant", None, map(id, program.constvars), [])
-    carried: dict[int, dict[int, Any]] = {}
     for step in steps:
         results, operands = [id(var) for var in step.results], [id(var) for var in step.operands]
         literals = [id(atom) for atom in step.operands if isinstance(atom, Literal)]
@@ -158,21 +157,9 @@ def _build_flow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) ->
         else:
             sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
             flow.add(step.name, find_place(step.scope)[1], results, operands, (sizes[0], sizes[-1]))
-        if step.name == "carry":  # the next iteration reads this value
-            eqn, body = step.around[-1]
-            if id(body) not in carried:
-                carried[id(body)] = _pair_iterations(eqn, body)
-            if (again := carried[id(body)].get(results[0])) is not None:
-                flow.join(results[0], id(again))
+        if step.again is not None:
+            flow.join(results[0], id(step.again))
     return flow
-
-
-def _pair_iterations(eqn: Any, body: Jaxpr) -> dict[int, Any]:
-    """Maps each carried argument of a loop to the output that becomes it in the next iteration."""
-    inside = next(inside for inside in sub_jaxprs(eqn) if inside.program is body)
-    if len(body.outvars) < len(inside.carry):  # the test of a `while`
-        return {}
-    return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
 
 
 def _make_rows(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
