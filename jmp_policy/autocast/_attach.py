@@ -27,6 +27,7 @@ from .._base import (
 )
 from .._jaxpr import (
     AUTOCAST,
+    CUSTOM,
     HALF,
     LIST_WEIGHTS,
     MATMULS,
@@ -76,7 +77,6 @@ from ._rewrite import (
 )
 
 CUSTOM_RULES = ("opaque", "inside")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 Weights = int | Sequence[int] | Callable[[str], bool]
 
@@ -245,7 +245,7 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Ste
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
         dtypes = [float_dtype(atom) for atom in step.operands]
-        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in _CUSTOM]
+        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in CUSTOM]
         if np.dtype(np.float64) in [getattr(atom.aval, "dtype", None) for atom in step.operands]:
             why, example = "in float64, which autocast leaves", "autocast(fun, ...)(x.astype(jnp.float32))"
         elif np.float32 in dtypes and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +34,26 @@ from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
 from ..modules import find_lifting_adapter
 
 
+class _GradOptions(TypedDict, total=False):
+    loss_scale: Required[PyTree]
+    allow_int: bool
+    reduce_dtype: DTypeLike | None
+    on_opaque: Literal["error", "warn"]
+
+
 @overload
 def value_and_grad(
     fun: Callable[P, Loss],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, tuple[Loss, Aux]],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
@@ -138,22 +137,14 @@ def grad(
     fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, Any]: ...
 @overload
 def grad(
     fun: Callable[P, tuple[Any, Aux]],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[Any, Aux]]: ...
 def grad(
     fun: Callable[..., Any],

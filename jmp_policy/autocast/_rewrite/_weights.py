@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
+from ..._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
 from ...quant._weights import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
@@ -116,7 +116,7 @@ class WeightFinder(NamedTuple):
             return [WeightUse(weights, WHY_TABLES_WIDE, False, True)]
         line = find_line(eqn)
         reason = f"{name} reads it{line and f' in {line}'}"
-        if name in ("custom_jvp_call", "custom_vjp_call"):
+        if name in CUSTOM:
             reason += "; custom_rules='inside' quantizes its forward pass"
         return [WeightUse(weights, reason, False)]
 

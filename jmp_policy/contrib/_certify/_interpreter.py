@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import is_floating_dtype
-from ..._jaxpr import CALLED, SubJaxpr, list_live, scan_parts, sub_jaxprs
+from ..._jaxpr import CALLED, CUSTOM, SubJaxpr, list_live, scan_parts, sub_jaxprs
 from ._bounds import MOVING, is_followed
 from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, Place, has_pole, locate, make_fault
 from ._intervals import Interval, is_real
@@ -22,7 +22,7 @@ MOST_ITERATIONS = 256
 class Interpreter:
     """Evaluates a jaxpr on arrays, one equation at a time. A subclass may evaluate it on other values."""
 
-    CALLS = frozenset((*CALLED, "custom_jvp_call", "custom_vjp_call"))
+    CALLS = CUSTOM.union(CALLED)
 
     def run(self, program: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], around: Around = ()) -> list[Any]:
         """Returns the outputs of a jaxpr."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import MATMULS, Fact, SubJaxpr, find_line, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
+from ..._jaxpr import ENTERED, MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
 
 PRODUCTS = MATMULS
 SUMS = having(Fact.SUMS)
@@ -20,7 +20,6 @@ MULTIPLICATIONS = frozenset({"div", "mul"})  # only one operand is a cotangent
 MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | {
     "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
 }  # fmt: skip
-CALLS = having(Fact.CALLS) - {"custom_jvp_call", "custom_vjp_call"}
 
 
 def is_pairwise(eqn: JaxprEqn) -> bool:
@@ -94,10 +93,6 @@ class Obstacle(NamedTuple):
     dtype: Any
     is_opaque: bool
 
-    def __str__(self) -> str:
-        line = find_line(self.eqn)
-        return f"{self.eqn.primitive.name} in {self.dtype}{line and f', at {line}'}"
-
 
 class Marks(NamedTuple):
     """Result for one jaxpr: the place of each equation (or None), the need of each input, and the ends of walks."""
@@ -162,7 +157,7 @@ class _Walk:
         need, name = max(needs, default=Need.NONE), eqn.primitive.name
         if need is Need.NONE:
             return None
-        if name in CALLS:
+        if name in ENTERED:
             return self._enter(eqn, needs)
         is_alone = all(self._is_read_for_this(var) for var in eqn.outvars)
         if need is Need.SUMMED and not (is_alone and self._leads_to_sum(eqn)):

@@ -20,7 +20,7 @@ from ..._base import (
     warn_once,
     warn_user,
 )
-from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
+from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, find_line, float_dtype, run_lifted, trace
 from ._marks import Need, Obstacle, Origin, Upcasts, find_marks
 from ._widening import Widening
 
@@ -140,7 +140,7 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
     narrowed = {name: [o for o in obstacles if not o.is_opaque] for name, obstacles in found.items()}
     is_refused = any(narrowed.values())
     told = narrowed if is_refused else found
-    lines = [f"{name or 'the argument'!r}: {ends[0]}" for name, ends in told.items() if ends]
+    lines = [f"{name or 'the argument'!r}: {_describe_obstacle(ends[0])}" for name, ends in told.items() if ends]
     where = "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *["..."] * (len(lines) > _SHOWN)])
     if is_refused:
         return (
@@ -155,3 +155,8 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
         f"Make the op return {dtype}, or pass on_opaque='warn', which makes this a warning. For example: "
         f"value_and_grad(loss_fn, loss_scale=scale, reduce_dtype='{dtype}', on_opaque='warn')."
     ), False
+
+
+def _describe_obstacle(obstacle: Obstacle) -> str:
+    line = find_line(obstacle.eqn)
+    return f"{obstacle.eqn.primitive.name} in {obstacle.dtype}{line and f', at {line}'}"

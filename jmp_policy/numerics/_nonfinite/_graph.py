@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import CALLED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
+from ..._jaxpr import CALLED, ENTERED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import A_CONSTANT, TEXT_LENGTH, Words, describe_code, write_words
@@ -203,7 +203,7 @@ class _EdgeFinder:
         made = self._list_makers(body).get(var)
         if made is not None:
             eqn, i = made
-            if not is_measurable(var) and eqn.primitive.name not in _ENTERED:
+            if not is_measurable(var) and eqn.primitive.name not in ENTERED:
                 return _unite_edges(self._follow(atom, around, turns) for atom in eqn.invars)
             telling = find_telling_operand(eqn, i)
             if telling is not None:
@@ -218,7 +218,7 @@ class _EdgeFinder:
     def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues inside the sub-jaxprs of the equation that made a value as its result `i`."""
         name = eqn.primitive.name
-        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in _ENTERED else []
+        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in ENTERED else []
         after = [turns]
         if name == "scan":
             order, is_carried = _list_order(eqn), i < len(bodies[0].carry)
@@ -277,9 +277,6 @@ def _list_makers(body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
 
 def _unite_edges(found: Iterable[list[Edge]]) -> list[Edge]:
     return list(dict.fromkeys(edge for edges in found for edge in edges))
-
-
-_ENTERED = {*CALLED, "scan", "while", "cond"}
 
 
 def _find_start(body: SubJaxpr, i: int) -> Any:
