@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -163,43 +163,42 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
         check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap", has_weights=has_weights)
     policy = root_policy(policy)
-    dtype = policy.compute_dtype
+    dtype, format, name = policy.compute_dtype, policy.quantization, policy.name
+    the_policy = f"the policy {name!r}{where and ' ' + where}"
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         names = sorted(str(known) for known in COMPUTE_DTYPES)
         raise ValueError(
-            f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
-            f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
+            f"autocast cannot compute in {str(dtype)!r}, the compute dtype of {the_policy}. "
+            f"{did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
     if policy.param_dtype == np.float64:
         narrower = policy.replace(param_dtype="float32", output_dtype=None)
         raise ValueError(
-            f"autocast leaves float64 as it is, and would do nothing with the parameters of the policy "
-            f"{policy.name!r}{where and ' ' + where}. For example, with parameters in float32: {narrower.name!r}."
+            f"autocast leaves float64 as it is, and would do nothing with the parameters of {the_policy}. For example, "
+            f"with parameters in float32: {narrower.name!r}."
         )
     if choose_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(
-            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
-            f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
+            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of {the_policy}. "
+            f"For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
-    format, name = policy.quantization, policy.name
     if needs_state(format) or needs_rng(format):
         needed, other = "a state", "'float8(recipe=current)_from_mixed_bfloat16'"
         if needs_rng(format):
             needed, other = "a PRNG key", "'nvfp4_from_mixed_bfloat16'"
         raise ValueError(
-            f"autocast cannot quantize as the policy {name!r}{where and ' ' + where} says: each layer needs {needed}, "
-            f"and autocast knows no layers. Use with_policy(model, {name!r}) for a Flax module, or a policy such as "
-            f"{other}."
+            f"autocast cannot quantize as {the_policy} says: each layer needs {needed}, and autocast knows no layers. "
+            f"Use with_policy(model, {name!r}) for a Flax module, or a policy such as {other}."
         )
     if format is not None and not has_weights:
         raise ValueError(
-            f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
-            f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
+            f"autocast does not quantize weights, as {the_policy} says, unless you tell it which arguments they are. "
+            f"For example: autocast(loss_fn, {name!r}, weights=0)."
         )
     if policy.cache is not None:
         raise ValueError(
-            f"autocast knows no layers, and cannot store their cache as the policy {name!r}{where and ' ' + where} "
-            f"says. Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
+            f"autocast knows no layers, and cannot store their cache as {the_policy} says. "
+            f"Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
         )
 
 
@@ -339,9 +338,8 @@ _OF_TABLES = Functions(FUNCTIONS)
 _ATTENTION = Functions(dict.fromkeys(ATTENTION, "attention"))
 
 
-def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) -> list[str]:
+def explain_unused_functions(rows: Sequence[tuple[str, str]], program: Jaxpr) -> list[str]:
     """Returns a message for each row of a user that applies to no operation of a jaxpr."""
-    rows = list(rows)
     if not rows:
         return []
     functions = find_functions(rows)

@@ -63,10 +63,8 @@ class WeightFinder(NamedTuple):
     contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]  # as in `Rule`
     enters: Callable[[JaxprEqn, EquationPlace], bool]  # true for equations whose sub-jaxprs are rewritten
 
-    def find(
-        self, program: Jaxpr, names: Sequence[Names], place: EquationPlace
-    ) -> tuple[list[WeightUse], dict[Atom, Names]]:
-        """Returns the uses, and the weights in each value of a jaxpr, given those in its arguments."""
+    def find(self, program: Jaxpr, names: Sequence[Names], place: EquationPlace) -> tuple[list[WeightUse], list[Names]]:
+        """Returns the uses, and the weights in the outputs of a jaxpr, given those in its arguments."""
         known: dict[Atom, Names] = dict(zip(program.invars, names, strict=True))
         uses: list[WeightUse] = []
         for eqn, here in zip(program.eqns, self.contexts(place, program), strict=True):
@@ -78,28 +76,25 @@ class WeightFinder(NamedTuple):
                 found = [self._find_inside(body, known, here) for body in bodies]
                 uses += [use for inside, _ in found for use in inside]
                 outputs = [leaving for body, (_, leaving) in zip(bodies, found, strict=True) if body.outputs]
-                known.update(
-                    {var: _join_weights([leaving.get(var, NO_WEIGHT) for leaving in outputs]) for var in eqn.outvars}
-                )
+                known.update(zip(eqn.outvars, map(_join_weights, zip(*outputs, strict=True)), strict=False))
             else:
                 known.update(zip(eqn.outvars, follow_weights(eqn, read), strict=True))
                 uses += self._find_use(eqn, read, [known[var] for var in eqn.outvars], here)
-        return uses, known
+        return uses, _look_up(known, program.outvars)
 
     def _find_inside(
         self, body: SubJaxpr, known: dict[Atom, Names], place: EquationPlace
-    ) -> tuple[list[WeightUse], dict[Atom, Names]]:
-        """Does the same for a sub-jaxpr; returns the weights in the outputs of its equation."""
+    ) -> tuple[list[WeightUse], list[Names]]:
+        """Does the same for a sub-jaxpr."""
         entering = _look_up(known, [outer for outer, _ in body.inputs])
         changed: list[WeightUse] = []
         while True:
-            uses, inside = self.find(body.program, entering, place)
-            leaving = _look_up(inside, [inner for inner, _ in body.outputs])
+            uses, leaving = self.find(body.program, entering, place)
             again = list(entering)
             for i in body.carry if body.outputs else ():
                 again[i] = _join_weights([entering[i], leaving[i - body.carry.start]])
             if again == entering:
-                return changed + uses, {outer: own for (_, outer), own in zip(body.outputs, leaving, strict=True)}
+                return changed + uses, leaving
             lost = [own for own, kept in zip(entering, again, strict=True) if own and not kept]
             changed += [WeightUse(own, "a loop carries it and changes it", False) for own in lost]
             entering = again

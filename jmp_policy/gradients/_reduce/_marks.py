@@ -55,14 +55,13 @@ def find_origins(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Ori
 
 def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
     """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
-    arguments = [read_origin(outer, origins) for outer, _ in body.inputs]
-    while True:
-        before = tuple(arguments)
-        inside = find_origins(body.program, before)
-        for i in body.carry:
-            arguments[i] = max(before[i], read_origin(body.program.outvars[i - body.carry.start], inside))
-        if tuple(arguments) == before:
-            return before
+    arguments, before = [read_origin(outer, origins) for outer, _ in body.inputs], list[Origin]()
+    while arguments != before:
+        before = list(arguments)
+        inside = find_origins(body.program, tuple(arguments))
+        for outer, i in zip(body.program.outvars, body.carry, strict=False):
+            arguments[i] = max(arguments[i], read_origin(outer, inside))
+    return tuple(arguments)
 
 
 def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
@@ -213,20 +212,17 @@ class _Walk:
     def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Upcasts | None:
         """Visits an equation with sub-jaxprs, with a fixed point over the carry of a loop."""
         bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
-        wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
-        wanted = {var: need for var, need in wanted.items() if need > Need.SUMMED or self._is_read_for_this(var)}
-        if not bodies or not any(wanted.values()):
+        pairs = zip(eqn.outvars, needs, strict=True)
+        inner = [need if need > Need.SUMMED or self._is_read_for_this(var) else Need.NONE for var, need in pairs]
+        if not bodies or not any(inner):
             return None
         origins = tuple(map(max, zip(*(list_argument_origins(body, self._origins) for body in bodies), strict=True)))
-        inner = tuple(wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs)
-        while True:
-            found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
-            after, carry = list(inner), bodies[0].carry
-            for i in carry:  # the needs of carry inputs are needs of carry outputs
-                after[i - carry.start] = max(after[i - carry.start], found[0].arguments[i])
-            if tuple(after) == inner:
-                break
-            inner = tuple(after)
+        carry, before, found = bodies[0].carry, list[Need](), list[Marks]()
+        while inner != before:
+            before = list(inner)
+            found = [find_marks(body.program, tuple(inner), origins, self._dtype) for body in bodies]
+            for n, i in enumerate(carry):  # the needs of carry inputs are needs of carry outputs
+                inner[n] = max(inner[n], found[0].arguments[i])
         entering = set()
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
@@ -234,7 +230,7 @@ class _Walk:
                 self._ask(need, outer)
                 if need is not Need.NONE and isinstance(outer, Var):
                     entering.add(outer)
-        return Upcasts(inner, origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
+        return Upcasts(tuple(inner), origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
 
     def _is_read_for_this(self, var: Var) -> bool:
         """True if all consumers of a value requested the upcast."""
