@@ -40,7 +40,9 @@ from ._evaluate import (
 )
 from ._primitives import (
     CALLED as CALLED,
+    CUSTOM as CUSTOM,
     DEVICE_SUMS as DEVICE_SUMS,
+    ENTERED as ENTERED,
     MATMULS as MATMULS,
     PRIMITIVES as PRIMITIVES,
     Fact as Fact,

@@ -76,7 +76,7 @@ def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is
     >>> name_arguments(inspect.signature(loss), arrays, is_lifted=False)
     ['params/w', 'batches/0', 'batches/1/0', 'scale']
     """
-    return [_join(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+    return [_join_path(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
 
 
 def spell_arguments(
@@ -94,14 +94,14 @@ def spell_arguments(
         name, rest = _find_parameter(signature, path)
         number, inside = rest[: len(rest) - len(path[2:])], drop_value_key(path[2:])
         owner = functools.reduce(_step_into, path[:2], given)
-        spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
+        spelled.append(name + jax.tree_util.keystr(number) + _spell_path(owner, inside))
     return spelled
 
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
     """Returns the paths of outputs, which begin with `"result"`; None for updates of arguments."""
     own = map(_find_own, paths) if is_lifted else paths
-    return [None if path is None else _join("result", path) for path in own]
+    return [None if path is None else _join_path("result", path) for path in own]
 
 
 def _list_array_paths(arguments: PyTree, *, is_lifted: bool) -> list[KeyPath]:
@@ -124,14 +124,14 @@ def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple
     return "argument", (jax.tree_util.SequenceKey(position), *rest)
 
 
-def _spell(owner: Any, path: KeyPath) -> str:
+def _spell_path(owner: Any, path: KeyPath) -> str:
     """Spells a path inside `owner` as Python code, to append to its name."""
     if not path:
         return ""
     key, value = path[0], _take_key(path[0])
     is_attribute = is_flax_object(owner) and isinstance(value, str)
     here = f".{value}" if is_attribute else jax.tree_util.keystr((key,))
-    return here + _spell(_step_into(owner, key), path[1:])
+    return here + _spell_path(_step_into(owner, key), path[1:])
 
 
 def _step_into(owner: Any, key: Any) -> Any:
@@ -158,7 +158,7 @@ def _find_own(path: KeyPath) -> KeyPath | None:
     return path[3:] if is_returned else None
 
 
-def _join(name: str, path: KeyPath) -> str:
+def _join_path(name: str, path: KeyPath) -> str:
     return "/".join([name, *map(_read_key, drop_value_key(path))])
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 
 from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
-from ._primitives import CALLED
+from ._primitives import CUSTOM, ENTERED
 from ._program import Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
 from ._source import RECORD
 
@@ -275,7 +275,6 @@ def _read_context_mesh() -> dict[str, Any]:
 
 _CALLBACKS = frozenset(("debug_callback", "debug_print"))
 _REFERENCES = ("get", "swap", "addupdate", "ref_get", "ref_swap", "ref_addupdate")
-_ENTERED = {*CALLED, "scan", "while", "cond"}
 
 
 def find_unrepeatable(program: Jaxpr) -> JaxprEqn | None:
@@ -322,9 +321,9 @@ def _prepare(program: Program) -> Program | None:
 
 def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
     name, params = eqn.primitive.name, eqn.params
-    if name in ("custom_jvp_call", "custom_vjp_call") and not body_of(params["call_jaxpr"]).constvars:
+    if name in CUSTOM and not body_of(params["call_jaxpr"]).constvars:
         return make_remat(eqn, body_of(prepare_replay(params["call_jaxpr"])))
-    if name not in _ENTERED:
+    if name not in ENTERED:
         return eqn
     changed, silenced = {}, set[Any]()
     for key, value in params.items():

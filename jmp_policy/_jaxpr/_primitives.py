@@ -112,5 +112,11 @@ CALLED: dict[str, str] = dict.fromkeys(("jit", "remat2", "shard_map"), "jaxpr")
 CALLED |= dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr")
 """The parameter with the jaxpr, for primitives that run one jaxpr once."""
 
+CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call"))
+"""Functions with a custom derivative, which the package enters only where it may."""
+
+ENTERED = having(Fact.CALLS) - CUSTOM
+"""Calls and control flow."""
+
 MATMULS = having(Fact.CONTRACTS)
 DEVICE_SUMS = having(Fact.DEVICE_SUMS)

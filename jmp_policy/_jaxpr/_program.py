@@ -246,6 +246,7 @@ class Step(NamedTuple):
     # The enclosing equations, outermost first, each with the sub-jaxpr that contains the step.
     around: tuple[tuple[JaxprEqn, Jaxpr], ...] = ()
     trips: int = 1  # how often it runs
+    again: Any = None  # of a carry: the value that the next iteration reads
 
 
 def walk(
@@ -267,8 +268,10 @@ def walk(
             for constant, var in zip(body.consts, body.program.constvars, strict=False):
                 yield Step("constant", [constant], [var], eqn, here, around, trips)
             inside = (*around, (eqn, body.program))
+            again = dict(zip(body.carry, body.program.outvars if body.outputs else (), strict=False))
             for i, (outer, inner) in enumerate(body.inputs):
-                yield Step("carry" if i in body.carry else "link", [outer], [inner], eqn, here, inside, trips)
+                name = "carry" if i in body.carry else "link"
+                yield Step(name, [outer], [inner], eqn, here, inside, trips, again.get(i))
             yield from walk(body.program, here, inside, trips * body.trips, live_only=live_only)
         # One link per output of the equation. It reads that output of each sub-jaxpr, such as the branches of a cond.
         outputs = [{id(outer): inner for inner, outer in body.outputs} for body in bodies]

@@ -121,7 +121,7 @@ class RecorderCalls:
 
     def call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: Any) -> JaxprEqn:
         """Makes an equation that calls a method of the recorder, or `"split"` or `"add_axis"`."""
-        types = tuple([tuple([_read_type(atom) for atom in atoms]) for atoms in operands])
+        types = tuple([tuple([_read_manual_type(atom) for atom in atoms]) for atoms in operands])
         key = name, statics, types, self.within
         if key not in self._templates:
             function = _make_function(self.recorder, name, statics)
@@ -132,7 +132,7 @@ class RecorderCalls:
 
     def join_devices(self, atoms: Sequence[Atom], devices: Devices) -> list[Atom]:
         """Makes variables outside a shard_map for values inside it, with a leading axis for the devices."""
-        types = [_read_type(atom) for atom in atoms]
+        types = [_read_manual_type(atom) for atom in atoms]
         # Inside another shard_map, the values vary along its axes too.
         make = devices.map(lambda: [vary(jnp.zeros(kind.shape[1:], kind.dtype), kind.varying) for kind in types])
         mapped = next(eqn for eqn in self._trace(make) if eqn.primitive.name == "shard_map")
@@ -170,7 +170,7 @@ class _Type(NamedTuple):
     spec: PartitionSpec | None
 
 
-def _read_type(atom: Atom) -> _Type:
+def _read_manual_type(atom: Atom) -> _Type:
     aval: Any = atom.aval
     kind, sharding = aval.manual_axis_type, aval.sharding
     varying, reduced, unreduced = (tuple(sorted(axes)) for axes in (kind.varying, kind.reduced, kind.unreduced))

@@ -111,53 +111,38 @@ class Rewriter:
         return body.append(eqn, [value.atom for value in values], inner.kinds, {**eqn.params, parameter: inner.program})
 
     def _write_scan(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
-        program = eqn.params["jaxpr"]
-        consts, carried = scan_parts(eqn)
-        kinds = [value.kind for value in values]
-        end = consts + carried
-        others = [None] * (len(eqn.outvars) - carried)
-
-        def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
-            arguments = [*kinds[:consts], *carry, *kinds[end:]]
-            return self.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
-
-        kinds[consts:end] = self._settle_carry(program, kinds[consts:end], consts, iterate)
-        inner = self.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
+        program, (consts, carried) = eqn.params["jaxpr"], scan_parts(eqn)
+        carry = slice(consts, consts + carried)
+        kinds, inner = self._settle_carry(program, [value.kind for value in values], carry, context)
         stacked = tuple(self.rule.stacked(eqn, inner.kinds[carried:], context))
+        results = (*kinds[carry], *stacked)
         if stacked != inner.kinds[carried:]:
-            inner = self.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
-        results = (*kinds[consts:end], *stacked)
+            inner = self.rewrite(program, kinds, context, _list_dtypes(results))
         return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
 
     def _write_while(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         params, program = eqn.params, eqn.params["body_jaxpr"]
         first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         kinds = [value.kind for value in values]
-
-        def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
-            return self.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
-
-        kinds[start:] = self._settle_carry(program, kinds[start:], start - first, iterate)
-        inner = self.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
+        kinds[first:], inner = self._settle_carry(program, kinds[first:], slice(start - first, None), context)
         test = self.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
         changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
         return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
 
     def _settle_carry(
-        self,
-        program: Program,
-        kinds: Sequence[AbstractValue],
-        consts: int,
-        iterate: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
-    ) -> list[AbstractValue]:
-        """Finds kinds of the carry that one iteration returns unchanged. The carry follows `consts` arguments."""
-        variables = body_of(program).invars[consts : consts + len(kinds)]
-        carry = [self.rule.carried(kind, float_dtype(var)) for kind, var in zip(kinds, variables, strict=True)]
+        self, program: Program, kinds: list[AbstractValue], carry: slice, context: Context
+    ) -> tuple[list[AbstractValue], Rewritten]:
+        """Rewrites one iteration of a loop for kinds of the carry that it returns unchanged; returns all kinds."""
+        rule, body = self.rule, body_of(program)
+        pairs = zip(kinds[carry], body.invars[carry], strict=True)
+        carried = [rule.carried(kind, float_dtype(var)) for kind, var in pairs]
+        others = [None] * (len(body.outvars) - len(carried))  # a scan stacks these
         while True:
-            joined = [self.rule.join(pair) for pair in zip(carry, iterate(carry)[: len(carry)], strict=True)]
-            if joined == carry:
-                return carry
-            carry = joined
+            kinds[carry] = carried
+            inner = self.rewrite(program, kinds, context, [*_list_dtypes(carried), *others])
+            carried = [rule.join(pair) for pair in zip(carried, inner.made, strict=False)]
+            if carried == kinds[carry]:
+                return kinds, inner
 
     def _write_cond(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         branches, kinds = eqn.params["branches"], [value.kind for value in values[1:]]
@@ -171,15 +156,14 @@ class Rewriter:
         self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
     ) -> list[Value] | None:
         params, traced = eqn.params, eqn.params["jvp_jaxpr_fun"]
+        kinds = [value.kind for value in values]
+        primals = kinds[params["num_consts"] :]
         if self.rule.rewrites_custom_rule(eqn, context):
-            kinds = tuple(value.kind for value in values)
             inner = self.rewrite(params["call_jaxpr"], kinds, context)
-            primals = kinds[params["num_consts"] :]
             call = functools.partial(self._rewrite_jvp, context, traced, primals, inner.kinds)
             changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": _Derivative(traced, call)}
             return body.append(eqn, [value.atom for value in values], inner.kinds, changed)
-        kinds = tuple(value.kind for value in values[params["num_consts"] :])
-        call = functools.partial(self._rewrite_primal_of_jvp, context, traced, kinds)
+        call = functools.partial(self._rewrite_primal_of_jvp, context, traced, primals)
         return self._write_primal(eqn, values, body, context, {"jvp_jaxpr_fun": _Derivative(traced, call)})
 
     def _write_custom_vjp(

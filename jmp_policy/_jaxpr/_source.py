@@ -40,7 +40,7 @@ def find_line(eqn: JaxprEqn) -> str:
 
 def find_calling_line(eqn: JaxprEqn) -> str:
     """Finds the innermost frame outside JAX; returns the empty string without one."""
-    return next((_write_line(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
+    return next((_spell_frame(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
 
 
 def choose_line(frames: Sequence[Any]) -> str:
@@ -48,7 +48,7 @@ def choose_line(frames: Sequence[Any]) -> str:
     own = (frame for frame in frames if not _is_library(frame.file_name))
     others = (frame for frame in frames if _is_from(_LIBRARIES, frame.file_name))
     frame = next(own, None) or next(others, None)
-    return "" if frame is None else _write_line(frame)
+    return "" if frame is None else _spell_frame(frame)
 
 
 def split_line(line: str) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def _find_caller(eqn: JaxprEqn) -> str:
     return next((frame.file_name for frame in _list_frames(eqn) if not _is_from(_JAX, frame.file_name)), "")
 
 
-def _write_line(frame: Any) -> str:
+def _spell_frame(frame: Any) -> str:
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
 
@@ -198,8 +198,9 @@ class ModulePaths:
         return self._follow([], stack)
 
     def _follow(self, path: list[str], stack: str) -> str:
-        for name in _list_names(stack):
-            if name in self._modules.roots:
+        for name in strip_transformations(stack).split("/"):
+            # `jnp.einsum` opens scopes, too, such as `ij,jk->ik`.
+            if name in _NO_SCOPES or "->" in name or name in self._modules.roots:
                 continue
             if name.startswith(ELSEWHERE):
                 path = [name.removeprefix(ELSEWHERE)]
@@ -208,12 +209,6 @@ class ModulePaths:
             elif not any(f"/{'/'.join(path)}".endswith(f"/{module}") for module in self._with_methods[name]):
                 path = [*path, name.partition(".")[0]]
         return "/".join(path)
-
-
-def _list_names(stack: str) -> list[str]:
-    """Lists the module scopes of a name stack. `jnp.einsum` opens scopes, too, such as `ij,jk->ik`."""
-    names = strip_transformations(stack).split("/")
-    return [name for name in names if name not in _NO_SCOPES and "->" not in name]
 
 
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")

@@ -27,6 +27,7 @@ from .._base import (
 )
 from .._jaxpr import (
     AUTOCAST,
+    CUSTOM,
     HALF,
     LIST_WEIGHTS,
     MATMULS,
@@ -76,7 +77,6 @@ from ._rewrite import (
 )
 
 CUSTOM_RULES = ("opaque", "inside")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 Weights = int | Sequence[int] | Callable[[str], bool]
 
@@ -103,7 +103,9 @@ def attach(
             "example: weights=0, weights=(0, 2), or weights=lambda path: path.endswith('kernel')."
         )
     check_policy(captured, has_weights=weights is not None)
-    wrap = functools.partial(_wrap_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights)
+    wrap = functools.partial(
+        _autocast_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights
+    )
     attached: Any = wrap if target is NO_TARGET else wrap(target)
     is_plain = policy is None and target is fun and rules is None
     if is_plain and all(each.compute_dtype == np.float32 for each in list_policies(captured)):
@@ -115,9 +117,9 @@ def attach(
     return attached
 
 
-def _wrap_function(fun: Any, **options: Any) -> Any:
+def _autocast_function(fun: Any, **options: Any) -> Any:
     if isinstance(fun, staticmethod | classmethod):
-        return type(fun)(_wrap_function(fun.__func__, **options))
+        return type(fun)(_autocast_function(fun.__func__, **options))
     adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
         example = "autocast(loss_fn, 'mixed_bfloat16')" if adapter is None else adapter.autocast_example
@@ -243,7 +245,7 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Ste
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
         dtypes = [float_dtype(atom) for atom in step.operands]
-        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in _CUSTOM]
+        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in CUSTOM]
         if np.dtype(np.float64) in [getattr(atom.aval, "dtype", None) for atom in step.operands]:
             why, example = "in float64, which autocast leaves", "autocast(fun, ...)(x.astype(jnp.float32))"
         elif np.float32 in dtypes and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):

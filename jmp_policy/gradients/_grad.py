@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +34,26 @@ from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
 from ..modules import find_lifting_adapter
 
 
+class _GradOptions(TypedDict, total=False):
+    loss_scale: Required[PyTree]
+    allow_int: bool
+    reduce_dtype: DTypeLike | None
+    on_opaque: Literal["error", "warn"]
+
+
 @overload
 def value_and_grad(
     fun: Callable[P, Loss],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, tuple[Loss, Aux]],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
@@ -138,22 +137,14 @@ def grad(
     fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, Any]: ...
 @overload
 def grad(
     fun: Callable[P, tuple[Any, Aux]],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True] = ...,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    on_opaque: Literal["error", "warn"] = "error",
+    **options: Unpack[_GradOptions],
 ) -> Callable[P, tuple[Any, Aux]]: ...
 def grad(
     fun: Callable[..., Any],
@@ -216,7 +207,7 @@ def build_value_and_grad(
                 out = out[1] if has_aux else out[1][0]
             return out, (unscale or unscale_grads)(grads, scale)
 
-        out, grads = _reduce(compute, *reduction, args, kwargs)
+        out, grads = _reduce_gradients(compute, *reduction, args, kwargs)
         warn_of_half(out[0] if has_aux else out, scale)
         return out, grads
 
@@ -245,7 +236,7 @@ def check_differentiable(params: PyTree, name: str) -> None:
             )
 
 
-def _reduce(
+def _reduce_gradients(
     compute: Callable[..., tuple[Any, PyTree]],
     list_parameters: Callable[[Args], list[Any]],
     dtype: DTypeLike | None,
@@ -267,7 +258,7 @@ def _reduce(
             if dtype is None:
                 raise
             warn_once(
-                _reduce,
+                _reduce_gradients,
                 f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: this needs a trace, and the loss "
                 "function branches in Python on array values. Use jax.lax.cond or jnp.where in it.",
             )

@@ -16,7 +16,7 @@ from ..._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value
 from ...policy import Policy, PolicyMap, Quantization
 from ...quant._layers import attention_format_of
 from ._dataflow import is_applied_to_each, is_gradient_sum, is_steep_in
-from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scopes, ScopeSettings, find_functions, find_sums_dtype
+from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scopes, ScopeSettings, choose_sums_dtype, find_functions
 from ._precision import (
     PrecisionFinder,
     as_low,
@@ -49,7 +49,7 @@ class CastingRule(EquationWriter):
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        self.sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
+        self.sums = choose_sums_dtype(self.accumulate_dtype, self.compute_dtype)
         self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
         may_have_sums = self.sums is not None or (self.scopes is not None and self.scopes.accumulates)
         may_attend = attention_format_of(self.quantization) is not None or bool(self.scopes and self.scopes.attends)
@@ -296,7 +296,7 @@ class CastingRule(EquationWriter):
         """Returns this rule with the compute and accumulate dtype of a scope."""
         compute: Any = scope.compute_dtype or self.compute_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
-        key = compute, find_sums_dtype(accumulate, compute), scope.quantization
+        key = compute, choose_sums_dtype(accumulate, compute), scope.quantization
         if key == (self.compute_dtype, self.sums, self.quantization):
             return self
         if key not in self._in_scopes:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ...modules import FULL_PRECISION
 from ...policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
 from ...quant._layers import attention_format_of
 from ...quant._products import needs_state
-from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_results, find_saved_results
+from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_reaching, find_saved_results
 from ._tables import ATTENTION, FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
@@ -74,7 +74,7 @@ class Scopes:
     def accumulates(self) -> bool:
         """True if matmuls of a scope may return another dtype than the compute dtype."""
         scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
-        return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
+        return any(choose_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
 
     @property
     def attends(self) -> bool:
@@ -131,7 +131,7 @@ def _make_scope(rule: Policy | str, root: Policy) -> ScopeSettings:
     return ScopeSettings(rule.compute_dtype, None, rule.output_dtype, sums_dtype, precision, "", rule.quantization)
 
 
-def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
+def choose_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
     """Returns the output dtype of matmuls, or None if it is the compute dtype."""
     if accumulate_dtype is None or compute_dtype is None:  # np.dtype(float) == None is True
         return accumulate_dtype
@@ -163,43 +163,42 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
         check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap", has_weights=has_weights)
     policy = root_policy(policy)
-    dtype = policy.compute_dtype
+    dtype, format, name = policy.compute_dtype, policy.quantization, policy.name
+    the_policy = f"the policy {name!r}{where and ' ' + where}"
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         names = sorted(str(known) for known in COMPUTE_DTYPES)
         raise ValueError(
-            f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
-            f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
+            f"autocast cannot compute in {str(dtype)!r}, the compute dtype of {the_policy}. "
+            f"{did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
     if policy.param_dtype == np.float64:
         narrower = policy.replace(param_dtype="float32", output_dtype=None)
         raise ValueError(
-            f"autocast leaves float64 as it is, and would do nothing with the parameters of the policy "
-            f"{policy.name!r}{where and ' ' + where}. For example, with parameters in float32: {narrower.name!r}."
+            f"autocast leaves float64 as it is, and would do nothing with the parameters of {the_policy}. For example, "
+            f"with parameters in float32: {narrower.name!r}."
         )
-    if find_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
+    if choose_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(
-            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
-            f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
+            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of {the_policy}. "
+            f"For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
-    format, name = policy.quantization, policy.name
     if needs_state(format) or needs_rng(format):
         needed, other = "a state", "'float8(recipe=current)_from_mixed_bfloat16'"
         if needs_rng(format):
             needed, other = "a PRNG key", "'nvfp4_from_mixed_bfloat16'"
         raise ValueError(
-            f"autocast cannot quantize as the policy {name!r}{where and ' ' + where} says: each layer needs {needed}, "
-            f"and autocast knows no layers. Use with_policy(model, {name!r}) for a Flax module, or a policy such as "
-            f"{other}."
+            f"autocast cannot quantize as {the_policy} says: each layer needs {needed}, and autocast knows no layers. "
+            f"Use with_policy(model, {name!r}) for a Flax module, or a policy such as {other}."
         )
     if format is not None and not has_weights:
         raise ValueError(
-            f"autocast does not quantize weights, as the policy {name!r}{where and ' ' + where} says, unless you tell "
-            f"it which arguments they are. For example: autocast(loss_fn, {name!r}, weights=0)."
+            f"autocast does not quantize weights, as {the_policy} says, unless you tell it which arguments they are. "
+            f"For example: autocast(loss_fn, {name!r}, weights=0)."
         )
     if policy.cache is not None:
         raise ValueError(
-            f"autocast knows no layers, and cannot store their cache as the policy {name!r}{where and ' ' + where} "
-            f"says. Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
+            f"autocast knows no layers, and cannot store their cache as {the_policy} says. "
+            f"Use with_policy(model, {name!r}) for a Flax module, or {policy.replace(cache=None).name!r}."
         )
 
 
@@ -253,8 +252,8 @@ class PlaceFinder:
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """Returns the places of the equations of a jaxpr that runs at `outer`."""
-        steep = find_results(program, outer.steep, STEEP_OPERATIONS)
-        logarithmic = find_results(program, outer.logarithmic, LOGARITHMS)
+        steep, _ = find_reaching(program, outer.steep, STEEP_OPERATIONS)
+        logarithmic, _ = find_reaching(program, outer.logarithmic, LOGARITHMS)
         found, stack, inside = [], None, outer
         for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True):
             if eqn.source_info.name_stack is not stack:
@@ -322,9 +321,8 @@ class Functions:
         """Finds the code objects of the functions by id, as hashing is slower, again if modules were loaded since."""
         self._loaded = len(sys.modules)
         targets = [(function, find_target(function.name)) for function in self._dotted]
-        for function, target in sorted(
-            targets, key=lambda row: not inspect.ismodule(row[1])
-        ):  # functions win over modules
+        targets.sort(key=lambda row: not inspect.ismodule(row[1]))  # functions win over modules
+        for function, target in targets:
             for code in _list_public_codes(target) if inspect.ismodule(target) else _list_codes(target):
                 self._by_code[id(code)] = function
                 self._codes.append(code)
@@ -340,9 +338,8 @@ _OF_TABLES = Functions(FUNCTIONS)
 _ATTENTION = Functions(dict.fromkeys(ATTENTION, "attention"))
 
 
-def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) -> list[str]:
+def explain_unused_functions(rows: Sequence[tuple[str, str]], program: Jaxpr) -> list[str]:
     """Returns a message for each row of a user that applies to no operation of a jaxpr."""
-    rows = list(rows)
     if not rows:
         return []
     functions = find_functions(rows)

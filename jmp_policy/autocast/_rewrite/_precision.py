@@ -91,7 +91,7 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
         return False
     if not is_in_range:
         return True
-    rounded = _round(number, dtype)
+    rounded = _round_number(number, dtype)
     if not is_added:  # a bound, which the output may violate, or an element of the output
         return rounded != number
     # A sum with a large number keeps little of the other operand. 1 - 1e-7 avoids 1, where a logarithm of the
@@ -99,14 +99,14 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
     return (abs(number) > _LARGE and number > _LARGEST_MASK) or (rounded != number and abs(rounded) == 1)
 
 
-def _round(number: float, dtype: np.dtype) -> float:
+def _round_number(number: float, dtype: np.dtype) -> float:
     with np.errstate(over="ignore"):
         return float(np.asarray(number, np.float32).astype(dtype))
 
 
 def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
     """True if `dtype` represents all elements of a value exactly."""
-    return bool(numbers) and all(_round(number, dtype) == number for number in numbers)
+    return bool(numbers) and all(_round_number(number, dtype) == number for number in numbers)
 
 
 def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:

@@ -30,7 +30,9 @@ _LONGEST = 8
 
 def measure_run(program: Jaxpr, start: int, places: Sequence[EquationPlace]) -> int:
     """Counts the equations of a run of arithmetic in one place. Later equations read its last output only."""
-    last_uses, length = _find_last_uses(program), 1
+    last_uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}
+    last_uses |= dict.fromkeys(list_variables(program.outvars), len(program.eqns))  # outputs are read after all
+    length = 1
     for end in range(start + 1, min(start + _LONGEST, len(program.eqns))):
         if program.eqns[end].primitive.name not in _PASSING or places[end] != places[start]:
             break
@@ -64,12 +66,6 @@ def write_again(
     atoms, kinds = [value.atom for value in outer.values()], [value.kind for value in results]
     remat = make_remat(last, inside)
     return body.append(remat, atoms, kinds, remat.params)
-
-
-def _find_last_uses(program: Jaxpr) -> dict[Var, int]:
-    """Finds the number of the last equation that reads each variable; outputs are read after all equations."""
-    uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}
-    return uses | dict.fromkeys(list_variables(program.outvars), len(program.eqns))
 
 
 SOFTMAX = (

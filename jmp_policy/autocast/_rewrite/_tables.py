@@ -26,7 +26,7 @@ def _give(reason: str, names: Iterable[str]) -> dict[str, str]:
     return dict.fromkeys(sorted(names), reason)
 
 
-def _join(package: str, names: str, end: str = "") -> list[str]:
+def _qualify(package: str, names: str, end: str = "") -> list[str]:
     return [f"{package}.{name}{end}" for name in names.split()]
 
 
@@ -190,18 +190,18 @@ ATTENTION = (
 """Functions whose matmuls of two activations a format with `attention=True` quantizes."""
 
 FUNCTIONS = {
-    **_give("wide", _join("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
-    **_give("full", _join("jax.nn", "log_softmax logsumexp log_sigmoid log1mexp logmeanexp")),
+    **_give("wide", _qualify("jax.nn", "softmax standardize softplus elu celu selu squareplus")),
+    **_give("full", _qualify("jax.nn", "log_softmax logsumexp log_sigmoid log1mexp logmeanexp")),
     "jax.nn.gelu": "infer",
-    **_give("full", _join("jax.numpy", "linalg corrcoef cov poly polyfit polyval")),
+    **_give("full", _qualify("jax.numpy", "linalg corrcoef cov poly polyfit polyval")),
     **_give(
-        "infer", _join("jax.numpy.linalg", "cross diagonal matmul matrix_transpose multi_dot outer tensordot vecdot")
+        "infer", _qualify("jax.numpy.linalg", "cross diagonal matmul matrix_transpose multi_dot outer tensordot vecdot")
     ),
     "jax.scipy.linalg": "full",
     "jax.scipy.linalg.block_diag": "infer",
     "optax.losses": "full",
-    **_give("wide", _join("flax.linen", f"{_NORMS} WeightNorm SpectralNorm", ".__call__")),
-    **_give("wide", _join("flax.nnx", _NORMS, ".__call__")),
+    **_give("wide", _qualify("flax.linen", f"{_NORMS} WeightNorm SpectralNorm", ".__call__")),
+    **_give("wide", _qualify("flax.nnx", _NORMS, ".__call__")),
     **_give("narrow", ["flax.linen.Embed.__call__", "flax.nnx.Embed.__call__"]),
 }
 """Functions that are treated as one operation. `full`: float32 inside and out. `wide`: float32 inside, and out what

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._jaxpr import Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
+from ..._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
 from ...quant._weights import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
@@ -37,11 +37,11 @@ def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
     sizes = {math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])}
     repeats = eqn.primitive.name == "broadcast_in_dim" and len(sizes) > 1
     floating = [own for own, atom in zip(names, eqn.invars, strict=True) if is_float(atom)]
-    joined = NO_WEIGHT if repeats else _join(floating)
+    joined = NO_WEIGHT if repeats else _join_weights(floating)
     return [joined if is_float(var) else NO_WEIGHT for var in eqn.outvars]
 
 
-def _join(names: Sequence[Names]) -> Names:
+def _join_weights(names: Sequence[Names]) -> Names:
     """Returns all weights, or none if one of the values is not a weight."""
     return NO_WEIGHT.union(*names) if all(names) else NO_WEIGHT
 
@@ -63,10 +63,8 @@ class WeightFinder(NamedTuple):
     contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]  # as in `Rule`
     enters: Callable[[JaxprEqn, EquationPlace], bool]  # true for equations whose sub-jaxprs are rewritten
 
-    def find(
-        self, program: Jaxpr, names: Sequence[Names], place: EquationPlace
-    ) -> tuple[list[WeightUse], dict[Atom, Names]]:
-        """Returns the uses, and the weights in each value of a jaxpr, given those in its arguments."""
+    def find(self, program: Jaxpr, names: Sequence[Names], place: EquationPlace) -> tuple[list[WeightUse], list[Names]]:
+        """Returns the uses, and the weights in the outputs of a jaxpr, given those in its arguments."""
         known: dict[Atom, Names] = dict(zip(program.invars, names, strict=True))
         uses: list[WeightUse] = []
         for eqn, here in zip(program.eqns, self.contexts(place, program), strict=True):
@@ -78,26 +76,25 @@ class WeightFinder(NamedTuple):
                 found = [self._find_inside(body, known, here) for body in bodies]
                 uses += [use for inside, _ in found for use in inside]
                 outputs = [leaving for body, (_, leaving) in zip(bodies, found, strict=True) if body.outputs]
-                known.update({var: _join([leaving.get(var, NO_WEIGHT) for leaving in outputs]) for var in eqn.outvars})
+                known.update(zip(eqn.outvars, map(_join_weights, zip(*outputs, strict=True)), strict=False))
             else:
                 known.update(zip(eqn.outvars, follow_weights(eqn, read), strict=True))
                 uses += self._find_use(eqn, read, [known[var] for var in eqn.outvars], here)
-        return uses, known
+        return uses, _look_up(known, program.outvars)
 
     def _find_inside(
         self, body: SubJaxpr, known: dict[Atom, Names], place: EquationPlace
-    ) -> tuple[list[WeightUse], dict[Atom, Names]]:
-        """Does the same for a sub-jaxpr; returns the weights in the outputs of its equation."""
+    ) -> tuple[list[WeightUse], list[Names]]:
+        """Does the same for a sub-jaxpr."""
         entering = _look_up(known, [outer for outer, _ in body.inputs])
         changed: list[WeightUse] = []
         while True:
-            uses, inside = self.find(body.program, entering, place)
-            leaving = _look_up(inside, [inner for inner, _ in body.outputs])
+            uses, leaving = self.find(body.program, entering, place)
             again = list(entering)
             for i in body.carry if body.outputs else ():
-                again[i] = _join([entering[i], leaving[i - body.carry.start]])
+                again[i] = _join_weights([entering[i], leaving[i - body.carry.start]])
             if again == entering:
-                return changed + uses, {outer: own for (_, outer), own in zip(body.outputs, leaving, strict=True)}
+                return changed + uses, leaving
             lost = [own for own, kept in zip(entering, again, strict=True) if own and not kept]
             changed += [WeightUse(own, "a loop carries it and changes it", False) for own in lost]
             entering = again
@@ -114,7 +111,7 @@ class WeightFinder(NamedTuple):
             return [WeightUse(weights, WHY_TABLES_WIDE, False, True)]
         line = find_line(eqn)
         reason = f"{name} reads it{line and f' in {line}'}"
-        if name in ("custom_jvp_call", "custom_vjp_call"):
+        if name in CUSTOM:
             reason += "; custom_rules='inside' quantizes its forward pass"
         return [WeightUse(weights, reason, False)]
 

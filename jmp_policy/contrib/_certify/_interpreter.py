@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import is_floating_dtype
-from ..._jaxpr import CALLED, SubJaxpr, list_live, scan_parts, sub_jaxprs
+from ..._jaxpr import CALLED, CUSTOM, SubJaxpr, list_live, scan_parts, sub_jaxprs
 from ._bounds import MOVING, is_followed
 from ._faults import CANCELLATION, DIVISION, INVALID, OVERFLOW, Around, Fault, Place, has_pole, locate, make_fault
 from ._intervals import Interval, is_real
@@ -22,7 +22,7 @@ MOST_ITERATIONS = 256
 class Interpreter:
     """Evaluates a jaxpr on arrays, one equation at a time. A subclass may evaluate it on other values."""
 
-    CALLS = frozenset((*CALLED, "custom_jvp_call", "custom_vjp_call"))
+    CALLS = CUSTOM.union(CALLED)
 
     def run(self, program: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], around: Around = ()) -> list[Any]:
         """Returns the outputs of a jaxpr."""
@@ -189,7 +189,7 @@ class FaultSearch(Interpreter):
         read = [_replace_marked(x, self._marks_of(x)) for x in operands]
         made = [_replace_marked(x, spread) for x in results]
         if kind := self._find_fault(eqn, read, made, around):
-            ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if _is_number(x)]
+            ranges = [Interval(float(jnp.min(x)), float(jnp.max(x))) for x in operands if x.size and is_real(x.dtype)]
             self._found.append(make_fault(kind, eqn, around, ranges))
         for old, new in zip(results, made, strict=True):
             marks = jnp.zeros(old.shape, jnp.int32) if spread is None else spread
@@ -234,10 +234,6 @@ def _is_faulty(kind: str, x: Any, result: Any) -> Any:
 
 def _is_float(value: Any) -> bool:
     return is_floating_dtype(value.dtype)
-
-
-def _is_number(value: Any) -> bool:
-    return value.size > 0 and is_real(value.dtype)
 
 
 def _have_any(test: Any, arrays: Sequence[Any]) -> bool:

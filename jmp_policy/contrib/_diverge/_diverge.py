@@ -32,7 +32,7 @@ from ._exits import Level, Recording, match, name_values
 from ._measure import compare
 from ._plan import TableLayout, make_layout, make_plan
 from ._recording import Comparisons, Run
-from ._run import run
+from ._run import run_aligned
 from ._scopes import Flat, has_floats, has_values
 
 
@@ -113,12 +113,12 @@ def diverge(
         plan = make_plan(align(mine.flat, theirs.flat, inputs, labels, {}), theirs.flat.inputs)
 
         def measure(f_inputs: list[Any], g_inputs: list[Any]) -> Any:
-            f_outputs, g_outputs, record = run(plan, f_inputs, g_inputs, is_mixed=False)
+            f_outputs, g_outputs, record = run_aligned(plan, f_inputs, g_inputs, is_mixed=False)
             compared = [compare(f_outputs[i], g_outputs[j]) for j, i in results.items()]
             return record, compared, [_measure_total(f_outputs[i]) for i in results.values()]
 
         passed, compared, totals = jax.jit(measure)(mine.leaves, theirs.leaves)
-        introduced = jax.jit(lambda *inputs: run(plan, *inputs, is_mixed=True)[-1])(mine.leaves, theirs.leaves)
+        introduced = jax.jit(lambda *inputs: run_aligned(plan, *inputs, is_mixed=True)[-1])(mine.leaves, theirs.leaves)
         with jax.numpy_dtype_promotion("standard"):
             record = jax.tree.map(jnp.add, passed, introduced)
         shapes = [(mine.names[i], find_real_shape(mine.types[i])) for i in results.values()]

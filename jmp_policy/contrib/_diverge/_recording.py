@@ -40,7 +40,7 @@ class Comparisons:
                 order[i] = None
                 made = self.loops[i].unrecorded
             else:
-                made = [Paths().union(_list_paths(node), *operands)] * len(node.results)
+                made = [Paths().union(_list_scope_paths(node), *operands)] * len(node.results)
             for value, paths in zip(node.results, made, strict=True):
                 since[value] = paths
                 for key in level.keys.get(value, ()):
@@ -88,10 +88,10 @@ def _enter(level: Level, node: Node, unrecorded: list[Paths], around: tuple[int,
         unrecorded = merged
 
 
-def _list_paths(node: Node) -> set[str]:
+def _list_scope_paths(node: Node) -> set[str]:
     assert node.scope is not None
     inner = node.body.nodes if node.body is not None else ()
-    return {node.scope.path}.union(*map(_list_paths, inner))
+    return {node.scope.path}.union(*map(_list_scope_paths, inner))
 
 
 def _belongs(path: str, recorded: str) -> bool:

@@ -20,7 +20,9 @@ Record = tuple[jax.Array, list["Record"]]
 """The measurements of the comparisons of a plan, `(..., comparisons, len(Measured._fields))`, and of its loops."""
 
 
-def run(plan: Plan, f_inputs: Sequence[Any], g_inputs: Sequence[Any], *, is_mixed: bool) -> tuple[Any, Any, Record]:
+def run_aligned(
+    plan: Plan, f_inputs: Sequence[Any], g_inputs: Sequence[Any], *, is_mixed: bool
+) -> tuple[Any, Any, Record]:
     """Runs `f` with `g`, or with the scopes of `g` on values of `f`. Returns the outputs of both, and the record.
 
     In one program, three sets of residuals would wait for the backward pass at once.
@@ -121,7 +123,7 @@ class _Level:
 
         init = f_operands[f_start:f_end], {i: g_operands[i] for i in carried}
         xs = f_operands[f_end:], {i: g_operands[i] for i in used if i >= end}
-        (f, g), made = _repeat(step, init, xs, mine, theirs)
+        (f, g), made = _repeat_step(step, init, xs, mine, theirs)
         self._f.update(zip(mine.results, [*f, *made[0]], strict=True))
         results = {i - start: x for i, x in g.items()} | {end - start + i: y for i, y in enumerate(made[1])}
         self._g.update({theirs.results[i]: x for i, x in results.items()})
@@ -160,7 +162,7 @@ class _Level:
         return stack(rows), [self._records[id(plan)] for plan in self._plan.loops]
 
 
-def _repeat(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: Node) -> Any:
+def _repeat_step(step: Callable[..., Any], init: Any, xs: Any, mine: Node, theirs: Node) -> Any:
     """Runs a step in each iteration of two scans, or on each device of two `shard_map`s."""
     ours, params = mine.eqn.params, theirs.eqn.params
     if theirs.eqn.primitive.name == "scan":
@@ -193,9 +195,9 @@ class Values:
         try:
             found = self._known.get(key)
         except TypeError:  # an unhashable parameter
-            return _bind(eqn, operands)
+            return _bind_rounded(eqn, operands)
         if found is None:
-            found = self._known[key] = _bind(eqn, operands), operands  # which keeps the ids of the operands
+            found = self._known[key] = _bind_rounded(eqn, operands), operands  # which keeps the ids of the operands
         return found[0]
 
     def cast(self, x: Any, dtype: Any) -> Any:
@@ -212,7 +214,7 @@ def _identify(operand: Any) -> Any:
     return id(operand) if isinstance(operand, jax.Array) else (np.asarray(operand).tobytes(), np.result_type(operand))
 
 
-def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def _bind_rounded(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     with eqn.ctx.manager:
         if eqn.primitive.name == "psum_invariant":  # which only check_vma=True knows
             return [lax.psum(operands[0], eqn.params["axes"])]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
+from ..._jaxpr import ENTERED, MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
 
 PRODUCTS = MATMULS
 SUMS = having(Fact.SUMS)
@@ -20,7 +20,6 @@ MULTIPLICATIONS = frozenset({"div", "mul"})  # only one operand is a cotangent
 MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | {
     "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
 }  # fmt: skip
-CALLS = having(Fact.CALLS) - {"custom_jvp_call", "custom_vjp_call"}
 
 
 def is_pairwise(eqn: JaxprEqn) -> bool:
@@ -42,42 +41,31 @@ def find_origins(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Ori
     # Captured arrays count as data: a loss function may capture its batch.
     origins = dict(zip(program.invars, arguments, strict=True)) | dict.fromkeys(program.constvars, Origin.DATA)
     for eqn in program.eqns:
-        origins |= _find_results(eqn, origins)
+        # An output may come from any of several sub-jaxprs: the branches of a cond, among which its predicate chooses.
+        bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
+        read = eqn.invars[:1] if eqn.primitive.name == "cond" else [] if bodies else eqn.invars
+        own = max((read_origin(atom, origins) for atom in read), default=Origin.CONSTANT)
+        origins |= dict.fromkeys(eqn.outvars, own)
+        for body in bodies:
+            inside = find_origins(body.program, list_argument_origins(body, origins))
+            for inner, outer in body.outputs:
+                origins[outer] = max(origins[outer], read_origin(inner, inside))  # type: ignore[index]
     return origins
 
 
 def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
     """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
-    arguments = tuple(read_origin(outer, origins) for outer, _ in body.inputs)
-    while body.carry and body.outputs:
-        inside = find_origins(body.program, arguments)
-        after = list(arguments)
-        for i in body.carry:
-            after[i] = max(after[i], read_origin(body.program.outvars[i - body.carry.start], inside))
-        if tuple(after) == arguments:
-            break
-        arguments = tuple(after)
-    return arguments
+    arguments, before = [read_origin(outer, origins) for outer, _ in body.inputs], list[Origin]()
+    while arguments != before:
+        before = list(arguments)
+        inside = find_origins(body.program, tuple(arguments))
+        for outer, i in zip(body.program.outvars, body.carry, strict=False):
+            arguments[i] = max(arguments[i], read_origin(outer, inside))
+    return tuple(arguments)
 
 
 def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
     return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
-
-
-def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin]:
-    bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
-    if not bodies:
-        origin = max((read_origin(atom, origins) for atom in eqn.invars), default=Origin.CONSTANT)
-        return dict.fromkeys(eqn.outvars, origin)
-    # An output may come from any of several sub-jaxprs, such as the branches of a cond.
-    results = dict.fromkeys(eqn.outvars, Origin.CONSTANT)
-    if eqn.primitive.name == "cond":
-        results = dict.fromkeys(eqn.outvars, read_origin(eqn.invars[0], origins))
-    for body in bodies:
-        inside = find_origins(body.program, list_argument_origins(body, origins))
-        for inner, outer in body.outputs:
-            results[outer] = max(results[outer], read_origin(inner, inside))  # type: ignore[index]
-    return results
 
 
 class Need(enum.IntEnum):
@@ -119,7 +107,7 @@ def find_marks(program: Jaxpr, needs: tuple[Need, ...], origins: tuple[Origin, .
     return _Walk(program, origins, dtype).go_back(needs)
 
 
-def is_narrower(dtype: Any, other: np.dtype) -> bool:
+def is_narrower_dtype(dtype: Any, other: np.dtype) -> bool:
     """True if a floating dtype is a proper subset of another."""
     if dtype is None or dtype == other:
         return False
@@ -168,7 +156,7 @@ class _Walk:
         need, name = max(needs, default=Need.NONE), eqn.primitive.name
         if need is Need.NONE:
             return None
-        if name in CALLS:
+        if name in ENTERED:
             return self._enter(eqn, needs)
         is_alone = all(self._is_read_for_this(var) for var in eqn.outvars)
         if need is Need.SUMMED and not (is_alone and self._leads_to_sum(eqn)):
@@ -195,7 +183,7 @@ class _Walk:
         """Returns the place of an equation that sums. A reduce dtype that is narrower than its dtype is an obstacle."""
         for var in eqn.outvars:
             dtype = float_dtype(var)
-            if dtype is not None and dtype != self._dtype and not is_narrower(dtype, self._dtype):
+            if dtype is not None and dtype != self._dtype and not is_narrower_dtype(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=False))
         return Upcasts(tuple(needs))
 
@@ -224,20 +212,17 @@ class _Walk:
     def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Upcasts | None:
         """Visits an equation with sub-jaxprs, with a fixed point over the carry of a loop."""
         bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
-        wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
-        wanted = {var: need for var, need in wanted.items() if need > Need.SUMMED or self._is_read_for_this(var)}
-        if not bodies or not any(wanted.values()):
+        pairs = zip(eqn.outvars, needs, strict=True)
+        inner = [need if need > Need.SUMMED or self._is_read_for_this(var) else Need.NONE for var, need in pairs]
+        if not bodies or not any(inner):
             return None
         origins = tuple(map(max, zip(*(list_argument_origins(body, self._origins) for body in bodies), strict=True)))
-        inner = tuple(wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs)
-        while True:
-            found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
-            after, carry = list(inner), bodies[0].carry
-            for i in carry:  # the needs of carry inputs are needs of carry outputs
-                after[i - carry.start] = max(after[i - carry.start], found[0].arguments[i])
-            if tuple(after) == inner:
-                break
-            inner = tuple(after)
+        carry, before, found = bodies[0].carry, list[Need](), list[Marks]()
+        while inner != before:
+            before = list(inner)
+            found = [find_marks(body.program, tuple(inner), origins, self._dtype) for body in bodies]
+            for n, i in enumerate(carry):  # the needs of carry inputs are needs of carry outputs
+                inner[n] = max(inner[n], found[0].arguments[i])
         entering = set()
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
@@ -245,7 +230,7 @@ class _Walk:
                 self._ask(need, outer)
                 if need is not Need.NONE and isinstance(outer, Var):
                     entering.add(outer)
-        return Upcasts(inner, origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
+        return Upcasts(tuple(inner), origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
 
     def _is_read_for_this(self, var: Var) -> bool:
         """True if all consumers of a value requested the upcast."""
@@ -267,5 +252,5 @@ class _Walk:
         for var in eqn.outvars:
             dtype = float_dtype(var)
             is_gradient = self._need_of(var) is Need.GRADIENT and self._origin(var) is Origin.DATA
-            if is_gradient and is_narrower(dtype, self._dtype):
+            if is_gradient and is_narrower_dtype(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))

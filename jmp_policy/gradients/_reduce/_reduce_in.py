@@ -140,7 +140,7 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
     narrowed = {name: [o for o in obstacles if not o.is_opaque] for name, obstacles in found.items()}
     is_refused = any(narrowed.values())
     told = narrowed if is_refused else found
-    lines = [f"{name or 'the argument'!r}: {_describe(ends[0])}" for name, ends in told.items() if ends]
+    lines = [f"{name or 'the argument'!r}: {_describe_obstacle(ends[0])}" for name, ends in told.items() if ends]
     where = "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *["..."] * (len(lines) > _SHOWN)])
     if is_refused:
         return (
@@ -157,6 +157,6 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
     ), False
 
 
-def _describe(obstacle: Obstacle) -> str:
+def _describe_obstacle(obstacle: Obstacle) -> str:
     line = find_line(obstacle.eqn)
     return f"{obstacle.eqn.primitive.name} in {obstacle.dtype}{line and f', at {line}'}"

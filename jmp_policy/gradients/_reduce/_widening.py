@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,17 +12,18 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.extend.source_info_util import new_name_stack
 
 from ..._jaxpr import AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
-from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower, is_pairwise
+from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower_dtype, is_pairwise
 
 
-def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
+def _write_wide_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
     """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible."""
     params = {**eqn.params, "preferred_element_type": dtype}
-    outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
-    direct = eqn.replace(invars=list(atoms), outvars=outvars, params=params)
+    [result], aval = eqn.outvars, cast(Any, eqn.outvars[0].aval)
+    made = type(result)(aval.update(dtype=dtype, weak_type=False))
+    direct = eqn.replace(invars=list(atoms), outvars=[made], params=params)
     if all(float_dtype(atom) == dtype for atom in atoms if is_float(atom)):
         body.equations.append(direct)
-        return outvars[0]
+        return made
     # XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
     # There the operands are cast first. TensorFloat-32 represents them exactly.
     casting = _CASTING.get(eqn.primitive.name, ("cpu",))
@@ -31,8 +32,8 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np
     place = Var(index.outvars[0].aval)
     body.equations.append(index.replace(outvars=[place]))
     params = {**choice.params, "branches": branches}
-    body.equations.append(choice.replace(invars=[place, *atoms], outvars=outvars, params=params))
-    return outvars[0]
+    body.equations.append(choice.replace(invars=[place, *atoms], outvars=[made], params=params))
+    return made
 
 
 def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
@@ -67,11 +68,6 @@ def _trace_choice(platforms: tuple[str, ...]) -> tuple[JaxprEqn, JaxprEqn]:
     return index, choice
 
 
-def _change_dtype(var: Var, dtype: np.dtype) -> Any:
-    aval: Any = var.aval
-    return aval.update(dtype=dtype, weak_type=False)
-
-
 _CASTING = {"conv_general_dilated": ("cpu", "cuda", "rocm")}  # platforms that need cast operands; for others: CPUs
 
 _NAMELESS = DebugInfo("product", "product", None, None)
@@ -93,7 +89,7 @@ class Widening(Rule):
         if context is None:
             return body.append(eqn, self._restore(eqn, values, body), traced)
         kinds = [
-            AbstractValue(self.dtype) if need and is_narrower(kind.dtype, self.dtype) else kind
+            AbstractValue(self.dtype) if need and is_narrower_dtype(kind.dtype, self.dtype) else kind
             for kind, need in zip(traced, context.needs, strict=True)
         ]
         name = eqn.primitive.name
@@ -101,7 +97,7 @@ class Widening(Rule):
             atoms = self._restore(eqn, values, body)
             if kinds == traced:
                 return body.append(eqn, atoms, kinds)
-            return [Value(write_product(eqn, atoms, body, self.dtype), kinds[0])]
+            return [Value(_write_wide_product(eqn, atoms, body, self.dtype), kinds[0])]
         if name == "convert_element_type" and values[0].kind.dtype is not None:
             return self._convert(eqn, values[0], body, kinds[0])
         if is_pairwise(eqn):
@@ -110,7 +106,7 @@ class Widening(Rule):
             atoms = self._restore(eqn, values, body)
         else:
             cast_up = lambda value: body.cast_once(value.atom, self.dtype, eqn)
-            atoms = [cast_up(v) if is_narrower(v.kind.dtype, self.dtype) else v.atom for v in values]
+            atoms = [cast_up(v) if is_narrower_dtype(v.kind.dtype, self.dtype) else v.atom for v in values]
         is_sum = name == SCATTERED_SUM and kinds != traced
         return body.append(eqn, atoms, kinds, eqn.params | _trace_addition(self.dtype) if is_sum else None)
 
@@ -121,7 +117,7 @@ class Widening(Rule):
         return self._restore_values(eqn, values, body, stays)
 
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
-        return functools.reduce(lambda a, b: b if is_narrower(a.dtype, b.dtype) else a, kinds)
+        return functools.reduce(lambda a, b: b if is_narrower_dtype(a.dtype, b.dtype) else a, kinds)
 
     def _convert(self, eqn: JaxprEqn, value: Value, body: JaxprBuilder, kind: AbstractValue) -> list[Value]:
         """Writes a cast, or omits it if the value already has the dtype, so that nothing rounds it in between."""

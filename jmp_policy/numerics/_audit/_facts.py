@@ -67,7 +67,7 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
     made, narrowest = _MAKING[step.name](step, facts) if step.name in _MAKING else "", None
     if made:
         dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
-        narrowest = find_narrowest([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
+        narrowest = find_narrowest_dtype([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
     return ValueFacts(
         given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
@@ -81,7 +81,7 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
     )
 
 
-def find_narrowest(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
+def find_narrowest_dtype(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
     """The dtype of the fewest bytes."""
     return min((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize, default=None)
 
@@ -124,7 +124,7 @@ def _follow_conversion(step: Step, fact: ValueFacts) -> ValueFacts:
     # Whole numbers and masks become floating: they keep their origin, and a mask is remembered as one.
     if source is None:
         return ValueFacts(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
-    narrowest = find_narrowest([fact.narrowest, target]) if fact.made else None
+    narrowest = find_narrowest_dtype([fact.narrowest, target]) if fact.made else None
     # An upcast loses nothing. It is remembered, to find values that are cast down again or were upcast to compute with.
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import CALLED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
+from ..._jaxpr import CALLED, ENTERED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import A_CONSTANT, TEXT_LENGTH, Words, describe_code, write_words
@@ -131,12 +131,12 @@ class _EdgeFinder:
 
     def find_sources(self, line: RecordedOp) -> list[Edge]:
         self._reads_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
-        found = _join(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+        found = _unite_edges(self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
         self._reads_bits = False
         return self._put_last(found)
 
     def find_results(self) -> list[Edge]:
-        return self._put_last(_join(self._follow_end(atom, (), ()) for atom in self._program.outvars))
+        return self._put_last(_unite_edges(self._follow_end(atom, (), ()) for atom in self._program.outvars))
 
     def _put_last(self, edges: list[Edge]) -> list[Edge]:
         """Puts literals last: they are in the program whether or not a run reaches them."""
@@ -203,8 +203,8 @@ class _EdgeFinder:
         made = self._list_makers(body).get(var)
         if made is not None:
             eqn, i = made
-            if not is_measurable(var) and eqn.primitive.name not in _ENTERED:
-                return _join(self._follow(atom, around, turns) for atom in eqn.invars)
+            if not is_measurable(var) and eqn.primitive.name not in ENTERED:
+                return _unite_edges(self._follow(atom, around, turns) for atom in eqn.invars)
             telling = find_telling_operand(eqn, i)
             if telling is not None:
                 _, scale, shift = telling
@@ -218,7 +218,7 @@ class _EdgeFinder:
     def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues inside the sub-jaxprs of the equation that made a value as its result `i`."""
         name = eqn.primitive.name
-        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in _ENTERED else []
+        bodies = [body for body in self._list_bodies(eqn) if body.outputs] if name in ENTERED else []
         after = [turns]
         if name == "scan":
             order, is_carried = _list_order(eqn), i < len(bodies[0].carry)
@@ -232,7 +232,7 @@ class _EdgeFinder:
             for inner in after
         ]
         start = [self._follow_end(_find_start(bodies[0], i), around, turns, eqn)] if name == "while" else []
-        return _join([*found, *start])
+        return _unite_edges([*found, *start])
 
     def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         """Continues outside a sub-jaxpr, from its argument `i`."""
@@ -241,7 +241,7 @@ class _EdgeFinder:
         given, is_carry, n = body.inputs[i][0], i in body.carry, i - body.carry.start
         if eqn.primitive.name != "scan" or self.is_merged(eqn):
             if is_carry:
-                return _join([self._carry(n, around, turns), self._follow_end(given, outside, turns, eqn)])
+                return _unite_edges([self._carry(n, around, turns), self._follow_end(given, outside, turns, eqn)])
             return self._follow(given, outside, turns)
         order, turn = _list_order(eqn), turns[-1]
         if is_carry and turn != order[0]:
@@ -275,11 +275,8 @@ def _list_makers(body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
     return {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
 
 
-def _join(found: Iterable[list[Edge]]) -> list[Edge]:
+def _unite_edges(found: Iterable[list[Edge]]) -> list[Edge]:
     return list(dict.fromkeys(edge for edges in found for edge in edges))
-
-
-_ENTERED = {*CALLED, "scan", "while", "cond"}
 
 
 def _find_start(body: SubJaxpr, i: int) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..._base import group_by_key, list_paths_to
-from ..._jaxpr import HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
+from ..._jaxpr import CUSTOM, HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row, identify
 from ._masks import CHOOSING
@@ -19,9 +19,6 @@ _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES,
 
 _ADDING = having(Fact.ADDS, Fact.SUMS) | MATMULS
 """Ops in which large values can cancel, so that only rounding error remains."""
-
-_OPAQUE = frozenset(("custom_jvp_call", "custom_vjp_call"))
-"""Only the results of functions with custom derivatives are measured."""
 
 _ROUNDING = 2.0**-18
 """A few float32 roundings relative to the terms of a sum, which are rounded themselves."""
@@ -97,7 +94,8 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
         adds, is_matmul = operation.name in _ADDING, operation.name in MATMULS
         bound = _ROUNDING * math.sqrt(operation.terms) * (math.prod(sizes) if is_matmul else max(sizes))
         cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
-        mixes = adds or operation.name in _OPAQUE  # one noisy operand does not make the result noise
+        # One noisy operand does not make the result noise. Of custom derivatives, only the results are measured.
+        mixes = adds or operation.name in CUSTOM
         if cancels or all(noisy) or (any(noisy) and (is_matmul or not mixes)):
             noise.update(made)
     return noise
@@ -177,7 +175,7 @@ def list_quantized_values(
         if operation.path not in layers:
             continue
         for indices in operation.reads:
-            format = _find_format(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
+            format = _name_quantized(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
             # The matmuls of the backward pass are quantized too in these formats.
             trains = isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
             if format and (direction == "forward" or trains):
@@ -186,7 +184,7 @@ def list_quantized_values(
     return found
 
 
-def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
+def _name_quantized(kind: Quantization, is_weight: bool, direction: str) -> str:
     """Returns the quantized format of an operand, or an empty string."""
     if isinstance(kind, Float8):
         return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"

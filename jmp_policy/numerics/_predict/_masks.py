@@ -88,13 +88,13 @@ def _find_masks(observed: ObservedProgram, rows: Sequence[Row], largest: float, 
         chain, indices = identify(step.around, step.eqn), {id(var): i for i, var in enumerate(step.eqn.outvars)}
         reads = [read(atom) for atom in step.operands]
         own = [rows_of.get((chain, indices.get(id(var), -1)), []) for var in step.results]
-        makes = [_follow(step, reads, measure(found), var) for var, found in zip(step.results, own, strict=True)]
+        makes = [_follow_masks(step, reads, measure(found), var) for var, found in zip(step.results, own, strict=True)]
         known.update(zip(step.results, makes, strict=True))
         visits.append(_Visit(step, reads, makes, own))
     return visits
 
 
-def _follow(step: Step, reads: Sequence[_Value], made: _Value, var: Any) -> _Value:
+def _follow_masks(step: Step, reads: Sequence[_Value], made: _Value, var: Any) -> _Value:
     """Returns a result, with the sign of its masks."""
     if step.name == "constant":
         return reads[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, split_axes, sub_jaxprs, walk
+from ..._jaxpr import MATMULS, Fact, Pass, Step, find_line, find_origin, having, split_axes, walk
 from ._report import REDUCING, Collective
 
 Node = Hashable
@@ -129,12 +129,12 @@ FindPlace = Callable[[str], tuple[str, Pass]]
 def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective], list[str]]:
     """Lists the collectives in the shard_maps of a jaxpr, and the lines of loops with an unknown trip count."""
     steps = list(walk(program, live_only=True))
-    flow = _follow(program, steps, find_place)
+    flow = _build_flow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
         if step.name in PRIMITIVES and (runs := _count_runs(step)):
-            found = list(_describe(step, runs, flow, find_place))
+            found = list(_make_rows(step, runs, flow, find_place))
             rows += found
             for n, (eqn, _) in enumerate(step.around):
                 if found and eqn.primitive.name == "while":
@@ -142,10 +142,9 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective
     return rows, list(loops)
 
 
-def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
+def _build_flow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flow:
     flow = Flow()
     flow.add("constant", None, map(id, program.constvars), [])
-    carried: dict[int, dict[int, Any]] = {}
     for step in steps:
         results, operands = [id(var) for var in step.results], [id(var) for var in step.operands]
         literals = [id(atom) for atom in step.operands if isinstance(atom, Literal)]
@@ -158,24 +157,12 @@ def _follow(program: Jaxpr, steps: Iterable[Step], find_place: FindPlace) -> Flo
         else:
             sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
             flow.add(step.name, find_place(step.scope)[1], results, operands, (sizes[0], sizes[-1]))
-        if step.name == "carry":  # the next iteration reads this value
-            eqn, body = step.around[-1]
-            if id(body) not in carried:
-                carried[id(body)] = _pair_iterations(eqn, body)
-            if (again := carried[id(body)].get(results[0])) is not None:
-                flow.join(results[0], id(again))
+        if step.again is not None:
+            flow.join(results[0], id(step.again))
     return flow
 
 
-def _pair_iterations(eqn: Any, body: Jaxpr) -> dict[int, Any]:
-    """Maps each carried argument of a loop to the output that becomes it in the next iteration."""
-    inside = next(inside for inside in sub_jaxprs(eqn) if inside.program is body)
-    if len(body.outvars) < len(inside.carry):  # the test of a `while`
-        return {}
-    return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
-
-
-def _describe(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
+def _make_rows(step: Step, runs: int, flow: Flow, find_place: FindPlace) -> Iterator[Collective]:
     """Makes one row for each array of a collective, unless its group is one device."""
     axes, devices = _find_group(step)
     if devices == 1:

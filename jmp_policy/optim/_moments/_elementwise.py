@@ -23,7 +23,7 @@ def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
     ['jit', 'reduce_sum']
     """
     for eqn in program.eqns:
-        if all(map(_is_number, (*eqn.invars, *eqn.outvars))):
+        if all(map(_is_scalar, (*eqn.invars, *eqn.outvars))):
             continue
         bodies = sub_jaxprs(eqn)
         if bodies:
@@ -59,12 +59,12 @@ def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
     return f"{eqns[-1].primitive.name} at {line}" if line else eqns[-1].primitive.name
 
 
-def _is_number(atom: Any) -> bool:
+def _is_scalar(atom: Any) -> bool:
     return math.prod(shape_of(atom)) <= 1
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
-    arrays = [atom for atom in eqn.invars if not _is_number(atom)]
+    arrays = [atom for atom in eqn.invars if not _is_scalar(atom)]
     if not arrays:  # only scalars
         return eqn.primitive.name == "broadcast_in_dim"
     shapes = {shape_of(atom) for atom in (*arrays, *eqn.outvars)}
@@ -74,5 +74,5 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
 def _keeps_places(eqn: JaxprEqn) -> bool:
     """True if sub-jaxprs read the arrays of the equation itself, not slices as in a scan."""
     return eqn.primitive.name not in ("scan", "while") or all(
-        isinstance(atom, Literal) or _is_number(atom) for atom in eqn.invars
+        isinstance(atom, Literal) or _is_scalar(atom) for atom in eqn.invars
     )
