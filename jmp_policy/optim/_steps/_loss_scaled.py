@@ -12,7 +12,6 @@ from jax.core import Tracer
 from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
 from ...loss_scale import (
     LossScale,
-    LossScaledState,
     NoOpLossScale,
     all_finite,
     has_scaled_state,
@@ -21,18 +20,15 @@ from ...loss_scale import (
 )
 from ._step import (
     MASKED,
-    ParameterUpdate,
-    Transformation,
-    check_transformation,
     explain_errors,
     keep_dtypes,
     overwrite_state,
     restore_float0,
     step,
     warn_of_half_params,
-    with_extra_args,
     zero_float0,
 )
+from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
 
 
 class _Operands(NamedTuple):

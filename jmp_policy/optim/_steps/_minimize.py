@@ -25,7 +25,8 @@ from ..._base import (
 from ...gradients import check_differentiable, scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
-from ._step import Params, Transformation, explain_errors, step
+from ._step import Params, explain_errors, step
+from ._transformation import Transformation
 
 
 @overload

@@ -18,14 +18,13 @@ from ...gradients import value_and_grad
 from ...loss_scale import (
     DynamicLossScale,
     LossScale,
-    LossScaledState,
     find_nodes,
     find_scaled_state,
     get_loss_scale,
     strip_variables,
 )
 from ...modules import find_adapter
-from ._step import Transformation, check_transformation
+from ._transformation import LossScaledState, Transformation, check_transformation
 
 if TYPE_CHECKING:
     from ...numerics import NonfiniteOrigin
