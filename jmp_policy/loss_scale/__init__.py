@@ -5,7 +5,7 @@ from ._loss_scale import (
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
-    register_with_flax as register_with_flax,
+    register_loss_scales as register_loss_scales,
 )
 from ._scaled_state import (
     ScaledState as ScaledState,

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._base import PyTree, describe, is_floating
-from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
+from ._loss_scale import DynamicLossScale, LossScale, register_loss_scales
 
 T = TypeVar("T")
 
@@ -50,14 +50,11 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
         got = jax.typeof(jnp.asarray(pred)) if is_array else repr(pred)
         raise AssertionError(f"expected boolean scalar, got {got}; for example: all_finite(grads)")
     pred = jnp.asarray(pred)
-    return jax.tree.map(lambda x, y: _select(pred, _as_array(x), _as_array(y)), a, b)
+    return jax.tree.map(functools.partial(_select_leaf, pred), a, b)
 
 
-def _as_array(leaf: Any) -> jax.Array:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def _select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+def _select_leaf(pred: jax.Array, x: Any, y: Any) -> jax.Array:
+    x, y = (leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in (x, y))
     return _select_bits(pred, x, y) if _is_narrow(x.dtype) and x.dtype == y.dtype else lax.select(pred, x, y)
 
 
@@ -110,6 +107,7 @@ class ScaledState:
     """Base class of `optim.LossScaledState`: the loss scale and the skipped steps beside the state of an optimizer."""
 
     __slots__ = ()
+    loss_scale: Any
 
     @staticmethod
     def _check_outermost(state: PyTree, *, in_step: bool) -> None:
@@ -143,7 +141,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
     >>> jmp.get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
     StaticLossScale(loss_scale=8.0)
     """
-    register_with_flax()
+    register_loss_scales()
     if isinstance(state, LossScale):
         return strip_variables(state)
     for node in find_nodes(state, ScaledState)[:1]:

@@ -12,15 +12,7 @@ import optax
 from jax import lax
 from jax.extend.core import Var
 
-from ..._base import (
-    PyTree,
-    is_half,
-    join_state,
-    keeps_small_updates,
-    next_state,
-    split_state,
-    warn_once,
-)
+from ..._base import PyTree, is_half, join_state, keeps_small_updates, next_state, split_state, warn_once
 from ...loss_scale import find_scaled_state, has_scaled_state
 from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
 
@@ -137,7 +129,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """
     check_transformation(tx, "tx")
     _check_shapes(grads, params)
-    with explain_errors(grads, params):
+    with explain_step_errors(grads, params):
         real_grads = zero_float0(grads)
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
@@ -170,7 +162,7 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
+def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
     """Adds notes to errors about trees that differ in structure or dtype, and about arguments that are missing."""
     try:
         yield

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from ..._base import PyTree, describe
-from ...loss_scale import LossScale, ScaledState, has_scaled_state, register_with_flax
+from ...loss_scale import LossScale, ScaledState, has_scaled_state, register_loss_scales
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 
@@ -83,7 +83,7 @@ class LossScaledState(_LossScaledFields, ScaledState):
     @property
     def loss_scale(self) -> LossScale:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The loss scale of the next step."""
-        register_with_flax()  # Flax's serialization reads a state by its fields, and may have been loaded after it
+        register_loss_scales()  # Flax's serialization reads a state by its fields, and may have been loaded after it
         return self[1]
 
     @staticmethod
