@@ -1,5 +1,17 @@
 """Shared helpers: error messages, memoization, JAX contexts, dtypes, casts of trees, float8 state, mesh axes."""
 
+from ._dtypes import (
+    DTypeLike as DTypeLike,
+    at_least_float32 as at_least_float32,
+    dtype_names as dtype_names,
+    half_dtype as half_dtype,
+    is_array as is_array,
+    is_floating as is_floating,
+    is_floating_dtype as is_floating_dtype,
+    is_half as is_half,
+    is_wider as is_wider,
+    parse_dtype as parse_dtype,
+)
 from ._float8_state import (
     OVERWRITE as OVERWRITE,
     explain_reuse as explain_reuse,
@@ -11,32 +23,24 @@ from ._float8_state import (
     prepare_leaf as prepare_leaf,
     prepare_state as prepare_state,
     read_leaf as read_leaf,
-    read_state as read_state,
+    restore_state as restore_state,
     split_state as split_state,
     write_leaf as write_leaf,
     zero_unused as zero_unused,
 )
-from ._json_log import (
-    JsonLog as JsonLog,
-    sum_arrays as sum_arrays,
-    sum_code as sum_code,
-    sum_program as sum_program,
-)
+from ._json_log import JsonLog as JsonLog, sum_arrays as sum_arrays, sum_code as sum_code, sum_program as sum_program
 from ._lazy import load_lazily as load_lazily
 from ._memory import (
     ACTIVE_POLICY as ACTIVE_POLICY,
     IN_FULL_PRECISION as IN_FULL_PRECISION,
     INFERRED as INFERRED,
     OBSERVING as OBSERVING,
+    REDUCING as REDUCING,
     TRACING as TRACING,
-    hold_given as hold_given,
-    is_searching as is_searching,
-    is_wider as is_wider,
     meet_reduce_dtype as meet_reduce_dtype,
     remember_on_class as remember_on_class,
     remember_recent as remember_recent,
     remember_weakly as remember_weakly,
-    search_reduce_dtype as search_reduce_dtype,
 )
 from ._mesh import (
     AxisName as AxisName,
@@ -55,6 +59,7 @@ from ._mesh import (
 )
 from ._messages import (
     describe as describe,
+    did_you_mean as did_you_mean,
     escape_controls as escape_controls,
     forget_warnings as forget_warnings,
     hide_frames as hide_frames,
@@ -66,7 +71,6 @@ from ._messages import (
 from ._rounding import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
     ROUNDING_SCOPE as ROUNDING_SCOPE,
-    is_half as is_half,
     join_float32 as join_float32,
     keep_rounding as keep_rounding,
     keeps_small_updates as keeps_small_updates,
@@ -79,7 +83,6 @@ from ._trees import (
     NO_VALUE as NO_VALUE,
     Args as Args,
     Aux as Aux,
-    DTypeLike as DTypeLike,
     KeyPath as KeyPath,
     Kwargs as Kwargs,
     Loss as Loss,
@@ -88,21 +91,13 @@ from ._trees import (
     R as R,
     Results as Results,
     Uncast as Uncast,
-    at_least_float32 as at_least_float32,
     cast_floating as cast_floating,
     cast_to_full as cast_to_full,
     cast_to_half as cast_to_half,
-    did_you_mean as did_you_mean,
     drop_value_key as drop_value_key,
-    dtype_names as dtype_names,
     first_floating_dtype as first_floating_dtype,
     flatten_function as flatten_function,
     floating_leaves as floating_leaves,
     group_by_key as group_by_key,
-    half_dtype as half_dtype,
-    is_array as is_array,
-    is_floating as is_floating,
-    is_floating_dtype as is_floating_dtype,
     list_paths_to as list_paths_to,
-    parse_dtype as parse_dtype,
 )

@@ -115,7 +115,7 @@ def write_leaf(values: jax.Array, leaf: jax.Array) -> jax.Array:
     return lax.convert_element_type(values, leaf.dtype)
 
 
-def read_state(tree: T) -> T:
+def restore_state(tree: T) -> T:
     """Converts the prepared state of a tree back to float32, for storage."""
     rest, state = split_state(tree)
     # The derivative of the conversion fails in JAX 0.10, and stored state needs none.

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._trees import PyTree, is_array
+from ._dtypes import is_array
+from ._trees import PyTree
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class JsonLog:
         if not whole and (first.startswith(text) or text.startswith(first)):
             return None  # cut off in the header
         try:
-            header, *lines = map(_read_line, whole.splitlines())
+            header, *lines = map(_parse_line, whole.splitlines())
             parsed = parse(header, lines)
             different = [key for key, value in self._header.items() if header[key] != value]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -68,20 +69,20 @@ class JsonLog:
     def start(self, **more: Any) -> None:
         """Writes the first line of a new file: the header, and values that are not compared."""
         if self._path is not None:
-            self._path.write_text(_write_line({**self._header, **more}), encoding="utf-8")
+            self._path.write_text(_format_line({**self._header, **more}), encoding="utf-8")
 
     def add(self, entry: dict[str, Any]) -> None:
         """Appends a line."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(_write_line(entry))
+                file.write(_format_line(entry))
 
 
-def _write_line(entry: dict[str, Any]) -> str:
+def _format_line(entry: dict[str, Any]) -> str:
     return json.dumps({**entry, "checksum": _sum_text(json.dumps(entry))}, allow_nan=False) + "\n"
 
 
-def _read_line(line: str) -> dict[str, Any]:
+def _parse_line(line: str) -> dict[str, Any]:
     entry = json.loads(line)
     if entry.pop("checksum") != _sum_text(json.dumps(entry)):
         raise ValueError

@@ -114,7 +114,9 @@ def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
     missing = [path for path, prefix in zip(paths, found, strict=True) if prefix is None]
     unused = [path for path in given if path not in found]
     if missing or unused:
-        words = [f"has none for {_show(missing)}"] * bool(missing) + [f"has {_show(unused)} beside it"] * bool(unused)
+        words = [f"has none for {_name_paths(missing)}"] * bool(missing) + [
+            f"has {_name_paths(unused)} beside it"
+        ] * bool(unused)
         raise ValueError(
             f"{name} does not fit the parameters: it {', and '.join(words)}. Pass one spec per array, or one "
             f"for a whole subtree. For example: {name} = jax.tree.map(lambda _: jax.P(), params)."
@@ -148,6 +150,6 @@ def find_splits(spec: PartitionSpec, axes: tuple, where: str) -> Splits:
     return tuple(splits)
 
 
-def _show(paths: Sequence[tuple]) -> str:
+def _name_paths(paths: Sequence[tuple]) -> str:
     names = ", ".join(jax.tree_util.keystr(path) or "the whole" for path in paths[:3])
     return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names

@@ -1,16 +1,18 @@
-"""Error messages: quoting values, and warnings at the user's line."""
+"""Error messages: quoting values, suggestions, and warnings at the user's line."""
 
+import difflib
 import functools
 import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import jax
 
 _LONGEST_QUOTE = 500
+_LONGEST_WORD = 100  # longer words are not compared with known names
 _LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
 
@@ -70,6 +72,15 @@ def shorten(text: str) -> str:
         return text
     half = (_LONGEST_QUOTE - 5) // 2
     return f"{text[: half + 1]} ... {text[-half:]}"
+
+
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """Suggests the nearest of `choices`, or lists all of them if none is near."""
+    choices = list(choices)
+    text = str(word).strip().lower()
+    near = difflib.get_close_matches(text, choices) if len(text) <= _LONGEST_WORD else []
+    near.sort(key=lambda choice: sorted(choice) != sorted(text))  # swapped letters first
+    return f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(map(repr, choices))}."
 
 
 def hide_frames(fun: F) -> F:

@@ -5,14 +5,14 @@ it. It keeps `reduce_precision`, and conversions behind a barrier.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._trees import DTypeLike, PyTree, is_floating_dtype
+from ._dtypes import DTypeLike
+from ._trees import PyTree
 
 ROUNDING_SCOPE = "jmp_rounding"
 """The scope in which operands are rounded to a quantized format and back; not part of a module path."""
@@ -22,12 +22,6 @@ PRODUCT_SCOPE = "jmp_product"
 
 _SMALLEST_NORMAL_F16 = 2.0**-14
 _SMALLEST_F16 = 2.0**-24
-
-
-def is_half(leaf: Any) -> bool:
-    """True for arrays of 16-bit floats."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and is_floating_dtype(dtype) and np.dtype(dtype).itemsize == 2
 
 
 def keeps_small_updates(tree: PyTree) -> bool:

@@ -1,113 +1,14 @@
-"""Casts of pytrees, and the names of floating dtypes."""
+"""Casts of pytrees, paths, and the arrays among the arguments and outputs of functions."""
 
-import difflib
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, Protocol, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 
+from ._dtypes import DTypeLike, half_dtype, is_array, is_floating, parse_dtype
 from ._float8_state import map_rest, split_state
-from ._messages import quote
-
-
-class SupportsDType(Protocol):
-    """Scalar type of JAX, such as `jnp.bfloat16`."""
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-
-DTypeLike = str | np.dtype[Any] | type[np.generic] | SupportsDType
-"""A dtype name, an `np.dtype`, or a scalar type of numpy, jax or ml_dtypes."""
-
-_LONGEST_WORD = 100  # longer words are not compared with known names
-
-_ALIASES = {"full": "float32", **{f"{f}{bits}": f"float{bits}" for bits in (16, 32, 64) for f in ("f", "fp")}}
-_ALIASES["bf16"] = "bfloat16"
-
-
-def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'") -> np.dtype:
-    """Reads a floating dtype; `where` and `example` complete the error. Equal dtypes are returned as one object."""
-    if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the fast path: every cast comes here
-        return _CANONICAL[spec]
-    if isinstance(spec, str):
-        name = spec.strip().lower()
-        if name == "half":
-            return np.dtype(half_dtype())
-        found = _BY_NAME.get(_ALIASES.get(name, name))
-    else:
-        found = _BY_NAME.get(_find_name(spec) or "")
-    if found is None:
-        known = did_you_mean(spec, dtype_names())
-        raise ValueError(f"Unknown dtype {quote(spec)}{where}. {known} For example: {example}.")
-    return found
-
-
-def half_dtype() -> Any:
-    """Returns the half-precision dtype of the default backend: `jnp.bfloat16` on TPU, `jnp.float16` elsewhere.
-
-    The result is the scalar type, so that `half_dtype()(2**15)` makes an array, as in DeepMind's `jmp`.
-
-    >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> jmp.half_dtype()(2.0**15).dtype in (jnp.float16, jnp.bfloat16)
-    True
-    """
-    return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
-
-
-@functools.cache  # `issubdtype` is slow
-def is_floating_dtype(dtype: DTypeLike) -> bool:
-    """True for real floating dtypes, but not for extended dtypes such as PRNG keys."""
-    return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """Returns float64 for 8-byte dtypes, else float32: the dtype to scale, sum or check values in."""
-    return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
-
-
-def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """Suggests the nearest of `choices`, or lists all of them if none is near."""
-    choices = list(choices)
-    text = str(word).strip().lower()
-    near = difflib.get_close_matches(text, choices) if len(text) <= _LONGEST_WORD else []
-    near.sort(key=lambda choice: sorted(choice) != sorted(text))  # swapped letters first
-    return f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(map(repr, choices))}."
-
-
-def dtype_names() -> list[str]:
-    """Returns all names that `parse_dtype` reads, canonical names first."""
-    return [*_BY_NAME, *_ALIASES, "half"]
-
-
-def _list_floating_dtypes() -> dict[str, np.dtype]:
-    """Lists the floating dtypes of JAX and ml_dtypes, including ones that they add later."""
-    common = {name: np.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")}
-    scalar_types = (getattr(ml_dtypes, name) for name in sorted(dir(ml_dtypes)))
-    exotic = {t.__name__: np.dtype(t) for t in scalar_types if isinstance(t, type) and is_floating_dtype(t)}
-    return common | exotic
-
-
-def _find_name(spec: DTypeLike) -> str | None:
-    # `np.dtype` accepts too much: Python's `float` as float64, and any object with a `dtype`, such as a Flax layer.
-    is_scalar_type = isinstance(spec, _JAX_SCALAR_TYPE) or (isinstance(spec, type) and issubclass(spec, np.generic))
-    if not isinstance(spec, np.dtype) and not is_scalar_type:
-        return None
-    try:
-        return np.dtype(spec).name
-    except TypeError:  # np.floating, say
-        return None
-
-
-_JAX_SCALAR_TYPE = type(jnp.float32)
-_BY_NAME = _list_floating_dtypes()
-_CANONICAL = {dtype: dtype for dtype in _BY_NAME.values()}
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,16 +80,6 @@ def cast_to_full(tree: T) -> T:
     return cast_floating(tree, np.float32)
 
 
-def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct]:
-    """True for arrays and `jax.ShapeDtypeStruct`."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-
-
-def is_floating(leaf: object) -> bool:
-    """True if `cast_floating` casts this leaf."""
-    return is_array(leaf) and is_floating_dtype(leaf.dtype)
-
-
 def first_floating_dtype(tree: PyTree) -> np.dtype | None:
     """Returns the dtype that JAX gives the first floating array of a tree, or None if there is none."""
     first = next(iter(floating_leaves(tree)), None)
@@ -204,11 +95,8 @@ def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = Non
 
 def _add_uncast(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
     """Extends `is_leaf` by `Uncast`."""
-    return _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
-
-
-def _is_uncast(node: object) -> bool:
-    return isinstance(node, Uncast)
+    is_uncast = lambda node: isinstance(node, Uncast)
+    return is_uncast if is_leaf is None else lambda node: is_uncast(node) or is_leaf(node)
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:

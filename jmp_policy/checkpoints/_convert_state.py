@@ -14,7 +14,16 @@ from .._base import describe, did_you_mean, escape_controls, is_floating, is_hal
 from ..loss_scale import DynamicLossScale
 from ..quant._weights import ARRAYS, is_quantized
 from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories
-from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit_history, is_abstract, pair_scales
+from ._values import (
+    Misfit,
+    Moment,
+    check_saved_scale,
+    convert_value,
+    find_moment_roles,
+    fit_history,
+    is_abstract,
+    pair_scales,
+)
 
 _MISSING = "is not in the checkpoint"
 
@@ -29,14 +38,14 @@ class Conversion:
     def __init__(self, saved: list[Entry], entries: list[Entry], is_ignored: Callable[[str], bool], target: Any):
         self._saved = {entry.path: entry for entry in saved}
         self._left = dict(self._saved)
-        roles = find_roles(target, entries)
+        roles = find_moment_roles(target, entries)
         self._saved_pairs: dict[Path, Parameter | Moment] = {**pair_memories(saved), **pair_scales(saved, roles)}
         self._saved_memories = {pair.other.path for pair in self._saved_pairs.values() if isinstance(pair, Parameter)}
         pairs = [*pair_memories(entries).values(), *pair_scales(entries, roles).values()]
         self._pair_of = {entry.path: pair for pair in pairs for entry in (pair.entry, pair.other)}
         self._memories = {pair.other.path for pair in pairs if isinstance(pair, Parameter)}
         self._is_ignored = is_ignored
-        self._scales = _find_scales(target)
+        self._scales = _find_dynamic_scales(target)
         self._problems: dict[str, str] = {}
 
     def convert(self, entry: Entry) -> Any:
@@ -48,7 +57,7 @@ class Conversion:
         found = self._take(decisive.path)
         try:
             if self._is_ignored(decisive.name):
-                return _keep(entry, "is ignored")
+                return _keep_target(entry, "is ignored")
             return self._begin(entry) if found is None else self._convert(entry, pair, found)
         except Misfit as misfit:
             self._problems[entry.name] = str(misfit)
@@ -85,14 +94,14 @@ class Conversion:
             return convert_value(value if entry is pair.entry else other, entry.value)
         is_loss_scale = entry.path[-1:] == ("loss_scale",) and entry.name in self._scales
         if is_loss_scale or (entry.part == "float8" and entry.path[-1].endswith("scale")):
-            check_scale(found.value)
+            check_saved_scale(found.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
         value = found.value if saved is None else saved.decode()
         if is_half(entry.value) and is_floating(value):
             value = round_to_half(value, entry.value.dtype)
         if is_loss_scale:
-            value = _clip(value, self._scales[entry.name])
+            value = _clip_to_bounds(value, self._scales[entry.name])
         return convert_value(value, entry.value)
 
     def _begin(self, entry: Entry) -> Any:
@@ -106,9 +115,9 @@ class Conversion:
             number = scale.hysteresis - 1
         elif entry.part == "loss_scale":
             number = _INITIAL.get(last)
-            number = float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
+            number = float(_clip_to_bounds(number, scale)) if last == "loss_scale" and scale is not None else number
         if number is None or not is_abstract(entry.value):
-            return _keep(entry, _MISSING)
+            return _keep_target(entry, _MISSING)
         return convert_value(np.full(entry.value.shape, number, entry.value.dtype), entry.value)
 
 
@@ -117,13 +126,13 @@ def _is_own(entry: Entry, memories: Container[Path]) -> bool:
     return entry.path in memories if entry.part in MEMORIES else bool(entry.part)
 
 
-def _keep(entry: Entry, why: str) -> Any:
+def _keep_target(entry: Entry, why: str) -> Any:
     if is_abstract(entry.value):
         raise Misfit(f"{why}, and an abstract target has no value for it")
     return entry.value
 
 
-def _find_scales(target: Any) -> dict[str, DynamicLossScale]:
+def _find_dynamic_scales(target: Any) -> dict[str, DynamicLossScale]:
     """Returns the dynamic loss scales of a tree, by the name of each of their arrays."""
     is_scale = lambda node: isinstance(node, DynamicLossScale)
     scales = {}
@@ -133,7 +142,7 @@ def _find_scales(target: Any) -> dict[str, DynamicLossScale]:
     return scales
 
 
-def _clip(value: Any, scale: DynamicLossScale) -> Any:
+def _clip_to_bounds(value: Any, scale: DynamicLossScale) -> Any:
     return jnp.clip(jnp.asarray(value, jnp.float32), scale.min_loss_scale, scale.max_loss_scale)
 
 

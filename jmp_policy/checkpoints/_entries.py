@@ -37,7 +37,7 @@ class Entry:
 def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
     saved_nested, saved_values = _nest(saved)
     nested, values = _nest(target)
-    return _list_entries(_align_float8(saved_nested, nested), saved_values), _list_entries(nested, values)
+    return _name_entries(_align_float8(saved_nested, nested), saved_values), _name_entries(nested, values)
 
 
 def _nest(tree: Any) -> tuple[Nested, list[Any]]:
@@ -65,7 +65,7 @@ def _align_float8(saved: Nested, target: Nested) -> Nested:
     return {key: _align_float8(child, target.get(key)) for key, child in saved.items()}
 
 
-def _list_entries(nested: Nested, values: list[Any]) -> list[Entry]:
+def _name_entries(nested: Nested, values: list[Any]) -> list[Entry]:
     numbers = jax.tree.leaves(nested)
     float8 = {index for index, name in zip(numbers, name_state(nested), strict=True) if name}
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from .._base import describe, is_array, is_floating_dtype
-from ..optim._moments import CODES, MomentBlocks, Shape, dequantize, find_role, list_roles, quantize
+from ..optim._moments import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
 from ..quant._weights import ARRAYS, Layout, describe_arrays, is_quantized, list_arrays, quantize_array
@@ -33,7 +33,7 @@ class Moment(Pair):
         if not self.is_quantized:
             return self.entry.value
         blocks = MomentBlocks(jnp.asarray(self.entry.value), jnp.asarray(self.other.value))
-        return dequantize(blocks, CODES[self.role], self._sides)
+        return dequantize_moment(blocks, CODES[self.role], self._sides)
 
     def encode(self, found: Entry, saved: Any) -> tuple[Any, Any]:
         value, shape = found.value if saved is None else saved.decode(), self.entry.value.shape
@@ -43,7 +43,7 @@ class Moment(Pair):
             return saved.entry.value, saved.other.value
         if found.value.shape != shape:
             raise Misfit(f"was saved in the shape {found.value.shape}, the target has {shape}")
-        return quantize(jnp.asarray(value, jnp.float32), CODES[self.role], self._sides)
+        return quantize_moment(jnp.asarray(value, jnp.float32), CODES[self.role], self._sides)
 
     @property
     def _sides(self) -> Shape:
@@ -51,7 +51,7 @@ class Moment(Pair):
         return tuple(length // max(count, 1) for length, count in lengths)
 
 
-def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
+def find_moment_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
     """Returns the roles of moments by path, from their classes, or from names if `nnx.state` dropped the classes."""
     roles = list_roles(target, is_leaf=is_quantized)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}
@@ -99,7 +99,7 @@ def convert_value(saved: Any, like: Any) -> Any:
             raise Misfit(f"was saved as {sizes}, the target has {wanted}")
         return jax.tree.map(_place, new, like)
     if isinstance(saved, QuantizedArray | Mapping):
-        saved = _dequantize(saved, like)
+        saved = _dequantize_saved(saved, like)
     if not is_array(like):
         return _convert_number(saved, like)
     return _place(_convert_array(saved, like), like)
@@ -114,9 +114,9 @@ def fit_history(saved: Any, like: Any) -> Any:
     return jnp.concatenate([newest, unknown, others], -1)
 
 
-def check_scale(saved: Any) -> None:
+def check_saved_scale(saved: Any) -> None:
     """Raises a `Misfit` if a saved scale is nan, zero, negative or infinite."""
-    numbers = _read_numbers(saved)
+    numbers = _read_elements(saved)
     bad = numbers[~((numbers > 0) & (numbers < np.inf))]
     if bad.size:
         raise Misfit(f"was saved as {bad[0]}, but a scale is a positive finite number, such as 1024.0")
@@ -130,14 +130,14 @@ def _check_stored_scales(saved: Any) -> None:
     """Raises a `Misfit` if a scale of a quantized weight is nan, negative or infinite; a block of zeros has 0."""
     for name in ("scale", "tensor_scale", "input_clip", "input_scale"):
         array = saved.get(name) if isinstance(saved, Mapping) else getattr(saved, name)
-        numbers = _read_numbers(array)
+        numbers = _read_elements(array)
         bad = numbers[~((numbers >= 0) & (numbers < np.inf))]
         if bad.size:
             article = "an" if name.startswith("i") else "a"
             raise Misfit(f"was saved with {article} {name} of {bad[0]}, which a weight with finite values cannot have")
 
 
-def _read_numbers(saved: Any) -> np.ndarray:
+def _read_elements(saved: Any) -> np.ndarray:
     """Returns the elements of a saved array; none if it is None or this process cannot read them all."""
     is_readable = not isinstance(saved, jax.Array) or (not isinstance(saved, Tracer) and saved.is_fully_addressable)
     is_given = saved is not None and is_readable and not isinstance(saved, jax.ShapeDtypeStruct)
@@ -148,13 +148,13 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
     """Returns a weight in the format of `like`, from saved arrays or quantized from floats."""
     if isinstance(saved, QuantizedArray):
         if (type(saved.format), saved.layout) != (type(like.format), like.layout):
-            raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+            raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
         saved = list_arrays(saved)
     if isinstance(saved, Mapping):
         arrays = dict.fromkeys(ARRAYS) | {name: jnp.asarray(array) for name, array in saved.items()}
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
-        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+        raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     clip = _choose_clip(None, like)
     made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout, input_clip=clip)
     return dataclasses.replace(made, input_clip=clip)
@@ -167,18 +167,18 @@ def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
     return like.input_clip if saved is None else saved
 
 
-def _dequantize(saved: Any, like: Any) -> Any:
+def _dequantize_saved(saved: Any, like: Any) -> Any:
     """Dequantizes a saved weight. The dtypes and shapes of a dict of arrays tell its format."""
     if isinstance(saved, QuantizedArray):
         return saved.dequantize(like.dtype if is_array(like) and is_floating_dtype(like.dtype) else None)
     if not is_array(like):
-        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+        raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
     arrays |= {name: jnp.asarray(array) for name, array in saved.items()}
     format, layout = _read_layout(arrays, like.shape)
     weight = QuantizedArray(**arrays, format=format, layout=layout, dtype=np.dtype(np.float32))
     if weight.shape != like.shape:
-        raise Misfit(f"was saved as {_describe(weight)}, the target has {_describe(like)}")
+        raise Misfit(f"was saved as {_describe_value(weight)}, the target has {_describe_value(like)}")
     return weight.dequantize()
 
 
@@ -211,7 +211,7 @@ def _convert_number(saved: Any, like: Any) -> Any:
             return type(like)(saved)
     elif type(saved) is type(like):
         return saved
-    raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
 
 
 def _convert_array(saved: Any, like: Any) -> Any:
@@ -220,7 +220,7 @@ def _convert_array(saved: Any, like: Any) -> Any:
     dtype = np.dtype(like.dtype)
     given: Any = saved if is_array(saved) else np.asarray(saved)
     if given.shape != like.shape or not _is_same_kind(given.dtype, dtype):
-        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+        raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     if given.dtype == dtype:
         return given
     with np.errstate(over="ignore", invalid="ignore"):
@@ -236,7 +236,7 @@ def _convert_key(saved: Any, like: Any) -> Any:
     elif is_array(like) and like.dtype == np.uint32 and _is_key(saved):
         saved = jax.random.key_data(saved)  # pyright: ignore[reportArgumentType]
     if not is_array(saved) or saved.shape != like.shape or saved.dtype != like.dtype:
-        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+        raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     return saved
 
 
@@ -263,7 +263,7 @@ def _place(array: Any, like: Any) -> Any:
     return array if getattr(array, "sharding", None) == sharding else jax.device_put(array, sharding)
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a quantized weight"
     if not isinstance(value, QuantizedArray) and is_array(value):

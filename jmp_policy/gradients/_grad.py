@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack, overload
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 from .._base import (
     NO_VALUE,
+    REDUCING,
     Args,
     Aux,
     DTypeLike,
@@ -21,17 +23,19 @@ from .._base import (
     describe,
     explain_reuse,
     hide_frames,
-    hold_given,
+    is_wider,
     map_parts,
+    meet_reduce_dtype,
     prepare_state,
     quote,
-    search_reduce_dtype,
     warn_once,
     warn_user,
     zero_unused,
 )
 from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
 from ..modules import find_lifting_adapter
+
+T = TypeVar("T")
 
 
 class _GradOptions(TypedDict, total=False):
@@ -266,8 +270,45 @@ def _reduce_gradients(
 
     if dtype is None:
         return search_reduce_dtype(compute_in_found)
-    with hold_given():
+    with nullcontext() if REDUCING.value else REDUCING(_Search("given")):  # an outer search goes on
         return compute_in(dtype, on_opaque)
+
+
+class _Search(NamedTuple):
+    """The value of `REDUCING` in our gradient functions."""
+
+    known: str = ""  # the name of the dtype that was found, or "given" if the caller gave one
+
+    def meet(self, dtype: np.dtype) -> None:
+        """Ends the trace if a policy has a wider reduce dtype than those before."""
+        if self.known != "given" and (not self.known or is_wider(dtype, np.dtype(self.known))):
+            raise _Met(dtype)
+
+
+class _Met(BaseException):
+    """Ends a trace. Not an `Exception`, so that handlers in user code do not catch it."""
+
+    def __init__(self, dtype: np.dtype):
+        super().__init__(dtype)
+        self.dtype = dtype
+
+
+def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
+    """Calls `take_gradients(None)`, and again with the widest reduce dtype of the policies that it meets, if any.
+
+    Policies are found only by tracing. So the first boundary with a reduce dtype ends the trace, and the gradients are
+    computed again with that dtype.
+    """
+    dtype: np.dtype | None = None
+    while True:
+        try:
+            with REDUCING(_Search("" if dtype is None else dtype.name)):
+                made = take_gradients(dtype)
+            break
+        except _Met as met:
+            dtype = met.dtype
+    meet_reduce_dtype(dtype)  # for nested gradients
+    return made
 
 
 def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:

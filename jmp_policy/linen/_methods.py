@@ -23,9 +23,9 @@ from .._base import (
     cast_floating,
     hide_frames,
     prepare_state,
-    read_state,
     remember_on_class,
     remember_recent,
+    restore_state,
     warn_once,
 )
 from ..modules import Hook, ModuleCall, cast_arguments, cast_result, check_no_cast, matmul_precision, widen_policy
@@ -102,7 +102,7 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
     @hide_frames
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
+        return restore_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 

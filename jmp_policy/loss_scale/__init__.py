@@ -5,12 +5,11 @@ from ._loss_scale import (
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
-    register_with_flax as register_with_flax,
+    register_loss_scales as register_loss_scales,
 )
 from ._scaled_state import (
-    LossScaledState as LossScaledState,
+    ScaledState as ScaledState,
     all_finite as all_finite,
-    check_outermost as check_outermost,
     find_nodes as find_nodes,
     find_scaled_state as find_scaled_state,
     get_loss_scale as get_loss_scale,

@@ -55,7 +55,7 @@ class LossScale(Uncast):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        register_with_flax()  # this process may not have made a loss scale yet
+        register_loss_scales()  # this process may not have made a loss scale yet
 
 
 @jax.tree_util.register_static
@@ -70,7 +70,7 @@ class NoOpLossScale(LossScale):
     """
 
     def __post_init__(self) -> None:
-        register_with_flax()
+        register_loss_scales()
 
     def __reduce__(self) -> tuple:
         return type(self), ()  # without attributes, a pickle does not call __setstate__
@@ -111,7 +111,7 @@ class StaticLossScale(LossScale):
     def __post_init__(self) -> None:
         number = check_constant(self.loss_scale)
         object.__setattr__(self, "loss_scale", float(self.loss_scale) if number is None else number)
-        register_with_flax()
+        register_loss_scales()
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -184,7 +184,7 @@ class DynamicLossScale(LossScale):
         consecutive_hysteresis: bool = False,
         credits: Any = None,
     ):
-        register_with_flax()
+        register_loss_scales()
         start = check_scale(loss_scale)
         warn_if_not_floating(loss_scale, "loss_scale")
         warn_if_not_floating(min_loss_scale, "min_loss_scale")
@@ -255,11 +255,11 @@ class DynamicLossScale(LossScale):
     def tree_unflatten(cls, settings: tuple, leaves: tuple) -> "DynamicLossScale":
         new = object.__new__(cls)
         new._assign(settings, leaves)
-        register_with_flax()
+        register_loss_scales()
         return new
 
 
-def register_with_flax() -> None:
+def register_loss_scales() -> None:
     """Registers loss scales with `flax.serialization` if it is loaded. Called wherever one is made or received."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or serialization.is_serializable(DynamicLossScale):

@@ -21,10 +21,10 @@ NEVER = 2**31  # an int32 counter never completes a longer period
 
 def check_scale(value: object) -> float | None:
     """Checks that a value can be a scale, and returns its number if it can be read."""
-    number = _read_scale(value)
+    number = _read_number(value)
     if number is None:  # a tracer, or a placeholder with which JAX rebuilds a tree
         is_array = hasattr(value, "shape") or type(value) is object
-        _check(is_array, "loss_scale", value, "a positive number", "2.0**15")
+        _require(is_array, "loss_scale", value, "a positive number", "2.0**15")
     else:
         _check_normal(number, "loss_scale", value, "2.0**15")
     return number
@@ -32,7 +32,7 @@ def check_scale(value: object) -> float | None:
 
 def check_constant(value: object) -> float | None:
     """Like `check_scale`, but warns of zero."""
-    if _read_scale(value) != 0:
+    if _read_number(value) != 0:
         return check_scale(value)
     warn_user(
         "loss_scale=0 makes every gradient 0 / 0, which is nan. For example: StaticLossScale(2.0**15), or "
@@ -50,11 +50,11 @@ def check_settings(
     hysteresis: int | float,
 ) -> dict[str, Any]:
     """Checks the settings of a dynamic loss scale, and returns them as Python numbers."""
-    _check(factor > 1, "factor", factor, "greater than one", "2")
+    _require(factor > 1, "factor", factor, "greater than one", "2")
     floor, ceiling, backoff = _read_floor(min_loss_scale), float(max_loss_scale), backoff_factor
     backoff = float(1 / factor if backoff is None else backoff)
-    _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
-    _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
+    _require(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
+    _require(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
     return {
         "period": _read_count(period, "period", "2000"),
         "factor": float(factor),
@@ -132,14 +132,14 @@ def _read_floor(value: Any) -> float:
 def _read_count(value: Any, name: str, example: str) -> int:
     is_whole = isinstance(value, float | np.floating) and float(value).is_integer()  # DeepMind's jmp accepts these
     is_count = is_whole or hasattr(value, "__index__")
-    _check(is_count and value >= 1, name, value, "a positive int", example)
+    _require(is_count and value >= 1, name, value, "a positive int", example)
     return int(value)
 
 
-def _read_scale(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     """Returns the number in a value, or None if it cannot be read now."""
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
-    _check(not is_bool, "loss_scale", value, "a positive number", "2.0**15")
+    _require(not is_bool, "loss_scale", value, "a positive number", "2.0**15")
     check_scalar(value, "loss_scale")
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
     if isinstance(value, jax.Array):
@@ -153,11 +153,11 @@ def _read_scale(value: Any) -> float | None:
 
 
 def _check_normal(number: float, name: str, value: object, example: str) -> None:
-    _check(0 < number < math.inf, name, value, "a positive number", example)
+    _require(0 < number < math.inf, name, value, "a positive number", example)
     of_float32 = "a normal number of float32, from 2.0**-126 to 2.0**128"
-    _check(SMALLEST <= number <= LARGEST, name, value, of_float32, example)
+    _require(SMALLEST <= number <= LARGEST, name, value, of_float32, example)
 
 
-def _check(holds: object, name: str, value: object, must_be: str, example: str) -> None:
+def _require(holds: object, name: str, value: object, must_be: str, example: str) -> None:
     if not holds:
         raise ValueError(f"{name} must be {must_be}, got {quote(value)}. For example: {name}={example}.")

@@ -1,7 +1,7 @@
-"""State of a loss-scaled optimizer, the loss scale in any state, and checks for finite elements."""
+"""The loss scale in any state, and checks for finite elements."""
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._base import PyTree, describe, is_floating
-from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
+from ._loss_scale import DynamicLossScale, LossScale, register_loss_scales
 
 T = TypeVar("T")
 
@@ -50,14 +50,11 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
         got = jax.typeof(jnp.asarray(pred)) if is_array else repr(pred)
         raise AssertionError(f"expected boolean scalar, got {got}; for example: all_finite(grads)")
     pred = jnp.asarray(pred)
-    return jax.tree.map(lambda x, y: _select(pred, _as_array(x), _as_array(y)), a, b)
+    return jax.tree.map(functools.partial(_select_leaf, pred), a, b)
 
 
-def _as_array(leaf: Any) -> jax.Array:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def _select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+def _select_leaf(pred: jax.Array, x: Any, y: Any) -> jax.Array:
+    x, y = (leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in (x, y))
     return _select_bits(pred, x, y) if _is_narrow(x.dtype) and x.dtype == y.dtype else lax.select(pred, x, y)
 
 
@@ -106,92 +103,27 @@ def _is_finite(x: Any) -> jax.Array:
     return lax.reduce_and(lax.is_finite(x), axes=tuple(range(x.ndim)))  # a fifth of the Python calls of jnp
 
 
-# Optax transformations that advance when a `loss_scaled` inside skips a step, by the name of their state (this module
-# does not load optax), each with the form that goes inside of `loss_scaled`.
-_NEVER_OUTSIDE = {
-    "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # loss_scaled replaces it
-    "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
-    "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
-    "optax.MultiStepsState": "optax.MultiSteps(optax.adamw(1e-3), 4)",
-    "optax.SAMState": "optax.contrib.sam(optax.adamw(1e-3), adv_optimizer)",
-    "optax.ScheduleFreeState": "optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3)",
-}
-# These advance if their other parts have state. Their states are also plain containers (a tuple of the states of two
-# optimizers), so only the code that applies the transformation can tell.
-_NOT_OUTSIDE_IN_A_STEP = {
-    "builtins.tuple": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
-    "collections.OrderedDict": "optax.named_chain(('clip', optax.clip(1.0)), ('adamw', optax.adamw(1e-3)))",
-    "optax.ConditionallyMaskState": "optax.conditionally_mask(optax.adamw(1e-3), should_transform_fn)",
-    "optax.ConditionallyTransformState": "optax.conditionally_transform(optax.adamw(1e-3), should_transform_fn)",
-    "optax.InjectStatefulHyperparamsState": "optax.inject_hyperparams(optax.adamw)(schedule)",
-    "optax.MaskedState": "optax.masked(optax.adamw(1e-3), mask)",
-    "optax.PartitionState": "optax.partition({'matrix': optax.adamw(1e-3), 'vector': optax.sgd(1e-2)}, labels)",
-}
-
-
-class _LossScaledFields(NamedTuple):
-    inner_state: Any
-    loss_scale: LossScale
-    grads_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
-
-
-class LossScaledState(_LossScaledFields):
-    """State of `optim.loss_scaled`, a `NamedTuple`.
-
-    Attributes:
-      inner_state: the state of the wrapped transformation.
-      loss_scale: the loss scale of the next step.
-      grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
-      skipped_steps: the number of skipped steps, an int32 scalar.
-      consecutive_skips: the number of skipped steps since the last finite one, an int32 scalar.
-
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
-    >>> bool(state.grads_finite), int(state.skipped_steps)
-    (True, 0)
-    """
+class ScaledState:
+    """Base class of `optim.LossScaledState`: the loss scale and the skipped steps beside the state of an optimizer."""
 
     __slots__ = ()
+    loss_scale: Any
 
-    @property
-    def loss_scale(self) -> LossScale:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The loss scale of the next step."""
-        register_with_flax()  # Flax's serialization reads a state by its fields, and may have been loaded after it
-        return self[1]
+    @staticmethod
+    def _check_outermost(state: PyTree, *, in_step: bool) -> None:
+        """Raises if a scaled state is inside of a transformation that advances on a skipped step."""
+        raise NotImplementedError
 
 
 def has_scaled_state(state: PyTree) -> bool:
-    return bool(find_nodes(state, LossScaledState))
-
-
-def check_outermost(state: PyTree, *, in_step: bool) -> None:
-    """Raises if `loss_scaled` is inside the optax transformation that made this state, as far as that can be told."""
-    right_nestings = _NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP if in_step else _NEVER_OUTSIDE
-
-    def is_outside(node: Any) -> bool:  # `inject_hyperparams` of numbers has only a count that nobody reads
-        return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
-
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LossScaledState) or is_outside(node))
-    for node in nodes:
-        if is_outside(node) and has_scaled_state(node):
-            raise ValueError(
-                f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation with the state "
-                f"{type(node).__name__}, which advances when they skip a step. For example: "
-                f"loss_scaled({right_nestings[_type_name(node)]}, policy.loss_scale())."
-            )
-
-
-def _type_name(node: Any) -> str:
-    return f"{type(node).__module__.partition('.')[0]}.{type(node).__name__}"
+    return bool(find_nodes(state, ScaledState))
 
 
 def find_nodes(tree: PyTree, kind: type[T]) -> list[T]:
     """Lists the nodes of a type in a tree. Does not look into the inner state of a `LossScaledState`."""
-    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (kind, LossScaledState)))
+    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (kind, ScaledState)))
     if kind is LossScale:
-        nodes = [node.loss_scale if isinstance(node, LossScaledState) else node for node in nodes]
+        nodes = [node.loss_scale if isinstance(node, ScaledState) else node for node in nodes]
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -209,10 +141,11 @@ def get_loss_scale(state: PyTree) -> LossScale:
     >>> jmp.get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
     StaticLossScale(loss_scale=8.0)
     """
-    register_with_flax()
+    register_loss_scales()
     if isinstance(state, LossScale):
         return strip_variables(state)
-    check_outermost(state, in_step=False)
+    for node in find_nodes(state, ScaledState)[:1]:
+        node._check_outermost(state, in_step=False)
     found = find_nodes(state, LossScale)
     if len(found) != 1:
         is_tree = state is not None and not jax.tree_util.all_leaves([state])
@@ -224,9 +157,9 @@ def get_loss_scale(state: PyTree) -> LossScale:
     return strip_variables(found[0])
 
 
-def find_scaled_state(state: PyTree) -> LossScaledState:
+def find_scaled_state(state: PyTree) -> Any:
     """Finds the one state of `optim.loss_scaled` in a tree, without its inner state."""
-    found = find_nodes(state, LossScaledState)
+    found: list[Any] = find_nodes(state, ScaledState)
     if len(found) != 1:
         raise ValueError(
             f"Expected a state that holds exactly one LossScaledState, got {type(state).__name__} with {len(found)}. "

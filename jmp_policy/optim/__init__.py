@@ -24,8 +24,8 @@ Half-precision parameters:
 import typing as _typing
 
 from .._base import load_lazily as _load_lazily
-from ..loss_scale import LossScaledState as LossScaledState
 from ._steps import (
+    LossScaledState as LossScaledState,
     SkippedStep as SkippedStep,
     accumulate as accumulate,
     clip_by_global_norm as clip_by_global_norm,

@@ -102,7 +102,7 @@ class StateReport(Report):
 
     def _list_tables(self, width: int | None) -> list[Table]:
         columns = [*make_columns("parameter, role, dtype, block", "bytes"), Column("left", wraps=True)]
-        return [Table(columns, [_list_cells(row) for row in self.rows])]
+        return [Table(columns, [_format_row(row) for row in self.rows])]
 
     def _list_notes(self) -> list[str]:
         share = f"{self.moment_bytes / self.float32_bytes:.3g} of" if self.float32_bytes else "of"
@@ -131,9 +131,11 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
     """
     is_quantized = lambda node: isinstance(node, QuantizedMomentsState)
     has_blocks = any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
-    joined = jax.tree.map(lambda node: _join(node) if is_quantized(node) else node, state, is_leaf=is_quantized)
+    joined = jax.tree.map(
+        lambda node: _pair_with_scales(node) if is_quantized(node) else node, state, is_leaf=is_quantized
+    )
     rows = tuple(
-        _make_row(show_path(path), role, moment, has_blocks)
+        _make_moment_row(show_path(path), role, moment, has_blocks)
         for role, field in list_moments(joined)
         for path, moment in jax.tree_util.tree_leaves_with_path(field, is_leaf=_is_blocks)
         if is_array(moment) or _is_blocks(moment)
@@ -143,7 +145,7 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
     return StateReport(tuple(sorted(rows, key=lambda row: row.path)), total - sum(row.bytes for row in rows), count)
 
 
-def _join(state: QuantizedMomentsState) -> Any:
+def _pair_with_scales(state: QuantizedMomentsState) -> Any:
     """Pairs the moments of an optimizer with their scales."""
     scales: Iterator[Any] = iter(jax.tree.leaves(state.scales))
     join = lambda moment: MomentBlocks(moment, next(scales))
@@ -154,17 +156,19 @@ def _is_blocks(node: Any) -> bool:
     return isinstance(node, MomentBlocks)
 
 
-def _make_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:
+def _make_moment_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:
     codes, scale = moment if _is_blocks(moment) else (moment, None)
     size = _count_bytes(codes) + (0 if scale is None else _count_bytes(scale))
     bits, wide = 8 * codes.dtype.itemsize, 4 * codes.size
     if scale is not None and codes.dtype == np.uint8:
         sides = [length // max(count, 1) for length, count in zip(codes.shape, scale.shape, strict=True)]
         return MomentRow(path, role, bits, codes.dtype.name, tuple(sides), size, wide)
-    return MomentRow(path, role, bits, codes.dtype.name, (), size, wide, _explain(path, codes) if has_blocks else "")
+    return MomentRow(
+        path, role, bits, codes.dtype.name, (), size, wide, _explain_missing_blocks(path, codes) if has_blocks else ""
+    )
 
 
-def _explain(path: str, moment: Any) -> str:
+def _explain_missing_blocks(path: str, moment: Any) -> str:
     """Returns why a moment has no blocks. The settings of `quantize_state` are not in its state."""
     if not is_floating_dtype(moment.dtype):
         return "no floating numbers"
@@ -183,6 +187,6 @@ def _count_bytes(leaf: Any) -> int:
     return leaf.size * np.dtype(leaf.dtype).itemsize
 
 
-def _list_cells(row: MomentRow) -> list[str]:
+def _format_row(row: MomentRow) -> list[str]:
     block = " x ".join(map(str, row.block))
     return [row.path, row.role, shorten_dtypes([row.dtype]), block, format_bytes(row.bytes), row.left]

@@ -37,12 +37,19 @@ from ._get_policy import (
 )
 from ._grammar import parse_policy as parse_policy
 from ._map_keys import Key as Key, covers_path as covers_path, spell_key as spell_key
-from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin, default_policy as default_policy
+from ._number_formats import (
+    NumberFormat as NumberFormat,
+    find_format as find_format,
+    find_operand_format as find_operand_format,
+    parse_format as parse_format,
+)
+from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin
 from ._policy_map import (
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
     assign_policies as assign_policies,
+    default_policy as default_policy,
     list_policies as list_policies,
     make_map as make_map,
     match_policy as match_policy,

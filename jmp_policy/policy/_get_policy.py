@@ -8,8 +8,8 @@ import numpy as np
 
 from .._base import DTypeLike, P, R, describe, parse_dtype, quote
 from ._grammar import parse_policy
-from ._policy import Policy, default_policy, set_default, temporarily_set_default
-from ._policy_map import PolicyMap
+from ._policy import Policy, set_default, temporarily_set_default
+from ._policy_map import PolicyMap, default_policy
 
 F = TypeVar("F", bound="Callable[..., Any] | classmethod[Any, Any, Any]")
 """A function, or a Flax module or class: all of them are declared as callable."""

@@ -66,7 +66,7 @@ def parse_policy(text: str) -> Policy:
     format, source, where = quantized["format"], quantized["source"], f" in policy {quote(text)}"
     if nested := _QUANTIZED.match(source):
         parse_quantization(nested["format"], where=where)
-        _fail(f"{quote(source.strip())} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
+        _reject(f"{quote(source.strip())} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
     try:
         fields = _parse_plain(source)
     except ValueError as error:
@@ -86,12 +86,12 @@ def _parse_plain(text: str) -> dict[str, Any]:
     name = text.strip().lower()
     if kind := _KIND.match(name):
         example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
-        _fail(f"{quote(name)} does not say which dtypes to use around it", text, example)
+        _reject(f"{quote(name)} does not say which dtypes to use around it", text, example)
     if separator := re.search("[:;]", name):
         suggestion = f"Write key=dtype, with commas between. For example: {EXAMPLE!r}."
-        _fail(f"Unknown separator {quote(separator[0])}", text, suggestion)
+        _reject(f"Unknown separator {quote(separator[0])}", text, suggestion)
     if (lightning := _LIGHTNING.fullmatch(name)) and (here := _translate_lightning(*lightning.groups())):
-        _fail(f"{quote(name)} is a name of Lightning's", text, f"Here it is {here!r}.")
+        _reject(f"{quote(name)} is a name of Lightning's", text, f"Here it is {here!r}.")
     if "=" in name:
         return _parse_fields(text)
     if name in _INFERRING:
@@ -118,12 +118,12 @@ def _parse_fields(text: str) -> dict[str, Any]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         field = _FIELDS.get(key.lower())
         if not equals:
-            _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
+            _reject(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
             nearest = did_you_mean(key, ("params", "compute", "output", "accumulate", "reduce", "precision", "cache"))
-            _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{nearest} For example: {EXAMPLE!r}.")
+            _reject(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{nearest} For example: {EXAMPLE!r}.")
         if field in given:
-            _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
+            _reject(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
         if value.lower() == "none":
             given[field] = None
         elif field in ("precision", "cache"):
@@ -138,7 +138,7 @@ def _parse_half(name: str, text: str) -> np.dtype:
     half = name.removeprefix("mixed_")
     dtype = parse_dtype(half) if half in dtype_names() else None
     if dtype is None or dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
-        _fail(f"{quote(half)} is not half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
+        _reject(f"{quote(half)} is not half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
     return dtype
 
 
@@ -152,5 +152,5 @@ def _parse_whole(name: str, text: str) -> np.dtype:
         raise ValueError(f"Unknown dtype or policy {quote(text)}. {nearest} For example: {EXAMPLE!r}.") from None
 
 
-def _fail(problem: str, text: str, suggestion: str) -> NoReturn:
+def _reject(problem: str, text: str, suggestion: str) -> NoReturn:
     raise ValueError(f"{problem} in policy {quote(text)}. {suggestion}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._base import list_paths_to, quote, shorten
+from .._base import describe, list_paths_to, quote, shorten
 
 Key = str | type
 
@@ -22,6 +22,24 @@ def covers_path(pattern: str, path: str) -> bool | None:
     """Returns True if a pattern matches the path, False if only the path of a module around it, and None otherwise."""
     _check_backtracking(pattern, path)
     return next((outer == path for outer in reversed(list_paths_to(path)) if re.fullmatch(pattern, outer)), None)
+
+
+def check_rule_key(key: Any, where: str) -> None:
+    """Raises unless a key is a valid pattern or a type."""
+    if isinstance(key, str):
+        try:
+            re.compile(key)
+        except (re.error, OverflowError, RecursionError) as error:
+            example = "For example: r'block_\\d+/mlp'."
+            if key.startswith(("*", "?")):  # a glob, such as `*norm`
+                example = f"Keys are regular expressions. For example: {re.sub('[*?]', '.*', key)!r}."
+            raise ValueError(f"The key {quote(key)}, {where}, is not a valid pattern: {error}. {example}") from None
+    elif not isinstance(key, type):
+        is_module = callable(key) and type(key).__module__ != "builtins"
+        example = type(key).__qualname__ if is_module else "'head'"
+        raise TypeError(
+            f"The key {describe(key)}, {where}, is neither a pattern nor a module type. For example: {example}."
+        )
 
 
 def _check_backtracking(pattern: str, path: str) -> None:

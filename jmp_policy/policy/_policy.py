@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,6 @@ import numpy as np
 from .._base import DTypeLike, cast_floating, did_you_mean, first_floating_dtype, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._formats import Quantization, parse_quantization
-
-if TYPE_CHECKING:
-    from ._policy_map import PolicyMap
 
 T = TypeVar("T")
 
@@ -181,7 +178,7 @@ class Policy:
         """
         if self.quantization is not None:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
-        param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
+        param, compute, output = (_spell_value(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         options = (self.precision, self.reduce_dtype, self.accumulate_dtype, self.cache)
         has_options = any(option is not None for option in options)  # NumPy has float64 equal None
         if not has_options and compute == output:
@@ -227,7 +224,7 @@ class Policy:
             "cache": self.cache,
         }
         given = dtypes | {key: value for key, value in options.items() if value is not None}
-        plain = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
+        plain = ",".join(f"{key}={_spell_value(value)}" for key, value in given.items())
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
 
     def __repr__(self) -> str:
@@ -244,7 +241,7 @@ _CACHES = ("int8", "float8_e4m3fn")
 _INTERNED: dict[tuple, Policy] = {}
 
 
-def _spell(value: object) -> str:
+def _spell_value(value: object) -> str:
     return "none" if value is None else str(value)
 
 
@@ -312,19 +309,6 @@ _GLOBAL = [_CONTEXT.value]
 _LOCK = threading.RLock()  # between the two places of the default, also for signal handlers
 
 
-def default_policy() -> "Policy | PolicyMap":
-    """Returns the policy that `None` means: float32 unless `set_default_policy` or `use_policy` set another.
-
-    `with_policy` and `autocast` read it when they are applied. Other code is not affected.
-
-    >>> import jmp_policy as jmp
-    >>> jmp.default_policy().name
-    'float32'
-    """
-    value = _read_default()
-    return value.policy if isinstance(value, _KeyedDefault) else value
-
-
 def default_origin() -> Any:
     """Returns the object that the default policy was made from, or None if there is none or it has changed since."""
     value: Any = _CONTEXT.value
@@ -341,7 +325,7 @@ def set_default(policy: Hashable, spec: Any) -> None:
 
 @contextlib.contextmanager
 def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
-    _read_default()
+    read_default()
     value = _key_by_origin(policy, spec)
     token = _SCOPED.set((threading.get_ident(), value))
     try:
@@ -351,8 +335,8 @@ def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
         _SCOPED.reset(token)
 
 
-def _read_default() -> Any:
-    """Returns the value of the context. Raises if another asyncio task of this thread is inside `use_policy`."""
+def read_default() -> Any:
+    """Returns the default policy or map. Raises if another asyncio task of this thread is inside `use_policy`."""
     with _LOCK:  # other threads may set the default
         value, everywhere = _CONTEXT.value, _GLOBAL[0]
     scoped = _SCOPED.get()
@@ -363,7 +347,7 @@ def _read_default() -> Any:
             "by use_policy. JAX keeps it for the whole thread, so leave use_policy before the next await, or pass the "
             "policy itself. For example: jmp.with_policy(model, 'mixed_bfloat16')."
         )
-    return value
+    return value.policy if isinstance(value, _KeyedDefault) else value
 
 
 def _key_by_origin(policy: Hashable, spec: Any) -> Any:

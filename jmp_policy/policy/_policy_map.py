@@ -11,8 +11,8 @@ import jax
 from .._base import describe, list_paths_to, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._grammar import parse_policy
-from ._map_keys import Key, covers_path, explain_unused_key, read_key, spell_key, write_key
-from ._policy import Policy, default_policy
+from ._map_keys import Key, check_rule_key, covers_path, explain_unused_key, read_key, spell_key, write_key
+from ._policy import Policy, read_default
 
 Spec = Any
 K = TypeVar("K", bound=Key)  # a mapping is invariant in its keys
@@ -146,8 +146,13 @@ class PolicyMap:
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
         keys = self.unused(types)
-        unused = [rule for rule in self.rules if rule.key in keys]
-        return [explain_unused_key(rule.key, self._find_hiding_key(rule, types), types) for rule in unused]
+        explained = []
+        for rule in self.rules:
+            if rule.key in keys:  # the earlier rule that covers the same modules, if there are any, hides it
+                covered = next((path for path in types if rule.covers(path, types)), None)
+                hiding = None if covered is None else self.match(covered, types).rule
+                explained.append(explain_unused_key(rule.key, hiding and hiding.key, types))
+        return explained
 
     def get_config(self) -> dict[str, Any]:
         """Returns the map as lists, dictionaries and strings, for JSON; a type becomes its module and name."""
@@ -185,12 +190,6 @@ class PolicyMap:
             return PolicyMap([*_rule_pairs(self.rules), *_rule_pairs(default.rules)], default.default)
         return PolicyMap(_rule_pairs(self.rules), default)
 
-    def _find_hiding_key(self, rule: MapRule, types: Mapping[str, Any]) -> Key | None:
-        """Returns the key of the earlier rule that covers the modules of this rule; None if it matches no module."""
-        covered = next((path for path in types if rule.covers(path, types)), None)
-        hiding = None if covered is None else self.match(covered, types).rule
-        return None if hiding is None else hiding.key
-
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
         default = self.default or default_policy()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
@@ -201,6 +200,18 @@ class PolicyMap:
 
     def __reduce__(self) -> tuple:  # without the hash, which is of this process
         return PolicyMap, (_rule_pairs(self.rules), self.default)
+
+
+def default_policy() -> Policy | PolicyMap:
+    """Returns the policy that `None` means: float32 unless `set_default_policy` or `use_policy` set another.
+
+    `with_policy` and `autocast` read it when they are applied. Other code is not affected.
+
+    >>> import jmp_policy as jmp
+    >>> jmp.default_policy().name
+    'float32'
+    """
+    return read_default()
 
 
 def match_policy(given: Policy | PolicyMap, path: str, module_type: type | Mapping[str, type] | None = None) -> Match:
@@ -237,27 +248,8 @@ def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
         key, spec = pair
     except (TypeError, ValueError):
         raise TypeError(f"{quote(pair)}, {where}, is not a pair. For example: ('head', 'float32').") from None
-    if isinstance(key, str):
-        try:
-            re.compile(key)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. {_show_pattern(key)}"
-            ) from None
-    elif not isinstance(key, type):
-        is_module = callable(key) and type(key).__module__ != "builtins"
-        example = type(key).__qualname__ if is_module else "'head'"
-        raise TypeError(
-            f"The key {describe(key)}, {where}, is neither a pattern nor a module type. For example: {example}."
-        )
+    check_rule_key(key, where)
     return MapRule(key, _parse_rule_policy(spec, f"for key {spell_key(key)}, {where}"))
-
-
-def _show_pattern(key: str) -> str:
-    """Shows a valid pattern; for a glob such as `*norm`, the equivalent one."""
-    if key.startswith(("*", "?")):
-        return f"Keys are regular expressions. For example: {re.sub('[*?]', '.*', key)!r}."
-    return "For example: r'block_\\d+/mlp'."
 
 
 def _parse_rule_policy(spec: Spec, where: str) -> Policy:

@@ -156,7 +156,7 @@ def plot_bars(
 
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel)
+        _draw_bars(axes, panel)
     first = all_axes[0]
     first.set_yticks(range(len(names)), names, fontsize=_NAME_SIZE)
     first.set_ylim(len(names) - 0.4, -0.6)
@@ -168,7 +168,7 @@ def plot_bars(
     return figure
 
 
-def _draw_panel(axes: "Axes", panel: Panel) -> None:
+def _draw_bars(axes: "Axes", panel: Panel) -> None:
     for bars in panel.bars:
         lengths = [0.0 if length is None or not math.isfinite(length) else length for length in bars.lengths]
         axes.barh(range(len(lengths)), lengths, color=bars.colors, height=bars.height)

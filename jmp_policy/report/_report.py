@@ -145,7 +145,7 @@ def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
     raise KeyError(f"No {kind} at {path!r}. Those {listed} are {', '.join(map(repr, by_path))}.")
 
 
-def list_lines(sentences: Iterable[object]) -> str:
+def indent_lines(sentences: Iterable[object]) -> str:
     """Returns indented lines for the message of an error, each after a line break."""
     return "".join(f"\n  {escape_controls(str(sentence), keep='')}" for sentence in sentences)
 
@@ -241,7 +241,7 @@ def _fit_columns(table: Table, width: int) -> tuple[list[int], int]:
         return widths, table.gap
     least = [
         max((len(word) for cell in cells for word in cell.split()), default=0) if column.wraps else size
-        for column, cells, size in zip(table.columns, _list_cells(table), widths, strict=True)
+        for column, cells, size in zip(table.columns, _list_columns(table), widths, strict=True)
     ]
     while _add_gaps(widths, 1) > width and widths != least:
         widest = max(range(len(widths)), key=lambda index: (widths[index] > least[index], widths[index]))
@@ -249,12 +249,12 @@ def _fit_columns(table: Table, width: int) -> tuple[list[int], int]:
     return widths, 1
 
 
-def _list_cells(table: Table) -> list[list[str]]:
+def _list_columns(table: Table) -> list[list[str]]:
     return [[column.header, *(row[index] for row in table.rows)] for index, column in enumerate(table.columns)]
 
 
 def _measure_columns(table: Table) -> list[int]:
-    return [max(map(len, cells)) for cells in _list_cells(table)]
+    return [max(map(len, cells)) for cells in _list_columns(table)]
 
 
 def _add_gaps(widths: Sequence[int], gap: int) -> int:
@@ -264,11 +264,9 @@ def _add_gaps(widths: Sequence[int], gap: int) -> int:
 def _draw_html_row(tag: str, columns: Sequence[Column], cells: Sequence[str]) -> str:
     drawn = []
     for column, cell in zip(columns, cells, strict=True):
-        style = f"text-align:{'right' if column.is_number else 'left'}"
-        if column.wraps:
-            drawn.append(f'<{tag} style="{style}">{_keep_words_whole(cell)}</{tag}>')
-        else:
-            drawn.append(f'<{tag} style="{style};{_NO_WRAP}">{escape(cell)}</{tag}>')
+        style = f"text-align:{'right' if column.is_number else 'left'}{'' if column.wraps else f';{_NO_WRAP}'}"
+        text = _keep_words_whole(cell) if column.wraps else escape(cell)
+        drawn.append(f'<{tag} style="{style}">{text}</{tag}>')
     return f"<tr>{''.join(drawn)}</tr>"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._base import (
+    REDUCING,
     AxisName,
     Uncast,
     cast_floating,
@@ -16,7 +17,6 @@ from .._base import (
     check_divides,
     describe,
     is_floating,
-    is_searching,
     list_axes,
     name_state,
     vary,
@@ -136,7 +136,7 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec = None, *, axis:
     check_axes(axes, "axis_name")
     compute_dtype, reduce_dtype = read_dtype(policy, "compute"), read_dtype(policy, "reduce")
     apply_reduce_dtype(policy)
-    spec = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, uses_jax_grad=not is_searching())
+    spec = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, uses_jax_grad=REDUCING.value is None)
 
     def gather(x: Any) -> Any:
         _check_numbers(x, "all_gather")

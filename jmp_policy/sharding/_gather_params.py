@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
 from .._base import (
+    REDUCING,
     AxisName,
     Splits,
     cast_floating,
@@ -20,7 +21,6 @@ from .._base import (
     find_splits,
     is_explicit,
     is_prepared,
-    is_searching,
     list_axes,
     name_state,
     read_leaf,
@@ -202,7 +202,7 @@ def gather_params(
     [8.0, 8.0]
     """
     apply_reduce_dtype(policy)
-    axes, uses_jax_grad = list_axes(reduce_axes), not is_searching()
+    axes, uses_jax_grad = list_axes(reduce_axes), REDUCING.value is None
     structure = jax.tree.structure(params)
     parts = list(_list_parts(params, specs, axes))
     reduce_dtype = read_dtype(policy, "reduce")

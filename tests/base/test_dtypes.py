@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy._base._trees import at_least_float32, did_you_mean, dtype_names, is_floating_dtype, parse_dtype
+from jmp_policy._base import at_least_float32, did_you_mean, dtype_names, is_floating_dtype, parse_dtype
 
 SPELLINGS = {
     "bfloat16": ["bf16", "bfloat16", " BFloat16 ", jnp.bfloat16, ml_dtypes.bfloat16, np.dtype("bfloat16")],

@@ -10,7 +10,7 @@ import pytest
 from programs import cost
 
 from jmp_policy import quant
-from jmp_policy._base._rounding import (
+from jmp_policy._base import (
     is_half,
     join_float32,
     keep_rounding,

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from properties import examples
 
 import jmp_policy as jmp
-from jmp_policy._base._trees import (
+from jmp_policy._base import (
     Uncast,
     cast_floating,
     dtype_names,

@@ -12,7 +12,7 @@ from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
-from jmp_policy._base._trees import dtype_names
+from jmp_policy._base import dtype_names
 from jmp_policy.policy import (
     MXFP4,
     MXFP8,

@@ -20,7 +20,7 @@ from ._certificate import Certificate
 from ._faults import CANCELLATION, Fault
 from ._interpreter import FaultSearch
 from ._intervals import Interval, bound_dtype, is_real
-from ._rounding import find_smallest, round_inside
+from ._rounding import find_tiny, round_inside
 
 _MOST_ELEMENTS = 2**22
 """Larger arrays are not tried."""
@@ -145,7 +145,7 @@ def _find_limits(pair: Any, dtype: Any) -> Limits:
 
 def _flush(leaf: Any, low: float, high: float) -> Interval:
     """Returns the interval of an argument, with zero if it may have subnormal numbers that are flushed."""
-    tiny = find_smallest(leaf.dtype)
+    tiny = find_tiny(leaf.dtype)
     return Interval(0.0 if 0 < low < tiny else low, 0.0 if -tiny < high < 0 else high)
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import is_floating_dtype
 from ..._jaxpr import Step, find_line, find_origin, split_line
 from ._intervals import INF, Interval, is_in_bounds
-from ._rounding import find_smallest
+from ._rounding import find_tiny
 
 Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
 """The enclosing equations, as in `Step`."""
@@ -57,7 +57,7 @@ def find_invalid(eqn: JaxprEqn, operands: Sequence[Interval]) -> str:
         return INVALID
     if name == "integer_pow" and eqn.params["y"] < 0:  # is the reciprocal of a power, which may underflow
         least = 0.0 if x.low <= 0 <= x.high else min(map(abs, x[:2])) ** -float(eqn.params["y"])
-        return DIVISION if least < 2 * find_smallest(dtype) else ""
+        return DIVISION if least < 2 * find_tiny(dtype) else ""
     exponent = y.low if name == "pow" else 1
     if has_pole(name, exponent) and any(x.low <= pole <= x.high for pole in _POLES.get(name, (0.0,))):
         return DIVISION

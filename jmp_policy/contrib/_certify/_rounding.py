@@ -1,15 +1,14 @@
 """Bounds of a rounded result, from bounds of the exact one."""
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import Fact, having
+from ...policy import find_format
 from ._intervals import INF, Interval, bound_dtype, count_terms
 
 _ULPS = {
@@ -28,20 +27,6 @@ _LIMITS = {
 """Bounds that a rounded result keeps."""
 
 
-class _Format(NamedTuple):
-    eps: float
-    max: float
-    tiny: float  # the smallest positive value that is not flushed to zero
-
-
-@functools.cache
-def _find_format(dtype: np.dtype) -> _Format:
-    info = jnp.finfo(dtype)
-    # Processors may flush subnormal results in float32 and bfloat16. They compute float16 in float32, or keep them.
-    tiny = info.smallest_subnormal if dtype == np.float16 else info.tiny
-    return _Format(float(info.eps), float(info.max), float(tiny))
-
-
 def round_interval(eqn: JaxprEqn, dtype: Any, exact: Interval, largest: float) -> tuple[Interval, bool]:
     """Bounds the rounded result of an equation, and tells whether it may overflow.
 
@@ -50,8 +35,8 @@ def round_interval(eqn: JaxprEqn, dtype: Any, exact: Interval, largest: float) -
     """
     name = eqn.primitive.name
     if not is_floating_dtype(dtype):
-        return _wrap(np.dtype(dtype), exact), False
-    eps = _find_format(dtype).eps
+        return _round_integers(np.dtype(dtype), exact), False
+    eps = find_format(dtype).eps
     ulps = 2.0 + abs(eqn.params["y"]) if name == "integer_pow" else _ULPS.get(name, 8.0)
     relative, absolute = (ulps - 0.5) * eps, 0.0
     if (terms := count_terms(eqn)) > 1:
@@ -64,36 +49,36 @@ def round_interval(eqn: JaxprEqn, dtype: Any, exact: Interval, largest: float) -
     peak = -INF if exact.peak == -INF else _round_bound(dtype, exact.peak, -1, relative, absolute)[0]
     least, most = _LIMITS.get(name, (-INF, INF))
     low = max(low, least, max(0.0, largest) if terms > 1 and exact.low >= 0 else -INF)
-    if name == "logistic" and low < 2 / _find_format(dtype).max:
+    if name == "logistic" and low < 2 / find_format(dtype).max:
         low = 0.0  # 1 / (1 + exp(-x)), if the exponential overflows
     return Interval(low, min(high, most), peak), overflows_down or overflows_up
 
 
 def _round_bound(dtype: Any, bound: float, side: int, relative: float, absolute: float) -> tuple[float, bool]:
     """Rounds a lower (`side` is -1) or upper bound outwards, and tells whether it overflows."""
-    limit = _find_format(dtype).max
+    limit = find_format(dtype).max
     if math.isinf(bound):
         overflows = bound == side * INF
         return (side * limit if overflows else bound), overflows
     outward = bound + side * (relative * abs(bound) + absolute)
-    near = _round(outward, dtype)
+    near = _round_to_dtype(outward, dtype)
     if near != outward:  # not a number of the dtype; then float64 may have rounded it inwards
         outward = math.nextafter(outward, side * INF)
-        near = _round(outward, dtype)
+        near = _round_to_dtype(outward, dtype)
     if not math.isfinite(near):
         return math.copysign(limit, bound), True
     outward = (min if side < 0 else max)(outward, near)
     # Functions may compute with smaller numbers than their result.
-    is_flushed = side * outward < 0 and abs(outward) < _find_format(dtype).tiny * (4 if relative > 0 else 1)
+    is_flushed = side * outward < 0 and abs(outward) < find_tiny(dtype) * (4 if relative > 0 else 1)
     return 0.0 if is_flushed else outward, False
 
 
-def _round(value: float, dtype: Any) -> float:
+def _round_to_dtype(value: float, dtype: Any) -> float:
     with np.errstate(all="ignore"):
         return float(np.asarray(value).astype(dtype))
 
 
-def _wrap(dtype: np.dtype, exact: Interval) -> Interval:
+def _round_integers(dtype: np.dtype, exact: Interval) -> Interval:
     """Returns bounds that are integers, or all values of the dtype if some do not fit."""
     whole = bound_dtype(dtype)
     fits = whole.low <= exact.low and exact.high <= whole.high
@@ -105,19 +90,23 @@ def find_eps(dtype: Any, low: float) -> float:
     if not is_floating_dtype(dtype):
         return 0.0
     # Subnormal numbers of float16 have few bits.
-    return 0.4 if dtype == np.float16 and low < 6.2e-5 else 16 * _find_format(dtype).eps
+    return 0.4 if dtype == np.float16 and low < 6.2e-5 else 16 * find_format(dtype).eps
 
 
-def find_smallest(dtype: Any) -> float:
+def find_tiny(dtype: Any) -> float:
     """Returns the smallest positive number of a dtype that is not flushed to zero; 0 for integers."""
-    return _find_format(dtype).tiny if is_floating_dtype(dtype) else 0.0
+    if not is_floating_dtype(dtype):
+        return 0.0
+    known = find_format(dtype)
+    # Processors may flush subnormal results in float32 and bfloat16. They compute float16 in float32, or keep them.
+    return math.ldexp(1.0, known.least_exponent if dtype == np.float16 else known.min_exponent)
 
 
 def next_above(dtype: Any, bound: float) -> float:
     """Returns a bound for the numbers of a dtype above `bound`."""
     if not is_floating_dtype(dtype):
         return bound + 1
-    return _find_format(dtype).tiny if bound == 0 else bound + abs(bound) * _find_format(dtype).eps / 2
+    return find_tiny(dtype) if bound == 0 else bound + abs(bound) * find_format(dtype).eps / 2
 
 
 def round_inside(bound: float, dtype: Any, side: int) -> float:

@@ -10,7 +10,7 @@ from ...report import (
     Table,
     format_bytes,
     format_count,
-    list_lines,
+    indent_lines,
     make_columns,
     shorten_dtypes,
 )
@@ -218,7 +218,7 @@ class AuditReport(Report):
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
             counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
-            lines = list_lines(map(_describe_matmul, others))
+            lines = indent_lines(map(_describe_matmul, others))
             raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
@@ -233,7 +233,7 @@ class AuditReport(Report):
                 raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
         found = [finding for finding in self.findings if not ids or finding.id in ids]
         if found:
-            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{list_lines(found)}")
+            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{indent_lines(found)}")
 
     def _summarize(self) -> str:
         return f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"

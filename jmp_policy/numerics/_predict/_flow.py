@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from ..._base import group_by_key, list_paths_to
 from ..._jaxpr import CUSTOM, HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
-from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
+from ...policy import BlockFormat, Float8, Policy, PolicyMap, find_operand_format, match_policy
 from .._stats import ObservedProgram, Row, identify
 from ._masks import CHOOSING
 from ._trial import Written
@@ -174,29 +174,16 @@ def list_quantized_values(
             layers.add(operation.path)
         if operation.path not in layers:
             continue
+        rounds_inputs = isinstance(kind, Float8) or getattr(kind, "activations", False)
+        # The matmuls of the backward pass are quantized too in these formats.
+        if direction != "forward" and not (rounds_inputs and isinstance(kind, Float8 | BlockFormat)):
+            continue
         for indices in operation.reads:
-            format = _name_quantized(kind, indices in weights, rows[indices[0]].direction if indices else "forward")
-            # The matmuls of the backward pass are quantized too in these formats.
-            trains = isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
-            if format and (direction == "forward" or trains):
-                where = operation.path, direction, format, operation.name
+            if indices and (rounds_inputs or indices in weights):
+                format = find_operand_format(kind, is_gradient=rows[indices[0]].direction == "backward")
+                where = operation.path, direction, format.name, operation.name
                 found += [NarrowValue(i, *where, is_cast=True, is_scaled=True) for i in indices]
     return found
-
-
-def _name_quantized(kind: Quantization, is_weight: bool, direction: str) -> str:
-    """Returns the quantized format of an operand, or an empty string."""
-    if isinstance(kind, Float8):
-        return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"
-    if isinstance(kind, BlockFormat):
-        if not is_weight and not kind.activations:
-            return ""
-        name, slash, block = str(kind).partition("(")[0].partition("/")
-        is_e5m2 = isinstance(kind, MXFP8) and kind.gradients == "e5m2" and direction == "backward"
-        return f"{name}{'_e5m2' * is_e5m2}{slash}{block}"
-    if isinstance(kind, Int4):
-        return ("int4" if kind.block_size == 128 else f"int4/{kind.block_size}") if is_weight else ""
-    return "int8" if is_weight or kind.activations else ""
 
 
 def _find_direction(operation: Operation, rows: Sequence[Row]) -> str:

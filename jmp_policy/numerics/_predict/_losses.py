@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._stats import FIRST_EXPONENT, FloatFormat, IntegerFormat, Row, parse_format
+from ...policy import NumberFormat, parse_format
+from .._stats import FIRST_EXPONENT, Row
 
 MOST_ERROR = 1 / 8
 """A tensor with a larger relative error counts as lost. Rounding alone causes 2**-12 (float16) or 2**-9 (bfloat16)."""
@@ -37,7 +38,7 @@ def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
         counted = _count_bins(row, slice(known.max_exponent + 1 - exponent, None))
         share = measured.overflow if measured else counted
         return find_overflow(amax, format, share)
-    error, least = estimate_error(row, known, exponent), known.min_exponent - known.mantissa_bits
+    error, least = estimate_error(row, known, exponent), known.least_exponent
     zeros = measured.underflow if measured else _count_bins(row, slice(None, least - 1 - exponent))
     return Loss("underflow" if error > MOST_ERROR else "", zeros, amax, math.ldexp(1.0, least), min(1.0, error))
 
@@ -48,9 +49,9 @@ def find_overflow(amax: float, format: str, share: float = 1.0) -> Loss:
     return Loss("overflow", share, amax, largest, 1 + max(0.0, math.log2(amax / largest)))
 
 
-def parse_float_format(format: str) -> FloatFormat:
+def parse_float_format(format: str) -> NumberFormat:
     known = parse_format(format)
-    assert isinstance(known, FloatFormat)
+    assert not known.block
     return known
 
 
@@ -59,8 +60,8 @@ def find_scaled_loss(row: Row, format: str) -> Loss:
     known = parse_format(format)
     if format in row.formats:
         shares = row.formats[format]
-        error = shares.error if isinstance(known, IntegerFormat) else shares.scaled_error
-    elif isinstance(known, FloatFormat):
+        error = shares.error if known.has_integers else shares.scaled_error
+    elif not known.block:
         highest = known.max_exponent - math.frexp(row.amax)[1] + 1 if row.amax else 0
         error = estimate_error(row, known, highest - (math.ldexp(row.amax, highest) > known.max))
     else:
@@ -85,7 +86,7 @@ def find_span(row: Row, format: str) -> tuple[float, float]:
     return float(good), float(most)
 
 
-def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
+def estimate_error(row: Row, known: NumberFormat, exponent: int) -> float:
     """Returns the relative error in the 2-norm, measured, or estimated to about 20 % from the histogram."""
     if not row.amax:
         return 0.0
@@ -96,7 +97,7 @@ def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
         least = row.min_nonzero or row.amax
         if math.ldexp(least, exponent) >= math.ldexp(1.0, known.min_exponent):
             return rounding
-        if math.ldexp(row.amax, exponent) <= math.ldexp(1.0, known.min_exponent - known.mantissa_bits - 1):
+        if math.ldexp(row.amax, exponent) <= math.ldexp(1.0, known.least_exponent - 1):
             return 1.0
         raise ValueError(_ask_for(known.name, histogram=True))
     counts, squares = _list_bins(row)
@@ -107,7 +108,7 @@ def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
     return math.sqrt(float((counts * lost).sum() / (counts * squares).sum()))
 
 
-def _largest(known: FloatFormat) -> float:
+def _largest(known: NumberFormat) -> float:
     return known.find_thresholds(np.dtype(np.float64))[2]
 
 
@@ -160,7 +161,7 @@ class ScaleChoice(NamedTuple):
 def choose_scale(spans: Spans, given: int | None, formats: Sequence[str]) -> ScaleChoice:
     """Chooses the scale that saves most scopes, with most room, or `given` if that saves as many."""
     known = map(parse_format, formats)
-    is_short = any(isinstance(format, FloatFormat) and format.max_exponent < 100 for format in known)
+    is_short = any(not format.block and format.max_exponent < 100 for format in known)
     tries = range(_LEAST, _MOST + 1) if is_short else range(1)
     if given is not None and given not in tries:
         tries = [*tries, given]

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...policy import Policy, PolicyMap
+from ...policy import Policy, PolicyMap, parse_format
 from ...report import BEFORE, KEPT, Column, Report, Table, is_fitting, list_styles, make_figure, make_note, make_plain
-from .._stats import FloatFormat, format_share, parse_format
+from .._stats import format_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,9 +66,8 @@ def _draw_panel(axes: "Axes", spans: Sequence[SpanBar], paths: Sequence[str], sh
     styles = list_styles(dict.fromkeys(span.format for span in spans))
     for name, style in styles.items():
         known = parse_format(name)
-        if isinstance(known, FloatFormat):
-            least = known.min_exponent - known.mantissa_bits
-            axes.axvspan(least, known.min_exponent, color=style.color, alpha=0.07, linewidth=0)
+        if not known.block:
+            axes.axvspan(known.least_exponent, known.min_exponent, color=style.color, alpha=0.07, linewidth=0)
             axes.axvspan(known.min_exponent, math.log2(known.max), color=style.color, alpha=0.17, linewidth=0)
     for span in spans:
         row, length = paths.index(span.path), max(0.35, span.most - span.least)

@@ -12,9 +12,3 @@ from ._history import StatsHistory as StatsHistory
 from ._row import FormatShares as FormatShares, Row as Row
 from ._stats import Stats as Stats
 from ._stats_report import format_share as format_share
-from ._what_if import (
-    FloatFormat as FloatFormat,
-    Format as Format,
-    IntegerFormat as IntegerFormat,
-    parse_format as parse_format,
-)

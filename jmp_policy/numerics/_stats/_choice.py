@@ -33,10 +33,10 @@ from ..._jaxpr import (
     sub_jaxprs,
     walk,
 )
+from ...policy import parse_format
 from ._measure import PartialStats, StatsSpec
 from ._record import Record, fold, join, merge
 from ._row import Direction, StatsLayout
-from ._what_if import parse_format
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
 """The values of `of`."""

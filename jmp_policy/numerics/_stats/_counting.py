@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...policy import NumberFormat
 from ...quant._numbers import dequantize, quantize_mx, quantize_nv
 from ._record import (
     add_together,
@@ -20,7 +21,7 @@ from ._record import (
     mantissa_bits,
     power_of_two,
 )
-from ._what_if import FloatFormat, Format, IntegerFormat, ScaledFormat, find_exponent, read_units, split_blocks
+from ._what_if import find_exponent, read_units, split_blocks
 
 HISTOGRAM_BINS = 64
 """Bin 0 counts elements below `2.0**FIRST_EXPONENT` except zeros, the last bin all finite ones from `2.0**16` on."""
@@ -96,7 +97,9 @@ def _scale_exponent(dtype: np.dtype) -> int:
     return exponent_bias(dtype) // 6
 
 
-def count_losses(blocks: jax.Array, axes: tuple[int, ...], formats: Sequence[Format], histogram: bool) -> jax.Array:
+def count_losses(
+    blocks: jax.Array, axes: tuple[int, ...], formats: Sequence[NumberFormat], histogram: bool
+) -> jax.Array:
     """Counts the losses in each format and the elements of each bin, uint32 words `(2, C)`.
 
     `split_blocks` made the blocks. Neither its padding nor a nan is counted. The counts of block-scaled formats are 0.
@@ -138,9 +141,9 @@ def _join_extremes(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.A
 
 
 @functools.cache
-def _list_thresholds(formats: tuple[Format, ...], histogram: bool, dtype: np.dtype) -> np.ndarray:
+def _list_thresholds(formats: tuple[NumberFormat, ...], histogram: bool, dtype: np.dtype) -> np.ndarray:
     """Returns the bits of zero, the largest finite number, the thresholds of formats, and the ends of bins."""
-    floats = [each for each in formats if isinstance(each, FloatFormat)]
+    floats = [each for each in formats if not each.block]
     values = [0.0, np.finfo(dtype).max, *(value for each in floats for value in each.find_thresholds(dtype))]
     if histogram:
         ends = [dtype.type(2.0 ** (FIRST_EXPONENT + i)) for i in range(HISTOGRAM_BINS - 1)]
@@ -149,12 +152,12 @@ def _list_thresholds(formats: tuple[Format, ...], histogram: bool, dtype: np.dty
 
 
 @functools.cache
-def _list_differences(formats: tuple[Format, ...], histogram: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _list_differences(formats: tuple[NumberFormat, ...], histogram: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns, for each count, the two thresholds whose numbers of elements it is the difference of."""
     is_zero, is_finite, found = 0, 1, 2
     columns = []
     for each in formats:
-        if isinstance(each, FloatFormat):
+        if not each.block:
             to_zero, to_subnormal, to_finite = range(found, found + 3)
             columns += [(to_zero, is_zero), (to_subnormal, to_zero), (is_finite, to_finite)]
             found += 3
@@ -196,14 +199,12 @@ class BlockErrors(NamedTuple):
     low: jax.Array  # their low parts
 
 
-def add_block_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat | ScaledFormat) -> BlockErrors:
+def add_block_errors(x: jax.Array, most: jax.Array, spec: NumberFormat) -> BlockErrors:
     """Rounds a float32 or float64 tensor with at least one element; `most` has the bits of its largest magnitude."""
-    if isinstance(spec, IntegerFormat):
-        return _add_integer_errors(x, most, spec)
-    return _add_scaled_errors(x, most, spec)
+    return (_add_integer_errors if spec.has_integers else _add_scaled_errors)(x, most, spec)
 
 
-def _add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> BlockErrors:
+def _add_integer_errors(x: jax.Array, most: jax.Array, spec: NumberFormat) -> BlockErrors:
     """Rounds each block in units of its own largest magnitude."""
     length = min(spec.block, x.shape[-1])
     x = _pad_last_axis(x, length)
@@ -233,17 +234,17 @@ def _add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> B
     return BlockErrors(lost, *add_up(*parts, tuple(range(1, last + 1))))
 
 
-def _add_scaled_errors(x: jax.Array, most: jax.Array, spec: ScaledFormat) -> BlockErrors:
+def _add_scaled_errors(x: jax.Array, most: jax.Array, spec: NumberFormat) -> BlockErrors:
     """Rounds floats of blocks. Elements that are not finite count as zero and do not make their block nan.
 
     Both errors are with the scales of the format: the error with the best power of two is the same.
     """
-    x, format = _pad_last_axis(x, spec.block), spec.numbers
+    x = _pad_last_axis(x, spec.block)
     magnitudes = bits_of(lax.abs(x))
     is_finite = lax.lt(magnitudes, lax.full_like(magnitudes, bits_like((np.inf,), x.dtype)[0]))
     x = lax.select(is_finite, x, lax.full_like(x, 0))
     clamped = lax.clamp(x.dtype.type(-_MOST), x, x.dtype.type(_MOST)).astype(jnp.float32)
-    if spec.has_tensor_scale:
+    if spec.scale == "float8_e4m3fn":
         blocks = quantize_nv(clamped, -1, spec.block)
     else:
         blocks = quantize_mx(clamped, spec.dtype, -1, spec.block)
@@ -252,10 +253,10 @@ def _add_scaled_errors(x: jax.Array, most: jax.Array, spec: ScaledFormat) -> Blo
     values = lax.abs(blocks.values.astype(jnp.float32))
     is_number = is_finite & lax.gt(magnitudes, lax.full_like(magnitudes, 0))
     becomes_zero = is_number & (values == 0)
-    is_subnormal = (values > 0) & (values < 2.0**format.min_exponent)
+    is_subnormal = (values > 0) & (values < 2.0**spec.min_exponent)
     # Clipped elements would round to more than the largest number of a format with a larger range.
-    bound = format.find_thresholds(np.dtype(np.float32))[2] / format.max
-    is_clipped = (values == format.max) & (lax.abs(x) > back * x.dtype.type(bound))
+    bound = spec.find_thresholds(np.dtype(np.float32))[2] / spec.max
+    is_clipped = (values == spec.max) & (lax.abs(x) > back * x.dtype.type(bound))
     if x.dtype.itemsize == 8:
         is_clipped |= lax.abs(x) > x.dtype.type(_MOST)
     lost = [lax.expand_dims(count_flags(flags), (1,)) for flags in (becomes_zero, is_subnormal, is_clipped)]

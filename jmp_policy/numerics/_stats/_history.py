@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 
 from ..._base import did_you_mean, quote
+from ...policy import parse_format
 from ...report import KEPT, OTHER_STYLES, make_figure, make_note, plot_heat_map
 from ._counting import HISTOGRAM_BINS
 from ._measure import StatsSpec
@@ -16,7 +17,6 @@ from ._record import Record
 from ._row import DIRECTIONS, Row, StatsLayout, TensorInfo, check_direction, list_turns
 from ._stats import Stats
 from ._stats_report import list_ranges
-from ._what_if import parse_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import at_least_float32
+from ...policy import NumberFormat, parse_format
 from ._counting import (
     FIRST_COUNTS,
     HISTOGRAM_BINS,
@@ -26,15 +27,12 @@ from ._counting import (
 )
 from ._record import Record, exponent_bias, join, mantissa_bits
 from ._what_if import (
-    FloatFormat,
-    Format,
     Sums,
     add_squares,
     convert_units,
     find_exponent,
-    parse_format,
     split_blocks,
-    widen,
+    upcast_exactly,
 )
 
 _FLOAT32 = np.dtype(np.float32)
@@ -79,7 +77,7 @@ class StatsSpec:
 
     @property
     def has_blocks(self) -> bool:
-        return not all(isinstance(each, FloatFormat) for each in self._formats)
+        return any(each.block for each in self._formats)
 
     def count_sampled(self, shape: tuple[int, ...]) -> int:
         """Returns the number of elements of a tensor of this shape that formats and histogram are of."""
@@ -128,8 +126,8 @@ class StatsSpec:
         x = lax.optimization_barrier(lax.stop_gradient(x))
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs float64 sums: StatsSpec(..., dtype=np.dtype('float64')).")
-        x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
-        size, shape, in_blocks = x.size, x.shape, [each for each in self._formats if not isinstance(each, FloatFormat)]
+        x = upcast_exactly(x if x.ndim else lax.expand_dims(x, (0,)))
+        size, shape, in_blocks = x.size, x.shape, [each for each in self._formats if each.block]
         is_whole = self.sample is not None and size <= self.sample
         extremes = make_empty_extremes(x.dtype) if is_whole and not in_blocks else measure_exactly(x)
         if size == 0:
@@ -149,7 +147,7 @@ class StatsSpec:
         """Chooses parts of the last axis, each of whole blocks of all block-scaled formats."""
         assert self.sample is not None
         last, size = shape[-1], math.prod(shape)
-        blocks = [each.block for each in self._formats if not isinstance(each, FloatFormat)]
+        blocks = [each.block for each in self._formats if each.block]
         width = last if size <= self.sample else min(last, math.lcm(*blocks), self.sample)
         per_row = -(-last // width)
         total = min(size // last * per_row, _LARGEST_NUMBER)
@@ -195,7 +193,7 @@ class StatsSpec:
 
     def _count_along(self, x: jax.Array, most: jax.Array, *, keeps_last: bool = False) -> Losses:
         counts = count_losses(*split_blocks(x, _COUNTED, keeps_last=keeps_last), self._formats, self.histogram)
-        floats = [each for each in self._formats if isinstance(each, FloatFormat)]
+        floats = [each for each in self._formats if not each.block]
         return counts, add_squares(*split_blocks(x, _SUMMED, keeps_last=keeps_last), most, floats)
 
     def _finish(self, look: PartialStats, dtype: np.dtype) -> Record:
@@ -205,8 +203,8 @@ class StatsSpec:
             extremes = _choose_extremes(losses, extremes)
         most = extremes.most
         counts, sums = self._count(losses.values, most) if isinstance(losses, Sample) else losses
-        floats = [each for each in self._formats if isinstance(each, FloatFormat)]
-        in_blocks = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
+        floats = [each for each in self._formats if not each.block]
+        in_blocks = [i for i, each in enumerate(self._formats) if each.block]
         own = jnp.stack([jnp.stack([np.uint32(1), *extremes.low]), jnp.stack([np.uint32(0), *extremes.high])])
         words = lax.concatenate([own, counts], 1)
         for i, each in zip(in_blocks, errors, strict=True):
@@ -224,7 +222,7 @@ class StatsSpec:
         )
 
     @property
-    def _formats(self) -> list[Format]:
+    def _formats(self) -> list[NumberFormat]:
         return [parse_format(name) for name in self.formats]
 
 

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from ..._base import did_you_mean, quote
+from ...policy import parse_format
 from ...report import Plain
 from ._counting import FIRST_COUNTS, HISTOGRAM_BINS
 from ._measure import StatsSpec
 from ._record import Record
-from ._what_if import FloatFormat, parse_format
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
 
@@ -355,7 +355,7 @@ def _make_row(
 def _raise_proven(shares: np.ndarray, formats: tuple[str, ...], amax: float, least: float, share: float) -> None:
     """Raises shares of underflow and overflow to at least `share` where the exact extremes are lost."""
     for of_format, known in zip(shares, map(parse_format, formats), strict=True):
-        if isinstance(known, FloatFormat):
+        if not known.block:
             to_zero, _, to_finite = known.find_thresholds(np.dtype(np.float64))
             of_format[0] = max(of_format[0], share * (least <= to_zero))
             of_format[2] = max(of_format[2], share * (amax > to_finite))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...policy import parse_format
 from ...report import Column, FormatRange, Histogram, Table, is_fitting, list_styles, plot_histograms
 from ._counting import FIRST_EXPONENT
 from ._row import DIRECTIONS, FormatShares, Row, check_direction, list_turns
-from ._what_if import FloatFormat, parse_format
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,11 +185,11 @@ def plot_exponents(rows: Sequence[Row], formats: Iterable[str], direction: str |
 def list_ranges(formats: Iterable[str]) -> dict[str, FormatRange]:
     """Returns the ranges of formats by name; block-scaled formats have none, since their scale moves it."""
     parsed = [parse_format(name) for name in formats]
-    floats = {each.name: each for each in parsed if isinstance(each, FloatFormat)}
+    floats = {each.name: each for each in parsed if not each.block}
     styles = list_styles(floats)
     ranges = {}
     for name, each in floats.items():
-        exponents = each.min_exponent - each.mantissa_bits, each.min_exponent, math.log2(each.max)
+        exponents = each.least_exponent, each.min_exponent, math.log2(each.max)
         ranges[name] = FormatRange(shorten_format(name), styles[name], *exponents)
     return ranges
 

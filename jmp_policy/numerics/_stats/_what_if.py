@@ -1,22 +1,19 @@
-"""Number formats: thresholds of each format, blocks, and the squared errors of a cast."""
+"""Blocks of a tensor, and the squared errors of a cast to other number formats."""
 
-import dataclasses
-import functools
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax import lax
 
-from ..._base import at_least_float32, did_you_mean, dtype_names, parse_dtype, quote
+from ..._base import at_least_float32
+from ...policy import NumberFormat
 from ._record import add_together, add_up, bits_like, bits_of, exponent_bias, mantissa_bits
 
 
-def widen(x: jax.Array) -> jax.Array:
+def upcast_exactly(x: jax.Array) -> jax.Array:
     """Converts a tensor to float32, or leaves it in float64, with its subnormal numbers."""
     if x.dtype != jax.numpy.bfloat16:
         return lax.convert_element_type(x, at_least_float32(x.dtype))
@@ -64,125 +61,11 @@ def _split_axis(axis: int, length: int) -> tuple[int, int]:
     return blocks, -(-axis // blocks)
 
 
-DEFAULT_BLOCK = 128
-"""Number of integers along the last axis that share a scale."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FloatFormat:
-    """A floating format, rounded to nearest, ties to even, with subnormal numbers."""
-
-    name: str  # canonical
-    mantissa_bits: int  # the number of bits below the leading one
-    min_exponent: int  # the exponent of the smallest normal number
-    max: float  # the largest finite number
-
-    @property
-    def max_exponent(self) -> int:
-        return math.frexp(self.max)[1] - 1
-
-    def find_thresholds(self, dtype: np.dtype) -> tuple[float, float, float]:
-        """Returns the largest magnitudes that become zero, at most subnormal, and finite."""
-        smallest_normal = math.ldexp(1.0, self.min_exponent)
-        half_a_step = math.ldexp(1.0, self.min_exponent - self.mantissa_bits - 1)
-        step = math.ldexp(1.0, self.max_exponent - self.mantissa_bits)
-        # A tie goes to the even neighbor: zero, the smallest normal number, or above the largest number if that is odd.
-        is_odd = (self.max / step) % 2 == 1
-        return (
-            _round_down(half_a_step, dtype, inclusive=True),
-            _round_down(smallest_normal - half_a_step, dtype, inclusive=False),
-            _round_down(self.max + step / 2, dtype, inclusive=not is_odd),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class IntegerFormat:
-    """Symmetric integers up to `max`; `block` elements of the last axis share a scale, their amax over `max`."""
-
-    name: str
-    max: int
-    block: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledFormat:
-    """Floats in blocks: `block` elements of the last axis share a scale, as in `quant.MXFP8`.
-
-    With `has_tensor_scale`, scales are e4m3 and the tensor has one more, as in NVFP4; else they are powers of two.
-    """
-
-    name: str
-    dtype: str
-    block: int
-    has_tensor_scale: bool
-
-    @property
-    def numbers(self) -> FloatFormat:
-        """The format of the elements before scaling."""
-        return _describe(np.dtype(self.dtype))
-
-
-Format = FloatFormat | IntegerFormat | ScaledFormat
-
-_INTEGERS = {"int8": 127, "int4": 7}
-_SCALED = {
-    "mxfp8": ("float8_e4m3fn", 32),
-    "mxfp8_e5m2": ("float8_e5m2", 32),
-    "mxfp4": ("float4_e2m1fn", 32),
-    "nvfp4": ("float4_e2m1fn", 16),
-}
-_IN_BLOCKS = re.compile(rf"({'|'.join((*_INTEGERS, *_SCALED))})\s*(?:/\s*(\d+))?")
-_NO_FORMAT = ("float8_e8m0fnu",)  # powers of two for scales: no sign, no zero
-
-
-def parse_format(name: object) -> Format:
-    """Reads the name of a floating dtype, in any spelling that policies take, or of a block-scaled format.
-
-    Block-scaled formats are `"int8"` and `"int4"` (blocks of 128), `"mxfp8"`, `"mxfp8_e5m2"` and `"mxfp4"` (of 32), and
-    `"nvfp4"` (of 16). A block size may follow.
-
-    >>> parse_format("bf16").name, parse_format("int4").name, parse_format("INT8 / 64").name, parse_format("nvfp4").name
-    ('bfloat16', 'int4', 'int8/64', 'nvfp4')
-    """
-    found = _IN_BLOCKS.fullmatch(name.strip().lower()) if isinstance(name, str) else None
-    if found is not None and int(found[2] or 1) > 0:
-        kind, (dtype, default) = found[1], _SCALED.get(found[1], ("", DEFAULT_BLOCK))
-        block = int(found[2] or default)
-        spelled = kind if block == default else f"{kind}/{block}"
-        if kind in _INTEGERS:
-            return IntegerFormat(spelled, _INTEGERS[kind], block)
-        return ScaledFormat(spelled, dtype, block, has_tensor_scale=kind == "nvfp4")
-    try:
-        dtype = parse_dtype(name)  # pyright: ignore[reportArgumentType]: anything may come
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.name in _NO_FORMAT:
-        known = [spelling for spelling in dtype_names() if spelling not in _NO_FORMAT]
-        remedy = did_you_mean(name, [*known, *_INTEGERS, *_SCALED, "int8/64", "int4/32"])
-        raise ValueError(f"Unknown format {quote(name)}. {remedy} For example: 'float16', 'float8_e4m3fn', 'int8/64'.")
-    return _describe(dtype)
-
-
-@functools.cache
-def _describe(dtype: np.dtype) -> FloatFormat:
-    info = ml_dtypes.finfo(dtype)
-    return FloatFormat(dtype.name, info.nmant, math.frexp(float(info.smallest_normal))[1] - 1, float(info.max))
-
-
-def _round_down(bound: float, dtype: np.dtype, inclusive: bool) -> float:
-    """Returns the largest number of a dtype below a bound, or the bound itself if `inclusive`."""
-    with np.errstate(over="ignore"):
-        found = dtype.type(bound)
-    if float(found) > bound or (float(found) == bound and not inclusive):
-        found = np.nextafter(found, dtype.type(0))
-    return float(found)
-
-
 Sums = tuple[jax.Array, jax.Array]
 """High and low parts of sums, `(S,)` each."""
 
 
-def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
+def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, formats: Sequence[NumberFormat]) -> Sums:
     """Adds up squares, and the squared errors of casts to each format, without and with the best power of two as scale.
 
     Returns twice the sum of squares and a sum for each format: first without scales, then with them. Their units
@@ -199,13 +82,13 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
         x = lax.broadcast_in_dim(blocks, shape, [axis for axis in range(len(shape)) if axis != row])
         # Units differ by row, since XLA would materialize the operands that all rows share.
         x = read_units(x, spread(grid.units))
-        errors = _round(x, spread(grid.steps), spread(grid.floors), spread(grid.ceilings)) - x
+        errors = _round_to_grid(x, spread(grid.steps), spread(grid.floors), spread(grid.ceilings)) - x
         squares.append(errors * errors)
     sums = lax.concatenate(add_together(squares, tuple(axis + 1 for axis in axes)), row)
     return add_up(sums, lax.full_like(sums, 0), tuple(axis for axis in range(sums.ndim) if axis != row))
 
 
-def convert_units(sums: Sums, most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
+def convert_units(sums: Sums, most: jax.Array, formats: Sequence[NumberFormat]) -> Sums:
     """Converts the sums to units of `4**find_exponent(most)`."""
     high, low = sums
     units = _make_grid(most, formats, high.dtype).squared_units
@@ -235,7 +118,7 @@ class _Grid(NamedTuple):
     squared_units: jax.Array  # factors of the sums of squares, for units that all rows share
 
 
-def _make_grid(most: jax.Array, formats: Sequence[FloatFormat], dtype: np.dtype) -> _Grid:
+def _make_grid(most: jax.Array, formats: Sequence[NumberFormat], dtype: np.dtype) -> _Grid:
     """Scales the numbers of formats to a tensor.
 
     The best scale moves the largest magnitude into the last binade of the format, or one below if it exceeds the
@@ -276,7 +159,7 @@ def _make_grid(most: jax.Array, formats: Sequence[FloatFormat], dtype: np.dtype)
     return _Grid(as_floats(units), steps, floors, as_floats(ceilings), as_floats(squared_units))
 
 
-def _round(x: jax.Array, steps: jax.Array, floors: jax.Array, ceilings: jax.Array) -> jax.Array:
+def _round_to_grid(x: jax.Array, steps: jax.Array, floors: jax.Array, ceilings: jax.Array) -> jax.Array:
     """Rounds to the nearest number of a grid, ties to even, and clips to the largest.
 
     Adding a number whose last bit is the last bit of the format rounds away all smaller bits.

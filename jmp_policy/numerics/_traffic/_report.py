@@ -7,7 +7,7 @@ from typing import Any
 
 from ..._base import DTypeLike, did_you_mean, group_by_key, is_floating_dtype, parse_dtype
 from ..._jaxpr import Pass
-from ...report import Plain, Report, Table, format_bytes, list_lines, make_columns, shorten_dtypes
+from ...report import Plain, Report, Table, format_bytes, indent_lines, make_columns, shorten_dtypes
 
 DIRECTIONS = ("forward", "recomputed", "backward")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -199,7 +199,7 @@ class Collectives(Report):
         """
         found = self.select(**selection).rows
         if found:
-            raise AssertionError(f"{_count(found)} collectives:{list_lines(map(_describe, found))}")
+            raise AssertionError(f"{_count(found)} collectives:{indent_lines(map(_describe, found))}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields and totals as dictionaries, lists, strings and numbers."""
@@ -277,7 +277,7 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
         )
     others = [row for row in floating if row.dtype != wanted]
     if others:
-        lines = list_lines(map(_describe, others))
+        lines = indent_lines(map(_describe, others))
         raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{lines}")
 
 

@@ -15,10 +15,10 @@ from ..._base import JsonLog, escape_controls, list_paths_to
 from ..._jaxpr import MATMULS, ModulePaths, float_dtype, walk
 from ...autocast._rewrite import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE
 from ...loss_scale import NoOpLossScale
-from ...policy import Policy
+from ...policy import NumberFormat, Policy, find_operand_format, parse_format
 from .._explain import explain
 from .._predict import predict
-from .._stats import Format, Row, Stats, collect, find_program, parse_format
+from .._stats import Row, Stats, collect, find_program
 from ._subject import Subject
 
 
@@ -31,7 +31,7 @@ class Ranking(NamedTuple):
 
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
     """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
-    low = find_format(policy)
+    low = find_low_format(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
@@ -77,12 +77,10 @@ MOST_ROWS = 120
 """Maximum number of measured values."""
 
 
-def find_format(policy: Policy) -> Format:
+def find_low_format(policy: Policy) -> NumberFormat:
     """Returns the quantized format of a policy, or else the format of its compute dtype."""
-    if policy.quantization is None:
-        return parse_format(policy.compute_dtype)
-    name = str(policy.quantization).partition("(")[0].strip()
-    return parse_format("float8_e4m3fn" if name.startswith("float8") else name)
+    quantization = policy.quantization
+    return parse_format(policy.compute_dtype) if quantization is None else find_operand_format(quantization)
 
 
 def list_scopes(stats: Stats) -> list[str]:
@@ -124,7 +122,7 @@ def _find_scope(row: Row, scopes: Collection[str]) -> str | None:
     return next((outer for outer in reversed(list_paths_to(row.path)) if outer in scopes), None)
 
 
-def _score(by_scope: dict[str, list[Row]], low: Format) -> dict[str, float]:
+def _score(by_scope: dict[str, list[Row]], low: NumberFormat) -> dict[str, float]:
     """Scores scopes: the share of forward error times gradient norm, plus the share of backward error."""
     errors = {}
     for scope, rows in by_scope.items():

@@ -15,7 +15,7 @@ from ..._base import describe, hide_frames, is_floating, sum_arrays, sum_code, s
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
-from ._search import Ranking, SearchResult, Trial, TrialLog, find_format, find_smallest, rank_scopes
+from ._search import Ranking, SearchResult, Trial, TrialLog, find_low_format, find_smallest, rank_scopes
 from ._subject import Observed, Subject, is_loss
 from ._tuning import Tuning, list_numbers, measure_error
 
@@ -188,7 +188,7 @@ class _Tuner:
             loss_scale=self._loss_scale,
             noise=noise,
             name=self._subject.name,
-            low=find_format(self._policy).name,
+            low=find_low_format(self._policy).name,
             kept="float32" if self._base is None else "unquantized",
             by="with_policy" if self._subject.is_module else "autocast",
         )

@@ -144,10 +144,10 @@ def stochastic_rounding(
     >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
     ([0.99609375, 1.0], True)
     """
-    return half_parameters(inner, _round_at_random(check_key(key), specs))
+    return half_parameters(inner, _build_storage(check_key(key), specs))
 
 
-def _round_at_random(key: jax.Array, specs: Any) -> Storage:
+def _build_storage(key: jax.Array, specs: Any) -> Storage:
     """Builds a storage whose memory is the data of the random key for the next step."""
     data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
 
@@ -157,7 +157,7 @@ def _round_at_random(key: jax.Array, specs: Any) -> Storage:
         keys = jax.random.split(of_step, len(leaves))
         each = [None] * len(leaves) if specs is None else spread_specs(specs, params)
         rows = zip(leaves, structure.flatten_up_to(wide), keys, each, strict=True)
-        narrowed = [_round(p, w, k, spec) if is_half(p) else w for p, w, k, spec in rows]
+        narrowed = [_round_parameter(p, w, k, spec) if is_half(p) else w for p, w, k, spec in rows]
         return structure.unflatten(narrowed), jax.random.key_data(key)
 
     return Storage(
@@ -169,7 +169,7 @@ def _round_at_random(key: jax.Array, specs: Any) -> Storage:
     )
 
 
-def _round(param: jax.Array, wide: jax.Array, key: jax.Array, spec: Any) -> jax.Array:
+def _round_parameter(param: jax.Array, wide: jax.Array, key: jax.Array, spec: Any) -> jax.Array:
     if spec is None:
         noise = jax.random.bits(fold_in_devices(key, wide), wide.shape, jnp.uint16)
     else:

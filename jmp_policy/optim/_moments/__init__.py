@@ -5,8 +5,8 @@ from ._moment_blocks import (
     MomentBlocks as MomentBlocks,
     Shape as Shape,
     choose_sides as choose_sides,
-    dequantize as dequantize,
-    quantize as quantize,
+    dequantize_moment as dequantize_moment,
+    quantize_moment as quantize_moment,
 )
 from ._moment_codes import (
     find_role as find_role,

@@ -48,36 +48,32 @@ def choose_sides(shape: Shape, block_size: int) -> Shape | None:
     return tuple(sides) if left <= 4 else None
 
 
-def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> MomentBlocks:
+def quantize_moment(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> MomentBlocks:
     """Quantizes a float32 moment. `noise` is for stochastic rounding, as in `DynamicCode.encode`.
 
     The scale of a block with a nan is nan, and with an infinity infinite, so that no dequantized element is finite.
     """
-    scale = _find_scales(x, sides)
-    relative = x / _spread(jnp.where(scale == 0, 1, scale), sides)
+    scale = _find_largest(x, sides)
+    relative = x / _spread_scales(jnp.where(scale == 0, 1, scale), sides)
     return MomentBlocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
 
 
-def dequantize(blocks: MomentBlocks, code: MomentCode, sides: Shape) -> jax.Array:
-    return code.decode(blocks.codes) * _spread(blocks.scale, sides)
+def dequantize_moment(blocks: MomentBlocks, code: MomentCode, sides: Shape) -> jax.Array:
+    return code.decode(blocks.codes) * _spread_scales(blocks.scale, sides)
 
 
 def read_sides(blocks: MomentBlocks, shape: Shape) -> Shape:
     """Returns the sides of the blocks of a moment of this shape, from the shapes of its arrays."""
     sides = tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
     is_whole = scale_shape(shape, sides) == blocks.scale.shape and all(side & (side - 1) == 0 for side in sides)
-    if not is_whole or _list_varying(blocks.codes) != _list_varying(blocks.scale):
+    split, scale_split = (jax.typeof(x).manual_axis_type.varying for x in blocks)  # axes of `jax.shard_map`
+    if not is_whole or split != scale_split:
         raise ValueError(
             f"A moment of shape {shape} has scales of shape {blocks.scale.shape} here, which do not belong to whole "
             "blocks. Split a parameter over devices along multiples of the sides of its blocks (32 rows, 8 columns), "
             "and scales like their parameter: jmp_policy.sharding.state_shardings(tx, params, specs)."
         )
     return sides
-
-
-def _list_varying(x: jax.Array) -> frozenset[Any]:
-    """Returns the axes of `jax.shard_map` along which an array is split."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def scale_shape(shape: Shape, sides: Shape) -> Shape:
@@ -98,7 +94,7 @@ def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)  # eager calls then compile the branches once
-def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
+def _find_largest(x: jax.Array, sides: Shape) -> jax.Array:
     """Returns the element of each block with the largest magnitude, with its sign.
 
     Divided by it, that element is 1, which all codes contain. They lack -1: with unsigned scales a moment would lose
@@ -109,16 +105,16 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
     bits = (words << 1) | (words >> 31)
     # Columns last: XLA:CPU reduces leading axes as vectors, and columns one number after the other.
     for axis, side in enumerate(sides[:-1]):
-        bits = _join(bits, axis, side)
+        bits = _max_by_reshape(bits, axis, side)
     # XLA:CPU emits slow code for shifts. For a single row of blocks it would also fuse the optimizer into the maximum,
     # and then copy all arrays in each iteration of a loop.
-    by_shifts = functools.partial(_join_by_shifts, side=sides[-1])
-    by_reshape = functools.partial(_join, axis=len(sides) - 1, side=sides[-1])
+    by_shifts = functools.partial(_max_by_shifts, side=sides[-1])
+    by_reshape = functools.partial(_max_by_reshape, axis=len(sides) - 1, side=sides[-1])
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
 
 
-def _join(bits: jax.Array, axis: int, side: int) -> jax.Array:
+def _max_by_reshape(bits: jax.Array, axis: int, side: int) -> jax.Array:
     while side > 1:  # in steps of 32: to reduce more at once, XLA:CPU writes all elements to memory first
         part = min(side, 32)
         bits = bits.reshape(*bits.shape[:axis], -1, part, *bits.shape[axis + 1 :]).max(axis + 1)
@@ -126,7 +122,7 @@ def _join(bits: jax.Array, axis: int, side: int) -> jax.Array:
     return bits
 
 
-def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
+def _max_by_shifts(bits: jax.Array, side: int) -> jax.Array:
     step = 1
     while step < side:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
         bits = lax.max(bits, _shift(bits, -step))
@@ -135,18 +131,18 @@ def _join_by_shifts(bits: jax.Array, side: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def _spread(scale: jax.Array, sides: Shape) -> jax.Array:
+def _spread_scales(scale: jax.Array, sides: Shape) -> jax.Array:
     """Returns the scale of the block of each element."""
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     by_shifts = functools.partial(_repeat_by_shifts, times=sides[-1])
-    by_reshape = functools.partial(_repeat, axis=len(sides) - 1, times=sides[-1])
+    by_reshape = functools.partial(_repeat_by_reshape, axis=len(sides) - 1, times=sides[-1])
     bits = lax.platform_dependent(bits, cpu=by_reshape, default=by_shifts)
     for axis, side in enumerate(sides[:-1]):
-        bits = _repeat(bits, axis, side)
+        bits = _repeat_by_reshape(bits, axis, side)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _repeat(bits: jax.Array, axis: int, times: int) -> jax.Array:
+def _repeat_by_reshape(bits: jax.Array, axis: int, times: int) -> jax.Array:
     if times == 1:
         return bits
     wide = (*bits.shape[: axis + 1], times, *bits.shape[axis + 1 :])

@@ -137,7 +137,7 @@ class DynamicCode:
     def values(self) -> np.ndarray:
         decades = []
         for count, tens in _DECADES:
-            ends = _find_end(np.arange(count + 1, dtype=np.int32) * np.int32(128 // count))
+            ends = _find_interval_end(np.arange(count + 1, dtype=np.int32) * np.int32(128 // count))
             decades.append((ends[:-1] + ends[1:]) * tens)
         positive = np.concatenate(decades)
         return np.concatenate([-positive[::-1], np.zeros(1, np.float32), positive, np.ones(1, np.float32)])
@@ -150,13 +150,9 @@ class DynamicCode:
         return jnp.maximum(codes, 0).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        return self._find_value(codes.astype(jnp.int32) - _ZERO)
-
-    def _find_value(self, place: jax.Array) -> jax.Array:
-        return lax.platform_dependent(place, cpu=self._look_up, default=self._compute_value)
-
-    def _look_up(self, place: jax.Array) -> jax.Array:
-        return jnp.asarray(self.values).at[place + _ZERO].get(mode="promise_in_bounds")
+        place = codes.astype(jnp.int32) - _ZERO
+        look_up = lambda place: jnp.asarray(self.values).at[place + _ZERO].get(mode="promise_in_bounds")
+        return lax.platform_dependent(place, cpu=look_up, default=self._compute_value)
 
     def _compute_value(self, place: jax.Array) -> jax.Array:
         """Computes an entry: a lookup in a table is slow on accelerators."""
@@ -167,7 +163,7 @@ class DynamicCode:
         words = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
         start = (words >> 16) & 127
         length = 128 >> jnp.maximum((words >> 23) - 127, 0)  # the place 0 has no exponent
-        value = (_find_end(start) + _find_end(start + length)) * tens
+        value = (_find_interval_end(start) + _find_interval_end(start + length)) * tens
         value = jnp.where(magnitude == _TOP, np.float32(1), value)
         return jnp.where(place < 0, -value, value)
 
@@ -269,6 +265,6 @@ _UNIT = np.float32(2.0**-31)  # of the sum of two ends
 _DECADES = [(1 << i, np.float32(10.0 ** (i - 6)) * _UNIT) for i in range(7)]
 
 
-def _find_end(k: Array) -> Array:
+def _find_interval_end(k: Array) -> Array:
     """Returns the end that is `k` 128ths of the way from 0.1 to 1."""
     return (k * _LENGTH + (k >= 64).astype(np.int32) * _CORRECTION + _FIRST_END).astype(np.float32)

@@ -12,7 +12,7 @@ from ..._base import PyTree, is_floating_dtype, list_paths_to, quote
 from .._half import check_key
 from .._steps import Transformation, check_not_loss_scaled, check_not_outermost, check_transformation
 from ._elementwise import find_constants
-from ._moment_blocks import Shape, choose_sides, place_alike, quantize, scale_shape
+from ._moment_blocks import Shape, choose_sides, place_alike, quantize_moment, scale_shape
 from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, find_step, map_moments
 from ._quantized_update import QuantizedMomentsState, QuantizedUpdate
 
@@ -100,7 +100,7 @@ def quantize_state(
     key = None if stochastic is None else check_key(stochastic, "stochastic")
 
     def init(params: PyTree) -> Any:
-        chosen = _choose(params, block_size, min_size, where)
+        chosen = _choose_parameters(params, block_size, min_size, where)
         inner_state, scales = _quantize_first(inner, params, chosen)
         check_not_loss_scaled(inner_state, "quantize_state")
         if not scales:
@@ -124,7 +124,9 @@ def quantize_state(
     return optax.GradientTransformationExtraArgs(init, QuantizedUpdate(inner, CODES, implementation, elementwise))
 
 
-def _choose(params: PyTree, block_size: int, min_size: int, where: Where | None) -> dict[Path, tuple[Shape, Shape]]:
+def _choose_parameters(
+    params: PyTree, block_size: int, min_size: int, where: Where | None
+) -> dict[Path, tuple[Shape, Shape]]:
     """Chooses the parameters with quantized moments. Returns their shapes and the sides of their blocks, by path."""
     keyed = dict(jax.tree_util.tree_leaves_with_path(params))
     patterns = None if callable(where) or where is None else _compile_patterns(where)
@@ -197,7 +199,7 @@ def _write(
     if fit is None or fit[0] != moment.shape:
         return moment, jnp.ones((1,) * moment.ndim, jnp.float32)
     if constant is None:
-        return quantize(jnp.asarray(moment, jnp.float32), code, fit[1])
+        return quantize_moment(jnp.asarray(moment, jnp.float32), code, fit[1])
     # Encodes one element: XLA would encode a constant array at compile time, which is slow.
     first = code.encode(jnp.sign(jnp.float32(constant)))
     scale = jnp.full(scale_shape(moment.shape, fit[1]), abs(constant), jnp.float32)

@@ -20,11 +20,11 @@ from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import (
     Chunks,
     MomentBlocks,
-    dequantize,
+    dequantize_moment,
     make_thresholds,
     number_positions,
     plan_chunks,
-    quantize,
+    quantize_moment,
     read_sides,
     scramble,
 )
@@ -148,7 +148,7 @@ class _Call:
         written = [i for i in own if i < self._results.num_leaves]
         rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
         sides = next(self._sides[i] for i in own if i in self._codes)
-        devices = max(_count_devices(self._leaves[i]) for i in own)
+        devices = max(_count_shards(self._leaves[i]) for i in own)
         plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, largest, devices)
 
         def run(chunks: Chunks, carried: list[Any], read: list[Any], source: jax.Array) -> list[Any]:
@@ -214,7 +214,7 @@ class _Call:
 
     def _read(self, i: int, leaf: Any) -> Any:
         """Dequantizes leaf `i`, or a chunk of it."""
-        return dequantize(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
+        return dequantize_moment(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
 
     def _write(self, i: int, moment: jax.Array, source: jax.Array, positions: jax.Array) -> MomentBlocks:
         """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
@@ -222,7 +222,7 @@ class _Call:
             noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, i), moment))
         else:
             noise = make_thresholds(positions, source, i)
-        return quantize(widen_half(moment), self._codes[i], self._sides[i], noise)
+        return quantize_moment(widen_half(moment), self._codes[i], self._sides[i], noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
         """Returns the updates, the state and the scales, in their old dtypes."""
@@ -268,7 +268,7 @@ def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:
     return scramble((positions ^ first) * np.uint32(0x9E3779B1) + second)
 
 
-def _count_devices(x: Any) -> int:
+def _count_shards(x: Any) -> int:
     """Returns the number of devices that may hold shards of an array, apart from those that `jax.shard_map` runs on."""
     # Without an ambient mesh, shardings that only `in_shardings` of `jax.jit` names are not known while it traces.
     meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()

@@ -88,7 +88,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> o
         squares = [_share_square(_sum_of_squares(leaf), leaf, axis_name) for leaf in _list_inexact(rest)]
         total = _add_squares(squares)
         norm = jnp.sqrt(total if axis_name is None else lax.psum(vary(total, axis_name), axis_name))
-        return join_state(jax.tree.map(lambda grad: _clip(grad, norm, max_norm), rest), float8_state), state
+        return join_state(jax.tree.map(lambda grad: _scale_down(grad, norm, max_norm), rest), float8_state), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
@@ -101,7 +101,7 @@ def _share_square(square: jax.Array, grad: jax.Array, axis_name: AxisName | None
     return square / math.prod(lax.axis_size(axis) for axis in shared)
 
 
-def _clip(grad: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:
+def _scale_down(grad: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:
     if not jnp.issubdtype(grad.dtype, jnp.inexact):
         return grad
     wide = grad.astype(jnp.promote_types(grad.dtype, at_least_float32(grad.real.dtype)))

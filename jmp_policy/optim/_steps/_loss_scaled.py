@@ -10,29 +10,18 @@ from jax import lax
 from jax.core import Tracer
 
 from ..._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
-from ...loss_scale import (
-    LossScale,
-    LossScaledState,
-    NoOpLossScale,
-    all_finite,
-    has_scaled_state,
-    register_with_flax,
-    select_tree,
-)
+from ...loss_scale import LossScale, NoOpLossScale, all_finite, has_scaled_state, register_loss_scales, select_tree
 from ._step import (
     MASKED,
-    ParameterUpdate,
-    Transformation,
-    check_transformation,
-    explain_errors,
+    explain_step_errors,
     keep_dtypes,
     overwrite_state,
     restore_float0,
     step,
     warn_of_half_params,
-    with_extra_args,
     zero_float0,
 )
+from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
 
 
 class _Operands(NamedTuple):
@@ -92,7 +81,7 @@ class LossScaledUpdate(ParameterUpdate):
         # Without state among the gradients, the inner optimizer sees the state among the parameters.
         params, old = (params, None) if gradient is None else split_state(params, MASKED)
         zeros = zero_float0(updates)
-        with explain_errors(updates, updates if params is None else params):
+        with explain_step_errors(updates, updates if params is None else params):
             new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
         # Adding the difference to float8 state gives the next state, up to rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
@@ -127,7 +116,8 @@ class LossScaledUpdate(ParameterUpdate):
                 "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
                 "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
             )
-        arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
+        is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
+        arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
         others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
         take_or_skip = build(self._inner, others) if others else self._built[build]
         finite = all_finite(grads)
@@ -186,10 +176,6 @@ def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
     else:
         zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
     return lax.full_like(update, zero)  # keeps the sharding; both branches of the cond must have the same one
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
 
 
 if TYPE_CHECKING:
@@ -252,7 +238,7 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
         raise ValueError(_WRAPPED_TWICE)
 
     def init(params: PyTree) -> Any:
-        register_with_flax()
+        register_loss_scales()
         params = split_state(params, MASKED)[0]
         inner_state = inner.init(params)
         if has_scaled_state(inner_state):

@@ -10,22 +10,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ..._base import (
-    Aux,
-    DTypeLike,
-    Loss,
-    P,
-    PyTree,
-    explain_reuse,
-    hide_frames,
-    is_half,
-    prepare_state,
-    search_reduce_dtype,
-)
-from ...gradients import check_differentiable, scale_loss, value_and_grad, warn_of_half
+from ..._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, hide_frames, is_half, prepare_state
+from ...gradients import check_differentiable, scale_loss, search_reduce_dtype, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
-from ._step import Params, Transformation, explain_errors, step
+from ._step import Params, explain_step_errors, step
+from ._transformation import Transformation
 
 
 @overload
@@ -151,7 +141,7 @@ def _scaled_step(
     with explain_reuse():
         (_, out), grads = call_without_casts(jax.value_and_grad(call_scaled, has_aux=True), params)
     warn_of_half(out[0], scale)
-    with explain_errors(grads, params):
+    with explain_step_errors(grads, params):
         params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
 

@@ -15,17 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._base import PyTree, is_array, split_state, warn_user
 from ...gradients import value_and_grad
-from ...loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    LossScaledState,
-    find_nodes,
-    find_scaled_state,
-    get_loss_scale,
-    strip_variables,
-)
+from ...loss_scale import DynamicLossScale, LossScale, find_nodes, find_scaled_state, get_loss_scale, strip_variables
 from ...modules import find_adapter
-from ._step import Transformation, check_transformation
+from ._transformation import LossScaledState, Transformation, check_transformation
 
 if TYPE_CHECKING:
     from ...numerics import NonfiniteOrigin
@@ -76,7 +68,7 @@ class SkippedStep:
             sentences.append(_describe_bad_params(self.bad_params))
         if self.bad_grads:
             sentences.append(
-                f"Parameters whose gradients are not finite: {_list_counts(self.bad_grads)}. Each of them skips the "
+                f"Parameters whose gradients are not finite: {_format_counts(self.bad_grads)}. Each of them skips the "
                 "step, also one that the optimizer does not train: for that one, jax.lax.stop_gradient in the loss."
             )
         return " ".join(sentences)
@@ -101,7 +93,7 @@ def _read_counts(counts: PyTree) -> Counts:
     return {name: (int(bad), int(size)) for name, (_, (bad, size)) in zip(names, keyed, strict=True) if int(bad)}
 
 
-def _list_counts(counts: Counts) -> str:
+def _format_counts(counts: Counts) -> str:
     listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
     return ", ".join(listed[:_MOST_LISTED]) + (
         f" and {len(listed) - _MOST_LISTED} more" if listed[_MOST_LISTED:] else ""
@@ -110,7 +102,7 @@ def _list_counts(counts: Counts) -> str:
 
 def _describe_bad_params(counts: Counts) -> str:
     return (
-        f"Parameters that are not finite themselves: {_list_counts(counts)}. No step repairs them: restore a "
+        f"Parameters that are not finite themselves: {_format_counts(counts)}. No step repairs them: restore a "
         "checkpoint. A step with finite gradients can have made them so, if its update overflowed."
     )
 

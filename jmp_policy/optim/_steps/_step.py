@@ -1,6 +1,5 @@
 """One step of an optimizer, from gradients to new parameters."""
 
-import abc
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -13,17 +12,9 @@ import optax
 from jax import lax
 from jax.extend.core import Var
 
-from ..._base import (
-    PyTree,
-    describe,
-    is_half,
-    join_state,
-    keeps_small_updates,
-    next_state,
-    split_state,
-    warn_once,
-)
-from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
+from ..._base import PyTree, is_half, join_state, keeps_small_updates, next_state, split_state, warn_once
+from ...loss_scale import find_scaled_state, has_scaled_state
+from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
 
 MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
 
@@ -70,27 +61,8 @@ def _is_float0(grad: object) -> bool:
     return getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
-Transformation = optax.GradientTransformation | optax.MultiSteps
 State = TypeVar("State")
 Params = TypeVar("Params")
-
-
-class ParameterUpdate(abc.ABC):
-    """`update` of a transformation that can also make the new parameters itself, for `optim.step`.
-
-    `loss_scaled` takes or skips update and application together, and a half-precision parameter with its own rounding
-    cannot always be reached by adding an update.
-    """
-
-    overwrites = False  # true if it handles float8 state itself
-
-    @abc.abstractmethod
-    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        """Returns the updates and the next state. As in optax, `updates` are gradients."""
-
-    @abc.abstractmethod
-    def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
-        """Returns the updated parameters and the next state."""
 
 
 def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
@@ -157,7 +129,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """
     check_transformation(tx, "tx")
     _check_shapes(grads, params)
-    with explain_errors(grads, params):
+    with explain_step_errors(grads, params):
         real_grads = zero_float0(grads)
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
@@ -168,7 +140,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         if isinstance(tx.update, ParameterUpdate):
             new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
         else:
-            check_outermost(opt_state, in_step=True)
+            LossScaledState._check_outermost(opt_state, in_step=True)
             update: Any = with_extra_args(tx).update
             updates, after = update(filled_grads, opt_state, filled, **extra)
             new_params = optax.apply_updates(filled, updates)
@@ -190,7 +162,7 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
+def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
     """Adds notes to errors about trees that differ in structure or dtype, and about arguments that are missing."""
     try:
         yield
@@ -220,39 +192,6 @@ def explain_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
         if "required keyword-only argument" in str(error) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
-
-
-def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Like `optax.with_extra_args_support`, but passes extra arguments to `MultiSteps` too."""
-    if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
-    return optax.with_extra_args_support(tx)
-
-
-def check_transformation(tx: object, name: str = "inner") -> None:
-    """Raises a `TypeError` if an argument of this name is not an optax transformation."""
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        called = f"{getattr(tx, '__name__', 'optax.adamw')}(1e-3)" if callable(tx) else "optax.adamw(1e-3)"
-        raise TypeError(f"{name} must be an optax transformation, got {describe(tx)}. For example: {called}.")
-
-
-def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
-    """Raises a `ValueError` if there is loss scaling inside the transformation `name`."""
-    if has_scaled_state(inner_state):
-        raise ValueError(
-            f"loss_scaled and skip_nonfinite go outside of {name}, which would change parameters on a step that they "
-            f"skip. For example: loss_scaled({name}(optax.adamw(1e-3)), policy.loss_scale())."
-        )
-
-
-def check_not_outermost(inner: Transformation, name: str) -> None:
-    """Raises a `ValueError` if `inner` makes parameters itself, and so must not be inside the transformation `name`."""
-    if isinstance(inner.update, ParameterUpdate):
-        raise ValueError(
-            f"{name} goes inside of loss_scaled, master_weights, kahan and stochastic_rounding, and only one of the "
-            f"last three around an optimizer. For example: loss_scaled(kahan(optax.adamw(1e-3)), policy.loss_scale()), "
-            "kahan(cast_state(optax.adamw(1e-3), mu_dtype='bfloat16'))."
-        )
 
 
 def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:

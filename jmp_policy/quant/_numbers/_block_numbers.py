@@ -15,14 +15,13 @@ import numpy as np
 from jax import lax
 
 from ..._base import ROUNDING_SCOPE, keep_rounding
-from ...policy import MXFP8, NVFP4, BlockFormat
+from ...policy import MXFP8, NVFP4, BlockFormat, find_format
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
 E8M0 = np.dtype(jnp.float8_e8m0fnu)  # powers of two from 2**-127 to 2**127, and nan
 
-_LARGEST_E4M3 = 448.0
-_LARGEST_E2M1 = 6.0
-_LARGEST_NV = _LARGEST_E4M3 * _LARGEST_E2M1
+_LARGEST_E2M1 = find_format(E2M1).max
+_LARGEST_NV = find_format(np.dtype(jnp.float8_e4m3fn)).max * _LARGEST_E2M1
 # With a larger scale, the largest float32 values would dequantize to infinity.
 _LARGEST_TENSOR_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LARGEST_NV), np.float32(0))
 
@@ -103,7 +102,7 @@ def quantize_mx(
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for "floor"; NVIDIA's Transformer Engine for "up".
     """
     x, axis, dtype = x.astype(jnp.float32), axis % x.ndim, np.dtype(dtype)
-    largest = np.float32(jnp.finfo(dtype).max)
+    largest = np.float32(find_format(dtype).max)
     amax = _max_of_blocks(_magnitude(x), axis, block_size)
     # The float32 exponent that makes `amax` fit, biased by 127 as in e8m0. It is negative for a subnormal `amax`.
     exponent = (amax >> 23).astype(jnp.int32) - int(np.frexp(largest)[1] - 1)
@@ -274,7 +273,7 @@ def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> jax.Array:
     """Rounds to the nearest value of a format, ties to even, saturating; non-finite blocks become nan (e2m1: 0)."""
     # Scales that are rounded up need saturation too: XLA may read `x` more precisely than its amax was measured.
-    limit = float(jnp.finfo(dtype).max)
+    limit = find_format(dtype).max
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
     # An array and not a literal, so that tracing a nan back to its origin does not end here.
     return keep_rounding(lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype))

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from ..._base import keep_rounding
+from ...policy import find_format
 
 
 def measure_amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
@@ -62,7 +63,7 @@ def fence_on_cpu(arrays: Any) -> Any:
     return lax.platform_dependent(arrays, cpu=lax.optimization_barrier, default=lambda arrays: arrays)
 
 
-INT8_MAX = 127
+INT8_MAX = find_format(np.dtype(np.int8)).max
 UINT4_MAX = 15
 
 # A row of zeros needs a nonzero scale, and a row of subnormals a scale that no backend flushes to zero.
@@ -171,7 +172,7 @@ def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.
 
 
 def _largest_number(dtype: np.dtype, margin: int = 0) -> np.float32:
-    return np.float32(jnp.finfo(dtype).max) / np.float32(2.0**margin)
+    return np.float32(find_format(dtype).max) / np.float32(2.0**margin)
 
 
 Clip = Any

@@ -16,7 +16,7 @@ from jmp_policy.numerics._predict._losses import (
     find_scaled_loss,
     find_span,
 )
-from jmp_policy.numerics._stats._what_if import parse_format
+from jmp_policy.policy import parse_format
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2}
 SIZES = [-45, -30, -24, -18, -12, -3, 4, 12]

@@ -13,7 +13,7 @@ from meshes import make_mesh
 from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS, measure_exactly
 from jmp_policy.numerics._stats._measure import StatsSpec
 from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._what_if import parse_format
+from jmp_policy.policy import parse_format
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 SPEC = StatsSpec(FLOATS)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._what_if import FloatFormat, IntegerFormat, ScaledFormat, parse_format
 from jmp_policy.quant._numbers._block_numbers import dequantize, quantize_mx, quantize_nv
 
 INTEGERS = {"int8": (127, 128), "int4": (7, 128), "int8/64": (127, 64), "int4/32": (7, 32)}
@@ -143,28 +142,3 @@ def test_errors_of_blocks_neither_overflow_nor_vanish(scale):
         sums = np.asarray(jax.jit(StatsSpec(("int8", "mxfp8", "nvfp4"), False).measure)(jnp.asarray(y)).sums)[0].sum(-1)
         errors.append(sums[1:] / sums[0])
     np.testing.assert_allclose(errors[1], errors[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"),
-    [("bf16", "bfloat16"), (" Float16 ", "float16"), (jnp.float8_e5m2, "float8_e5m2"), ("int8", "int8"),
-     ("INT8 / 64", "int8/64"), ("int4/128", "int4"), ("float4_e2m1fn", "float4_e2m1fn"),
-     ("MXFP8 / 32", "mxfp8"), ("mxfp8_e5m2/16", "mxfp8_e5m2/16"), ("mxfp4", "mxfp4"), ("nvfp4/16", "nvfp4")],
-)  # fmt: skip
-def test_formats_have_one_name(spelling, name):
-    assert parse_format(spelling).name == name
-    assert parse_format(parse_format(spelling).name) == parse_format(spelling)
-    kinds = {"int": IntegerFormat, "mxf": ScaledFormat, "nvf": ScaledFormat}
-    assert isinstance(parse_format(spelling), kinds.get(name[:3], FloatFormat))
-
-
-@pytest.mark.parametrize(
-    ("spelling", "near"),
-    [("flaot16", "'float16'"), ("int5", "'int4'|'int8'"), ("int8/", "'int8"), ("int8/0", "'int8"), (["float16"], ""),
-     ("mxfp6", "'mxfp[48]'"), ("nvfp4/0", "'nvfp4'"), ("mxfp8_e3m4", "'mxfp8_e5m2'"),
-     ("float8_e8m0fnu", "'float8_e")],
-)  # fmt: skip
-def test_an_unknown_format_is_quoted_with_the_nearest(spelling, near):
-    with pytest.raises(ValueError, match=rf"Unknown format .*({near}).*For example: 'float16'") as caught:
-        parse_format(spelling)
-    assert repr(spelling) in str(caught.value)
