@@ -198,8 +198,9 @@ class ModulePaths:
         return self._follow([], stack)
 
     def _follow(self, path: list[str], stack: str) -> str:
-        for name in _list_names(stack):
-            if name in self._modules.roots:
+        for name in strip_transformations(stack).split("/"):
+            # `jnp.einsum` opens scopes, too, such as `ij,jk->ik`.
+            if name in _NO_SCOPES or "->" in name or name in self._modules.roots:
                 continue
             if name.startswith(ELSEWHERE):
                 path = [name.removeprefix(ELSEWHERE)]
@@ -208,12 +209,6 @@ class ModulePaths:
             elif not any(f"/{'/'.join(path)}".endswith(f"/{module}") for module in self._with_methods[name]):
                 path = [*path, name.partition(".")[0]]
         return "/".join(path)
-
-
-def _list_names(stack: str) -> list[str]:
-    """Lists the module scopes of a name stack. `jnp.einsum` opens scopes, too, such as `ij,jk->ik`."""
-    names = strip_transformations(stack).split("/")
-    return [name for name in names if name not in _NO_SCOPES and "->" not in name]
 
 
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
