@@ -12,15 +12,17 @@ from ._cost import (
     find_half_sum as find_half_sum,
 )
 from ._ends import (
+    ObservedCall as ObservedCall,
     check_function as check_function,
     find_real_shape as find_real_shape,
-    find_signature as find_signature,
     keep_changes as keep_changes,
     name_arguments as name_arguments,
     name_results as name_results,
+    observe as observe,
     spell_arguments as spell_arguments,
     split_parts as split_parts,
     take_apart as take_apart,
+    trace_call as trace_call,
 )
 from ._evaluate import (
     Traced as Traced,
@@ -33,7 +35,6 @@ from ._evaluate import (
     note_casting as note_casting,
     open_partials as open_partials,
     prepare_replay as prepare_replay,
-    refuse_casting as refuse_casting,
     run as run,
     run_lifted as run_lifted,
     trace as trace,

@@ -1,15 +1,20 @@
-"""The arguments and results of a measured function, by name."""
+"""One way to trace a call of a user's function, and the names of its arguments and results."""
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
-from .._base import Args, KeyPath, Kwargs, PyTree, describe, drop_value_key, is_array
+from .._base import TRACING, Args, KeyPath, Kwargs, PyTree, Results, describe, drop_value_key, is_array
 from ..modules import find_adapter, find_lifting_adapter, is_flax_object
+from ._evaluate import explain_tracing, open_partials, refuse_casting, run_lifted, trace
+from ._source import Modules, Register
+
+T = TypeVar("T")
 
 
 def check_function(fun: Any, caller: str, rest: str = "") -> None:
@@ -20,6 +25,58 @@ def check_function(fun: Any, caller: str, rest: str = "") -> None:
     audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
     example = audited.replace("audit", caller).replace(")(", f"{rest})(", 1)
     raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
+
+
+class ObservedCall(NamedTuple):
+    """A traced call of a user's function. Its outputs can be computed elsewhere and put back."""
+
+    program: ClosedJaxpr
+    leaves: list[Any]  # the arrays that the jaxpr takes
+    results: Results  # the outputs of the function
+    modules: Modules  # the modules that it called
+    # Of `observe`, for the names of arguments and results.
+    signature: inspect.Signature | None = None
+    given: tuple[Args, Kwargs] = ((), {})  # the arguments of the user
+    taken: tuple[Args, Kwargs] = ((), {})  # the arguments of the traced function
+    is_lifted: bool = False  # true if nnx objects among the arguments were lifted
+
+
+def trace_call(
+    caller: str, register: Register, fun: Callable[..., Any], args: Args, kwargs: Kwargs, results: Results | None = None
+) -> ObservedCall:
+    """Traces a function that the register watches. Some errors get a note that `caller` traces the function."""
+    results = results or Results()
+    with TRACING(register.token), explain_tracing(caller, ""):
+        traced = trace(results.take_arrays(fun), args, kwargs)
+    return ObservedCall(traced.program, traced.leaves, results, register.list_modules())
+
+
+def observe(
+    caller: str,
+    register: Register,
+    run: Callable[[ObservedCall], tuple[Sequence[Any], T]],
+    fun: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    results: Results | None = None,
+) -> tuple[Any, T]:
+    """Traces a call of a user's function, which may write to nnx objects, and returns its output and a report.
+
+    `run` returns the output arrays and the report.
+    """
+    refuse_casting(caller)
+    opened, args, kwargs = open_partials(fun, args, kwargs)
+    watched, reports = register.watch(opened), []
+
+    def trace_and_run(pure: Callable[..., Any], *taken: Any) -> Any:
+        call = trace_call(caller, register, pure, *taken, results)
+        is_lifted, signature = pure is not watched, find_signature(opened)
+        arrays, report = run(call._replace(signature=signature, given=(args, kwargs), taken=taken, is_lifted=is_lifted))
+        reports.append(report)
+        return call.results.put_back(arrays)
+
+    out = run_lifted(trace_and_run, watched, args, kwargs)
+    return out, reports[0]
 
 
 def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -75,7 +75,7 @@ def _read_param(
 
 
 def quantization_of(module: nn.Module, policy: Policy) -> str:
-    """Describes the weight of a bound module for `Row.quantization`."""
+    """Describes the weight of a bound module for `ModuleRow.quantization`."""
     format = policy.quantization
     params = {} if format is None else {name: find_stored(module, name) for name in WEIGHT_NAMES}
     shapes = {name: param.shape for name, param in params.items() if param is not None and len(param.shape) > 1}

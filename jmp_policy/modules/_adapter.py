@@ -49,7 +49,7 @@ class ModuleInfo:
     rule: str = ""  # the origin of the policy, or an empty string
     compute_dtype: np.dtype | None = None  # the dtype that its author wrote, else the policy's
     is_named: bool = False  # true if a rule, a policy of its own or its author decides for this very module
-    quantization: str = ""  # the treatment of its weight under a quantized policy, as in `Row`
+    quantization: str = ""  # the treatment of its weight under a quantized policy, as in `ModuleRow`
     accumulate_dtype: str = ""  # the output dtype of its matmuls, if they may have another one than the inputs
 
     @property

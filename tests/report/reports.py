@@ -20,7 +20,7 @@ from jmp_policy.numerics import (
     Reason,
     Stats,
 )
-from jmp_policy.numerics._explain import Explanation, Row
+from jmp_policy.numerics._explain import Explanation, ModuleRow
 from jmp_policy.numerics._stats._measure import StatsSpec
 from jmp_policy.numerics._stats._record import Record
 from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
@@ -35,13 +35,15 @@ PATHS = [f"encoder/layers_{index}/{layer}" for index, layer in itertools.product
 LEFT = "left: the sizes of its product (77, 64 and 1000) are not multiples of 16"
 
 
-def _explain_module(path: str) -> Row:
+def _explain_module(path: str) -> ModuleRow:
     is_attention = "attention" in path
     type = "MultiHeadDotProductAttention" if path.endswith("self_attention") else "DenseGeneral"
     policy, rule = (FLOAT8, RULE) if is_attention else (MIXED, "its own policy")
     if "/" not in path:
-        return Row(path, "TransformerEncoder", MIXED, "default", (), ("int32", "bool"), (), ("bfloat16",), 0, 0, ())
-    return Row(
+        return ModuleRow(
+            path, "TransformerEncoder", MIXED, "default", (), ("int32", "bool"), (), ("bfloat16",), 0, 0, ()
+        )
+    return ModuleRow(
         path, type, policy, rule, ("float32",), ("bfloat16", "int32", "bool"), ("bfloat16", "float8_e4m3fn"),
         ("float32",), 1_048_576, 1_048_576, ("", "encoder/layers_0") if path.endswith("query") else (),
         "float8(min_size=0)" if is_attention else LEFT,

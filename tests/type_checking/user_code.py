@@ -211,7 +211,7 @@ reveal_type(jmp.nnx.value_and_grad(linear_loss, loss_scale=optimizer))  # reveal
 
 explanation = jmp.explain(net, x)
 report = jmp.numerics.audit(scale)(jax.ShapeDtypeStruct((2,), "float32"))
-reveal_type(explanation.rows)  # revealed: tuple[Row, ...]
+reveal_type(explanation.rows)  # revealed: tuple[ModuleRow, ...]
 reveal_type(report)  # revealed: AuditReport
 reveal_type(report.rows)  # revealed: tuple[AuditRow, ...]
 wide = nnx.Linear(64, 64, rngs=nnx.Rngs(0))

@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, Results, hide_frames
+from ..._base import Args, Kwargs, hide_frames
 from ..._jaxpr import (
     ModulePaths,
     Register,
     check_function,
-    explain_tracing,
     find_line,
     find_real_shape,
     find_unrepeatable,
     name_results,
     open_partials,
     take_apart,
-    trace,
+    trace_call,
 )
 from ...modules import find_lifting_adapter
 from ._align import align
@@ -223,21 +222,20 @@ class _Traced:
     """A flattened jaxpr with the arrays that it takes, and the names of its outputs."""
 
     def __init__(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs):
-        register, ends = Register(), Results()
+        register = Register()
         opened, args, kwargs = open_partials(fun, args, kwargs)
         arrays, rebuild = take_apart(args)
         closed = _list_closed_modules(opened)
         watched = register.watch(lambda closed, args, kwargs: opened(*args, **kwargs))
         pure = lambda arrays, kwargs: watched(closed, rebuild(arrays), kwargs)
-        with TRACING(register.token), explain_tracing("diverge", ""):
-            traced = trace(ends.take_arrays(pure), (arrays, kwargs), {})
-        _check_repeatable(traced.program.jaxpr)
-        self.flat = Flat(traced.program, ModulePaths(register.list_modules()))
+        traced = trace_call("diverge", register, pure, (arrays, kwargs), {})
+        _refuse_effects(traced.program.jaxpr)
+        self.flat = Flat(traced.program, ModulePaths(traced.modules))
         self.leaves = [*traced.leaves, *self.flat.constants.values()]
         self.flat.inputs += self.flat.constants  # as constants of the compiled program, weights would be copied
         self.flat.constants = {}
         self.types = [atom.aval for atom in traced.program.jaxpr.outvars]
-        self.names = [str(name) for name in name_results(ends.list_paths(), is_lifted=False)]
+        self.names = [str(name) for name in name_results(traced.results.list_paths(), is_lifted=False)]
 
     def list_floats(self) -> list[int]:
         return [i for i, aval in enumerate(self.types) if has_floats(aval)]
@@ -253,7 +251,7 @@ def _list_closed_modules(fun: Callable[..., Any]) -> list[Any]:
     return [value for value in values if find_lifting_adapter((value,)) is not None]
 
 
-def _check_repeatable(program: Jaxpr) -> None:
+def _refuse_effects(program: Jaxpr) -> None:
     eqn = find_unrepeatable(program)
     if eqn is not None:
         raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._base import TRACING, Results, hide_frames, keeps_small_updates
+from ..._base import hide_frames, keeps_small_updates
 from ..._jaxpr import (
     AUTOCAST,
     DEVICE_SUMS,
@@ -38,7 +38,7 @@ from ..._jaxpr import (
     keep_changes,
     list_functions,
     multiplies_only,
-    trace,
+    trace_call,
     walk,
 )
 from ._facts import ARGUMENT, CONSTANT, FLOAT32, OWN, ValueFacts, count_uses, derive_facts, describe_constant, find_fact
@@ -90,13 +90,11 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
         def notice(kind: str, flag: int) -> None:
             overflows.append((find_running_line(), str(source_info_util.current_name_stack())))
 
-        traceable = register.watch(Results().take_arrays(keep_changes(fun)))
-        with TRACING(register.token), np.errstate(over="call", call=notice):  # of constants that become infinite
-            program = trace(traceable, args, kwargs).program
-        constants = map(describe_constant, program.consts)
-        keeps_updates = keeps_small_updates((args, kwargs))
-        inspector = _Inspector(ModulePaths(register.list_modules()).read_stack, keeps_updates)
-        return inspector.inspect(program.jaxpr, constants, overflows)
+        with np.errstate(over="call", call=notice):  # of constants that become infinite
+            call = trace_call("audit", register, register.watch(keep_changes(fun)), args, kwargs)
+        constants = map(describe_constant, call.program.consts)
+        inspector = _Inspector(ModulePaths(call.modules).read_stack, keeps_small_updates((args, kwargs)))
+        return inspector.inspect(call.program.jaxpr, constants, overflows)
 
     return run_audit
 
@@ -175,7 +173,7 @@ class _Inspector:
 
     def _count(self, step: Step) -> None:
         path, backward = self._find_place(step.scope)
-        work, dtype = step.trips * count_flops(step.eqn), _name_dtype(step)
+        work, dtype = step.trips * count_flops(step.eqn), _name_dtypes(step)
         amounts = step.trips, work, step.trips * count_bytes(step.eqn)
         _add_amounts(self._rows, (path, step.name, dtype, backward), *amounts)
         if step.name in MATMULS and not multiplies_only(step.eqn):
@@ -190,7 +188,7 @@ def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> No
         counts[i] += amount
 
 
-def _name_dtype(step: Step) -> str:
+def _name_dtypes(step: Step) -> str:
     """Returns the widest floating dtype that a step reads, or else makes."""
     if step.name == "convert_element_type":
         return f"{step.operands[0].aval.dtype}->{step.results[0].aval.dtype}"

@@ -241,7 +241,7 @@ class AuditReport(Report):
     def _list_tables(self, width: int | None) -> list[Table]:
         tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
         dearest = self._keep_largest(self.rows, lambda row: (row.flops, row.bytes))
-        return [*tables, _make_row_table(dearest)] if self.rows or width is None else tables
+        return [*tables, _make_operation_table(dearest)] if self.rows or width is None else tables
 
     def _list_notes(self) -> list[str]:
         notes = self._note_left_out(self.rows, "rows of less work")
@@ -276,7 +276,7 @@ def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
     return Table(make_columns("matmuls in", "forward, backward, flops, of all"), rows)
 
 
-def _make_row_table(rows: Iterable[AuditRow]) -> Table:
+def _make_operation_table(rows: Iterable[AuditRow]) -> Table:
     cells = [
         (
             row.path,

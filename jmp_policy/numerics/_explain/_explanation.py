@@ -24,7 +24,7 @@ from ...report import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(Plain):
+class ModuleRow(Plain):
     """The policy of one module, and the dtypes that were seen there.
 
     Attributes:
@@ -102,7 +102,7 @@ class Explanation(Report):
     parameters: 32 B, 100% of what they would take in float32
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     unused: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
@@ -118,7 +118,7 @@ class Explanation(Report):
         """Size of all parameters if they were float32."""
         return sum(row.float32_bytes for row in self.rows)
 
-    def __getitem__(self, path: str) -> Row:
+    def __getitem__(self, path: str) -> ModuleRow:
         """Returns the row of the module at a path."""
         return find_row(self.rows, path, "module", "explained")
 
@@ -158,8 +158,19 @@ class Explanation(Report):
             for row in self.rows
             if row.output_cast
         ]
-        own = [*_describe_leaks(self), *casts, *_describe_half_sums(self), *_describe_precision_faults(self)]
-        return [size, *own, *self.unused, *self.unknown]
+        leaks = group_by_key(((row.rule, row.policy), row) for row in self.rows if row.leaks_into)
+        by_sum = group_by_key((half_sum, row.path) for row in self.rows for half_sum in row.half_sums)
+        by_fault = group_by_key((fault, row.path) for row in self.rows for fault in row.precision_faults)
+        growing = f"whose error grows with their count; {REMEDY}"
+        return [
+            size,
+            *(_describe_leak(self, rows) for rows in leaks.values()),
+            *casts,
+            *(f"{list_places(paths)} (!): {half_sum}, {growing}" for half_sum, paths in by_sum.items()),
+            *(f"{list_places(paths)} (!): {fault}" for fault, paths in by_fault.items()),
+            *self.unused,
+            *self.unknown,
+        ]
 
 
 Rule = tuple[str, Policy | None]
@@ -171,7 +182,7 @@ _HEADERS = ("rule", "param", "in", "compute", "out", "bytes")
 _NAMES = ("module", "type", "policy", "bytes")
 """The columns whose cells have one line; those of the others are lists and sentences."""
 
-_CELLS: dict[str, Callable[[Row], str]] = {
+_CELLS: dict[str, Callable[[ModuleRow], str]] = {
     "type": lambda row: row.type,
     "policy": lambda row: shorten_policy(row.policy),
     "rule": lambda row: row.rule,
@@ -190,7 +201,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
 
 
 def _make_module_table(
-    rows: Sequence[Row], headers: Sequence[str], gap: int = 2, **cells: Callable[[Row], str]
+    rows: Sequence[ModuleRow], headers: Sequence[str], gap: int = 2, **cells: Callable[[ModuleRow], str]
 ) -> Table:
     """Returns a table of modules; `cells` replaces functions of `_CELLS`."""
     columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
@@ -198,7 +209,7 @@ def _make_module_table(
     return Table(columns, [[said[header](row) for header in headers] for row in rows], gap)
 
 
-def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
+def _make_rule_table(rows: Sequence[ModuleRow], numbers: Mapping[Rule, int]) -> Table:
     counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
     cells = [
         (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
@@ -207,27 +218,22 @@ def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
     return Table([Column("rule", wraps=True), Column("policy"), Column("modules", is_number=True)], cells)
 
 
-def _make_quantization_table(rows: Sequence[Row]) -> Table:
+def _make_quantization_table(rows: Sequence[ModuleRow]) -> Table:
     """Returns a table of formats, and of reasons why a weight is not quantized."""
     places = group_by_key((row.quantization, name_place(row.path)) for row in rows if row.quantization)
     cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
     return Table([Column("quantization", wraps=True), Column("modules", wraps=True)], cells)
 
 
-def _indent(row: Row, paths: set[str]) -> str:
+def _indent(row: ModuleRow, paths: set[str]) -> str:
     """Returns the path of a module, indented below its parent; marked if it has a note."""
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
     name = (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums or row.precision_faults else "")
     return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
 
 
-def _describe_leaks(explanation: Explanation) -> list[str]:
-    """Returns a sentence for each rule whose modules leak."""
-    by_rule = group_by_key(((row.rule, row.policy), row) for row in explanation.rows if row.leaks_into)
-    return [_describe_leak(explanation, rows) for rows in by_rule.values()]
-
-
-def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
+def _describe_leak(explanation: Explanation, rows: list[ModuleRow]) -> str:
+    """Returns a sentence about the modules of one rule that leak."""
     first, others = rows[0], len(rows) - 1
     into = list(dict.fromkeys(path for row in rows for path in row.leaks_into))
     who = f"{first.path} (!)" + (f" and {others} more" if others else "")
@@ -237,14 +243,3 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
     if first.policy is None or meant is None or first.rule == "author's dtype":
         return f"{spread}; cast what it returns, where that is not meant"
     return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
-
-
-def _describe_half_sums(explanation: Explanation) -> list[str]:
-    by_sum = group_by_key((half_sum, row.path) for row in explanation.rows for half_sum in row.half_sums)
-    growing = "whose error grows with their count"
-    return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]
-
-
-def _describe_precision_faults(explanation: Explanation) -> list[str]:
-    by_fault = group_by_key((fault, row.path) for row in explanation.rows for fault in row.precision_faults)
-    return [f"{list_places(paths)} (!): {fault}" for fault, paths in by_fault.items()]

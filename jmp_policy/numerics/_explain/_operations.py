@@ -42,7 +42,7 @@ from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, f
 from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8, Policy
 from .._audit import find_in_program
-from ._explanation import Explanation, Row
+from ._explanation import Explanation, ModuleRow
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
     "convert_element_type", "reduce_precision", "link", "carry",
@@ -106,7 +106,7 @@ _SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its i
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
-    """Returns `Row.quantization` of a module, for float8 from the dtypes that its operations read and made."""
+    """Returns `ModuleRow.quantization` of a module, for float8 from the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):
@@ -184,7 +184,7 @@ def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) ->
         size = math.prod(array.shape)
         kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
         bytes_of = size * array.dtype.itemsize, size * 4
-        rows.append(Row(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
+        rows.append(ModuleRow(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
     return Explanation(tuple(rows))
 
 
@@ -198,13 +198,13 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     multiplied = collect_by_path(steps, lambda step: [step.name] if step.name in MATMULS else [])
     faults = _find_precision_faults(observation.program, steps)
     modules = {**model.modules}
-    modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
+    modules.update((path, _apply_full_precision(modules[path])) for path in observation.widened if path in modules)
     leaking, cast = find_leaks(observation.program, steps, modules)
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]
         own = model.params.get(path, ())
-        rows.append(Row(
+        rows.append(ModuleRow(
             path=path,
             type=module.type.__name__,
             policy=module.policy,
@@ -226,7 +226,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
 
 
-def _widen(module: ModuleInfo) -> ModuleInfo:
+def _apply_full_precision(module: ModuleInfo) -> ModuleInfo:
     """Applies `force_full_precision` to a module."""
     if module.policy is None or module.rule == WRITTEN:
         return module

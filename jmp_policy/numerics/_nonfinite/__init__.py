@@ -2,4 +2,4 @@
 
 from ._first_nonfinite import first_nonfinite as first_nonfinite, search_nonfinite as search_nonfinite
 from ._origin import NonfiniteOrigin as NonfiniteOrigin
-from ._remedies import has_pole as has_pole
+from ._remedies import reaches_pole as reaches_pole

@@ -21,7 +21,7 @@ class Visit(NamedTuple):
     turns: jax.Array  # the iterations of the merged loops, of shape `(MOST_LOOPS,)`
 
 
-def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
+def chase_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
     """Finds the origin of the first non-finite result.
 
     Goes from each value to an operand that is nan, or else to one that is infinite, until all operands are finite. If
@@ -34,17 +34,17 @@ def find_origin(graph: Graph, record: Extremes) -> NonfiniteOrigin:
     root, made = _chase(tables, record, program)
     # A scale is infinite for an array with a nan: then the nan that it was made of is the origin.
     is_made = (root.kind == INFINITE) & (made.kind == NAN)
-    origin = _select(is_made, made, root)
+    origin = _select_visit(is_made, made, root)
     earlier, _ = _chase(tables, record, _find_vanished(tables, record, origin))
-    cause = _select(is_made, root, earlier)
+    cause = _select_visit(is_made, root, earlier)
     cause = cause._replace(kind=jnp.where(is_made | (origin.kind == INFINITE), cause.kind, FINITE))
     places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
-    texts, turns, ranges = jax.vmap(functools.partial(_describe, tables, record))(places)
+    texts, turns, ranges = jax.vmap(functools.partial(_describe_visit, tables, record))(places)
     status = jnp.where(origin.kind == FINITE, NOT_REPRODUCED, FOUND)
     return NonfiniteOrigin(status.astype(jnp.int32), texts, places.kind, turns, ranges)
 
 
-def _select(condition: jax.Array, one: Any, other: Any) -> Any:
+def _select_visit(condition: jax.Array, one: Any, other: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), one, other)
 
 
@@ -58,8 +58,8 @@ def _chase(graph: Graph, record: Extremes, start: Visit) -> tuple[Visit, Visit]:
 
     def go(state: tuple[Visit, Visit, Visit]) -> tuple[Visit, Visit, Visit]:
         _, here, made = state
-        operand = _choose(graph, record, here)
-        return here, operand, _select((here.kind == NAN) & (operand.kind == INFINITE), here, made)
+        operand = _choose_operand(graph, record, here)
+        return here, operand, _select_visit((here.kind == NAN) & (operand.kind == INFINITE), here, made)
 
     nowhere = start._replace(kind=jnp.full_like(start.kind, FINITE))
     root, _, made = lax.while_loop(lambda state: state[1].kind != FINITE, go, (nowhere, start, nowhere))
@@ -79,7 +79,7 @@ def _find_vanished(graph: Graph, record: Extremes, origin: Visit) -> Visit:
         zero = Visit(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
         takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
         pairs = zip(takes, (zero, infinite), chosen, strict=True)
-        return tuple(_select(take, new, old) for take, new, old in pairs)  # type: ignore[return-value]
+        return tuple(_select_visit(take, new, old) for take, new, old in pairs)  # type: ignore[return-value]
 
     def goes_on(state: tuple[jax.Array, Visit, Visit]) -> jax.Array:
         steps, here, found = state
@@ -99,12 +99,12 @@ _MOST_STEPS = 16
 """Maximum number of values between an infinity and the zero of its reciprocal."""
 
 
-def _choose(graph: Graph, record: Extremes, place: Visit) -> Visit:
+def _choose_operand(graph: Graph, record: Extremes, place: Visit) -> Visit:
     """Chooses the next operand: one that was not finite in the same iteration or before."""
 
     def consider(edge: jax.Array, best: tuple[jax.Array, Visit]) -> tuple[jax.Array, Visit]:
         for found in _weigh(graph, record, place, edge):
-            best = _select(found[0] > best[0], found, best)
+            best = _select_visit(found[0] > best[0], found, best)
         return best
 
     nowhere = jnp.zeros_like(place.kind), place._replace(kind=jnp.full_like(place.kind, FINITE))
@@ -150,7 +150,7 @@ def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: 
     return is_less | (is_equal & ~strictly)
 
 
-def _describe(graph: Graph, record: Extremes, place: Visit) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _describe_visit(graph: Graph, record: Extremes, place: Visit) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the text, the iterations and the operand ranges of a `NonfiniteOrigin`."""
     value, is_used = place.value, place.kind != FINITE
     text = graph.texts[graph.text[value]]

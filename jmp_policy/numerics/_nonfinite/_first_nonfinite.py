@@ -1,7 +1,6 @@
 """`numerics.first_nonfinite`: returns the origin of non-finite results beside the results."""
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,34 +12,31 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import PartitionSpec
 
-from ..._base import TRACING, Args, KeyPath, Kwargs, PyTree, Results, hide_frames, vary, vary_everywhere
+from ..._base import KeyPath, PyTree, Results, hide_frames, vary, vary_everywhere
 from ..._jaxpr import (
     ModulePaths,
+    ObservedCall,
     RecordedOp,
     Register,
     call,
     check_function,
-    explain_tracing,
     find_direction,
     find_line,
-    find_signature,
     find_unrepeatable,
     name_results,
+    observe,
     open_partials,
     prepare_replay,
     record_program,
-    refuse_casting,
     replace_variables,
-    run_lifted,
     spell_arguments,
-    trace,
 )
 from ...loss_scale import all_finite
-from ._chase import find_origin as chase_origin
+from ._chase import chase_origin
 from ._extremes import Extremes, ExtremesRecorder, find_extremes, is_measurable
 from ._graph import build_graph
 from ._origin import NonfiniteOrigin
-from ._remedies import A_CONSTANT, Words, describe_code, find_roles
+from ._remedies import A_CONSTANT, Words, describe_code, find_op_roles
 
 
 def first_nonfinite(
@@ -99,31 +95,25 @@ def search_nonfinite(
     @hide_frames
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, NonfiniteOrigin]:
-        refuse_casting("first_nonfinite")
+        results = _CheckedResults()
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        run = _OriginRun(register, find_signature(opened), (args, kwargs), checks)
-        watched = register.watch(opened if of is None else run.note_results(opened, of))
-        pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
-        out = run_lifted(pure, watched, args, kwargs)
-        assert run.origin is not None
-        return out, run.origin
+        noted = opened if of is None else results.note(opened, of)
+        run = lambda call: _run_and_search(call, results, checks=checks)
+        return observe("first_nonfinite", register, run, noted, args, kwargs, results)
 
     return run_and_find
 
 
-class _OriginRun:
-    """One call. `trace_and_run` sets `origin`."""
+class _CheckedResults(Results):
+    """The outputs of a function, with a mark for each array to check."""
 
-    def __init__(
-        self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs], checks: bool
-    ):
-        self.origin: NonfiniteOrigin | None = None
-        self._register, self._signature, self._given, self._checks = register, signature, given, checks
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[bool] = []
+        self.numbers: list[tuple[KeyPath, complex]] = []  # Python numbers among the results, not finite
         self._noted: list[Any] | None = None
-        self._marks: list[bool] = []
-        self._numbers: list[tuple[KeyPath, complex]] = []  # Python numbers among the results, not finite
 
-    def note_results(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
+    def note(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
         """Wraps a function so that only the results selected by `of` are checked."""
 
         @functools.wraps(fun)
@@ -134,56 +124,48 @@ class _OriginRun:
 
         return call_and_note
 
-    def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
-        """Traces and runs a function, and searches for the origin if a result is not finite."""
-        ends = Results()
-        with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
-            traced = trace(self._mark_noted(ends, fun), args, kwargs)
-        if is_lifted:
-            self._unmark_unwritten(traced.program.jaxpr, name_results(ends.list_paths(), is_lifted=True))
-        paths = ModulePaths(self._register.list_modules())
-        names = spell_arguments(self._signature, (args, kwargs), self._given, is_lifted=is_lifted)
-        program, constants = _detach_constants(traced.program)
-        leaves, names = [*constants, *traced.leaves], [A_CONSTANT] * len(constants) + names
-        made = call(program, *leaves)
-        search, none = _make_search(program, self._marks, names, paths), NonfiniteOrigin.empty()
-        for path, number in self._numbers[:1]:
-            none = NonfiniteOrigin.of_constant(number, name_results([path], is_lifted=is_lifted)[0] or "")
-        if search is None:
-            self.origin = none
-        elif not self._checks:
-            self.origin = search(*lax.stop_gradient(leaves))
-        else:
-            looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
-            is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
-            nothing = lambda *_: vary_everywhere(none)
-            self.origin = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
-        return ends.put_back(made)
-
-    def _unmark_unwritten(self, body: Jaxpr, names: Sequence[str | None]) -> None:
-        """Skips unchanged state that Flax returns beside the results: a mask in a batch may have infinities.
-
-        `names` is None for such results.
-        """
-        entering = set(map(id, body.invars))
-        is_looked_at = (
-            name is not None or id(var) not in entering for name, var in zip(names, body.outvars, strict=True)
-        )
-        self._marks = [mark and looked_at for mark, looked_at in zip(self._marks, is_looked_at, strict=True)]
-
-    def _mark_noted(self, ends: Results, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        take = ends.take_arrays(fun)
+    def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+        take = super().take_arrays(fun)
 
         def take_and_mark(*args: Any, **kwargs: Any) -> list[Any]:
-            arrays, others = take(*args, **kwargs), ends.list_others()
+            arrays, others = take(*args, **kwargs), self.list_others()
             noted = [*arrays, *others.values()] if self._noted is None else self._noted
             ids = set(map(id, noted))
-            self._marks, self._noted = [id(array) in ids for array in arrays], None  # tracers of this trace
+            self.marks, self._noted = [id(array) in ids for array in arrays], None  # tracers of this trace
             numbers = [(path, leaf) for path, leaf in others.items() if isinstance(leaf, float | complex)]
-            self._numbers = [(path, leaf) for path, leaf in numbers if id(leaf) in ids and not np.isfinite(leaf)]
+            self.numbers = [(path, leaf) for path, leaf in numbers if id(leaf) in ids and not np.isfinite(leaf)]
             return arrays
 
         return take_and_mark
+
+
+def _run_and_search(
+    observed: ObservedCall, results: _CheckedResults, *, checks: bool
+) -> tuple[list[Any], NonfiniteOrigin]:
+    """Runs a traced call, and searches for the origin if a result is not finite."""
+    marks, is_lifted = results.marks, observed.is_lifted
+    if is_lifted:
+        # Unchanged state, which nnx returns beside the results, is not checked: a mask in a batch may have infinities.
+        entering, names = (
+            set(map(id, observed.program.jaxpr.invars)),
+            name_results(results.list_paths(), is_lifted=True),
+        )
+        kept = zip(marks, names, observed.program.jaxpr.outvars, strict=True)
+        marks = [mark and (name is not None or id(var) not in entering) for mark, name, var in kept]
+    names = spell_arguments(observed.signature, observed.taken, observed.given, is_lifted=is_lifted)
+    program, constants = _detach_constants(observed.program)
+    leaves, names = [*constants, *observed.leaves], [A_CONSTANT] * len(constants) + names
+    made = call(program, *leaves)
+    search, none = _make_search(program, marks, names, ModulePaths(observed.modules)), NonfiniteOrigin.empty()
+    for path, number in results.numbers[:1]:
+        none = NonfiniteOrigin.of_constant(number, name_results([path], is_lifted=is_lifted)[0] or "")
+    if search is None:
+        return made, none
+    if not checks:
+        return made, search(*lax.stop_gradient(leaves))
+    looked_at = [_sum_parts(array) for array in itertools.compress(made, marks)]
+    is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
+    return made, lax.cond(is_finite, lambda *_: vary_everywhere(none), search, *lax.stop_gradient(leaves))
 
 
 def _sum_parts(array: jax.Array) -> jax.Array:
@@ -206,7 +188,7 @@ def _make_search(
 ) -> Callable[..., NonfiniteOrigin] | None:
     """Makes the function that runs a program again and finds the origin, or None if the program has no floats."""
     body = program.jaxpr
-    _check_repeatable(body)
+    _refuse_acting_twice(body)
     kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
     replay: Any = prepare_replay(ClosedJaxpr(kept, program.consts))
     body = replay.jaxpr
@@ -214,7 +196,7 @@ def _make_search(
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines, _ = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
-    words += _describe_lines(lines, paths, find_roles(body))
+    words += _describe_lines(lines, paths, find_op_roles(body))
     graph = build_graph(body, arguments, lines, words, recorder)
     if not len(graph.text):
         return None
@@ -261,7 +243,7 @@ def _detach_constants(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     return ClosedJaxpr(detached.replace(constvars=[]), ()), [*program.consts, *values]
 
 
-def _check_repeatable(program: Jaxpr) -> None:
+def _refuse_acting_twice(program: Jaxpr) -> None:
     eqn = find_unrepeatable(program)
     if eqn is None:
         return

@@ -71,12 +71,12 @@ def read_words(text: np.ndarray) -> Words:
     return Words(*(piece.decode(errors="ignore") for piece in pieces))
 
 
-def find_roles(program: Jaxpr) -> dict[int, str]:
+def find_op_roles(program: Jaxpr) -> dict[int, str]:
     """Finds `Words.role` of equations, by their ids.
 
     >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.grad(jnp.sqrt))(1.0)
-    >>> roles = find_roles(program.jaxpr)
+    >>> roles = find_op_roles(program.jaxpr)
     >>> [(eqn.primitive.name, roles[id(eqn)]) for eqn in program.eqns if id(eqn) in roles]
     [('div', 'sqrt')]
     """
@@ -260,14 +260,14 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
         )
     if words.role == GUARDED and is_cause:
         return _GUARD
-    if words.role in _DERIVATIVES and has_pole(primitive, operands, dtype):
+    if words.role in _DERIVATIVES and reaches_pole(primitive, operands, dtype):
         return _DERIVATIVES[words.role]
     if primitive == "div" and kind == "nan":  # the operands are finite
         return "Dividend and divisor are both zero. " + _BY_ZERO
     is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
     if is_too_large and dtype == "float16":
         return _advise_float32(words.direction, path)
-    if primitive == "pow" and has_pole(primitive, operands, dtype):
+    if primitive == "pow" and reaches_pole(primitive, operands, dtype):
         return _explain_power(operands)
     if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
         return REMEDIES[primitive]
@@ -306,17 +306,17 @@ def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     (True, False)
     """
     if primitive in _OVERFLOWING:
-        return not has_pole(primitive, operands, dtype)
+        return not reaches_pole(primitive, operands, dtype)
     largest = max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
     return primitive not in REMEDIES and largest > float(jnp.finfo(dtype).max) ** 0.25
 
 
-def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
+def reaches_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     """True if an op has a pole within the ranges of its operands, so that no format helps.
 
     The exponent of an `integer_pow` is not known. If the square of the operand overflows, this returns False.
 
-    >>> has_pole("integer_pow", [(-600.0, 700.0)], "float16"), has_pole("integer_pow", [(0.0, 2.0)], "float16")
+    >>> reaches_pole("integer_pow", [(-600.0, 700.0)], "float16"), reaches_pole("integer_pow", [(0.0, 2.0)], "float16")
     (False, True)
     """
     poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0, "lgamma": 0}

@@ -82,7 +82,7 @@ def predict(
     """
     observed = _find_observed(stats)
     wanted = _read_policy(policy, by, observed)
-    scale = 1.0 if loss_scale is None else _read_scale(loss_scale)
+    scale = 1.0 if loss_scale is None else _check_loss_scale(loss_scale)
     if loss_scale is not None and not any(site.direction == "backward" for site in stats.layout.sites):
         raise ValueError(
             f"A loss scale was given, {loss_scale!r}, but these Stats have no rows of a backward pass. Measure the "
@@ -128,7 +128,7 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
     return wanted
 
 
-def _read_scale(loss_scale: float | LossScale) -> float:
+def _check_loss_scale(loss_scale: float | LossScale) -> float:
     is_number = isinstance(loss_scale, int | float | np.number)
     scale = float(loss_scale if is_number else get_loss_scale(loss_scale).loss_scale)
     if isinstance(loss_scale, bool) or not 0 < scale < math.inf:
@@ -155,7 +155,7 @@ def _diagnose(
     reasons = _list_reasons(losses, trial.rows, culprits)
     return Prediction(
         reasons=reasons,
-        policy_map=make_map(culprits, policy, trial.paths),
+        policy_map=keep_in_float32(culprits, policy, trial.paths),
         loss_scale=kept if has_scale else None,
         policy=policy,
         asked_scale=scale,
@@ -181,7 +181,7 @@ def _find_repair(
         culprits |= dict.fromkeys(new)
         losses = {value: trial.find_loss(value, scale.exponent) for value in values if value.path in new}
         later |= {value: loss for value, loss in losses.items() if loss.what}
-        values = trial.list_values(make_map(culprits, policy, trial.paths))
+        values = trial.list_values(keep_in_float32(culprits, policy, trial.paths))
         scale = trial.choose_scale(values, given)
     return tuple(culprits), scale, later
 
@@ -245,7 +245,7 @@ class _TrialRun:
         return choose_scale(spans, given, list({value.format for value in scaled}))
 
 
-def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
+def keep_in_float32(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
     """Makes a map with float32 for some scopes and everything inside. Children of the root then get rules first."""
     named = set(culprits)
     # A rule also covers inner scopes, so a rule for one of those would have no effect.

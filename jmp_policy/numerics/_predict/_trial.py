@@ -192,7 +192,7 @@ class _Watcher(Rewriter):
                 wide = tuple(_FLOAT32 if is_float(var) else None for var in eqn.outvars)
                 self.found[*self._chain, id(eqn)] = Written((), wide)
             operands = [read(atom) for atom in last.invars] if count == 1 else []
-            self.found[*self._chain, id(last)] = _describe(operands, results)
+            self.found[*self._chain, id(last)] = _read_dtypes(operands, results)
         return fused
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Any) -> list[Value]:
@@ -203,9 +203,9 @@ class _Watcher(Rewriter):
         self._chain = chain = (*outer, id(eqn))
         results = super()._write(eqn, values, body, context)
         self._chain = outer
-        self.found[chain] = _describe(values, results)
+        self.found[chain] = _read_dtypes(values, results)
         return results
 
 
-def _describe(operands: Sequence[Value], results: Sequence[Value]) -> Written:
+def _read_dtypes(operands: Sequence[Value], results: Sequence[Value]) -> Written:
     return Written(*(tuple(value.kind.dtype for value in values) for values in (operands, results)))

@@ -21,7 +21,6 @@ from ..._jaxpr import (
     Program,
     RecordedOp,
     Recorder,
-    Step,
     array_dtype,
     body_of,
     find_direction,
@@ -69,7 +68,9 @@ class StatsRecorder(Recorder):
     def choose(self, eqn: JaxprEqn, context: Place) -> Sequence[int]:
         if context.direction not in self.passes or is_recorded(eqn):
             return ()
-        if self.operations and not any(map(self._is_chosen, _list_inner(eqn))):
+        steps = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
+        inside = (step.eqn for step in steps if step.name == step.eqn.primitive.name)
+        if self.operations and not any(map(self._is_chosen, (eqn, *inside))):
             return ()
         around = list_paths_to(context.path)
         if self.patterns and not any(re.fullmatch(pattern, path) for pattern in self.patterns for path in around):
@@ -126,7 +127,7 @@ def make_recorder(request: "Request", spec: StatsSpec, program: Jaxpr, modules: 
     named = modules._replace(types=())
     operations, patterns = set[str](), []
     others = [entry for entry in request.where if entry not in (MATMUL, ALL)]
-    primitives, paths = _list_names(program, named) if others else (set(), [])
+    primitives, paths = _list_targets(program, named) if others else (set(), [])
     for entry in request.where:
         if entry == MATMUL or entry in primitives:
             operations.add(entry)
@@ -137,7 +138,7 @@ def make_recorder(request: "Request", spec: StatsSpec, program: Jaxpr, modules: 
     return StatsRecorder(spec, request.loops, chosen, tuple(patterns), frozenset(request.of), named)
 
 
-def _list_names(program: Jaxpr, modules: Modules) -> tuple[set[str], list[str]]:
+def _list_targets(program: Jaxpr, modules: Modules) -> tuple[set[str], list[str]]:
     """Returns the primitives of a jaxpr, and the paths of its equations and of the modules around them."""
     read = _read_paths(modules).read_stack
     steps = [step for step in walk(program, live_only=True) if step.name not in ("link", "carry", "constant")]
@@ -164,11 +165,6 @@ def _check_pattern(entry: str, primitives: Iterable[str], paths: Sequence[str]) 
 @functools.lru_cache(maxsize=64)
 def _read_paths(modules: Modules) -> ModulePaths:
     return ModulePaths(modules)
-
-
-def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
-    steps: Iterable[Step] = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
-    return [eqn, *(step.eqn for step in steps if step.name == step.eqn.primitive.name)]
 
 
 LOOPS = ("auto", "split", "merge")
@@ -201,11 +197,11 @@ def make_request(
     every = _parse_count("every", every, 100)
     if loops not in LOOPS:
         raise ValueError(f"Unknown loops {loops!r}. {did_you_mean(loops, LOOPS)} For example: loops='split'.")
-    passes = _list_entries("of", of)
+    passes = _check_strings("of", of)
     for entry in passes:
         if entry not in PASSES:
             raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of={_EXAMPLES['of']}.")
-    return Request(spec, _list_entries("where", where), passes, loops, every)
+    return Request(spec, _check_strings("where", where), passes, loops, every)
 
 
 def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
@@ -228,7 +224,7 @@ def _parse_count(name: str, count: int | None, example: int) -> int | None:
     return count
 
 
-def _list_entries(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:
+def _check_strings(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:
     listed = (entries,) if isinstance(entries, str) or not isinstance(entries, Iterable) else tuple(entries)
     for entry in listed:
         if not isinstance(entry, str):

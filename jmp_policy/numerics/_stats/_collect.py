@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -10,31 +9,27 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
-from ..._base import TRACING, Args, Kwargs, PyTree, Results, hide_frames, vary_everywhere, warn_user
+from ..._base import hide_frames, vary_everywhere, warn_user
 from ..._jaxpr import (
     Atom,
     ModulePaths,
+    ObservedCall,
     RecordedOp,
     Register,
     array_dtype,
     check_function,
     evaluate,
-    explain_tracing,
     find_direction,
     find_line,
     find_origin,
     find_real_shape,
-    find_signature,
     name_arguments,
     name_results,
-    open_partials,
+    observe,
     record_program,
-    refuse_casting,
-    run_lifted,
     split_line,
-    trace,
     walk,
 )
 from ._choice import Place, Request, is_measured, make_recorder, make_request, remember_program, take_step
@@ -132,74 +127,52 @@ def collect(
     @hide_frames
     @functools.wraps(fun)
     def run_collect(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
-        refuse_casting("collect")
         step, args = take_step(request.every, args)
-        opened, args, kwargs = open_partials(fun, args, kwargs)
-        watched = register.watch(opened)
-        run = _CollectRun(request, register, step, find_signature(opened))
-        pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
-        out = run_lifted(pure, watched, args, kwargs)
-        assert run.stats is not None
-        return out, run.stats
+        return observe("collect", register, functools.partial(_run_and_record, request, step), fun, args, kwargs)
 
     return run_collect
 
 
-class _CollectRun:
-    """One call of an observed function; `stats` is set by `trace_and_run`."""
+def _run_and_record(request: Request, step: Any, call: ObservedCall) -> tuple[list[Any], Stats]:
+    """Runs a copy of a traced call that also returns a record."""
+    program, modules = call.program, call.modules
 
-    def __init__(self, request: Request, register: Register, step: Any, signature: inspect.Signature | None):
-        self.stats: Stats | None = None
-        self._request, self._register, self._step, self._signature = request, register, step, signature
+    # Choose the values.
+    recorder = make_recorder(request, _choose_sums_dtype(request.spec, program.jaxpr), program.jaxpr, modules)
+    names = name_arguments(call.signature, call.taken, is_lifted=call.is_lifted)
+    results = name_results(call.results.list_paths(), is_lifted=call.is_lifted)
+    invars, outvars = program.jaxpr.invars, program.jaxpr.outvars
+    arguments = _list_measured(names, invars) if "arguments" in request.of else []
+    outputs = _list_measured(results, outvars) if "results" in request.of else []
+    new, lines, _ = record_program(program, recorder, Place(), arguments=arguments, results=outputs)
 
-    def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
-        """Traces a function of trees of arrays, and runs a copy of its jaxpr that also returns a record."""
-        request, ends = self._request, Results()
-        with TRACING(self._register.token), explain_tracing("collect", ""):
-            traced = trace(ends.take_arrays(fun), args, kwargs)
-        program, modules = traced.program, self._register.list_modules()
-
-        # Choose the values.
-        recorder = make_recorder(request, _widen(request.spec, program.jaxpr), program.jaxpr, modules)
-        names = name_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
-        results = name_results(ends.list_paths(), is_lifted=is_lifted)
-        invars, outvars = program.jaxpr.invars, program.jaxpr.outvars
-        arguments = _list_measured(names, invars) if "arguments" in request.of else []
-        outputs = _list_measured(results, outvars) if "results" in request.of else []
-        new, lines, _ = record_program(program, recorder, Place(), arguments=arguments, results=outputs)
-
-        # Describe the rows.
-        paths = ModulePaths(modules)
-        sites = [_describe_end(names[i], invars[i], "argument") for i in arguments]
-        sites += [_describe_line(line, paths) for line in lines]
-        sites += [_describe_end(str(results[i]), outvars[i], "result") for i in outputs]
-        if len(sites) > _MANY_ROWS:
-            warn_user(
-                f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
-                "to compile. Choose fewer, for example: where=('matmuls', 'blocks/0'), or loops='merge'."
-            )
-
-        # The new program returns the record after its results.
-        count = len(outvars)
-        if self._step is None:
-            made = evaluate(new, *traced.leaves)
-        else:
-            made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
-        record = Record(*made[count:]) if sites else recorder.empty(0)
-        layout = StatsLayout(sites, recorder.spec)
-        remember_program(layout, program, modules, arguments, lines, len(outputs))
-        self.stats = Stats(record, layout)
-        return ends.put_back(made[:count])
-
-    def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the new jaxpr on every n-th step, and the old one on the others."""
-        is_observed = jnp.asarray(self._step) % (self._request.every or 1) == 0
-        return lax.cond(
-            is_observed,
-            lambda *leaves: evaluate(new, *leaves),
-            lambda *leaves: [*evaluate(old, *leaves), *(empty if new is not old else ())],
-            *leaves,
+    # Describe the rows.
+    paths = ModulePaths(modules)
+    sites = [_describe_end(names[i], invars[i], "argument") for i in arguments]
+    sites += [_describe_line(line, paths) for line in lines]
+    sites += [_describe_end(str(results[i]), outvars[i], "result") for i in outputs]
+    if len(sites) > _MANY_ROWS:
+        warn_user(
+            f"collect measures {len(sites):,} tensors, which may add {_SECONDS_PER_ROW * len(sites):.0f} seconds "
+            "to compile. Choose fewer, for example: where=('matmuls', 'blocks/0'), or loops='merge'."
         )
+
+    # The new program returns the record after its results. Other steps run the old one.
+    count = len(outvars)
+    if step is None:
+        made = evaluate(new, *call.leaves)
+    else:
+        empty = vary_everywhere(recorder.empty(len(sites)))
+        made = lax.cond(
+            jnp.asarray(step) % (request.every or 1) == 0,
+            lambda *leaves: evaluate(new, *leaves),
+            lambda *leaves: [*evaluate(program, *leaves), *(empty if new is not program else ())],
+            *call.leaves,
+        )
+    record = Record(*made[count:]) if sites else recorder.empty(0)
+    layout = StatsLayout(sites, recorder.spec)
+    remember_program(layout, program, modules, arguments, lines, len(outputs))
+    return made[:count], Stats(record, layout)
 
 
 def _list_measured(names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:
@@ -207,7 +180,7 @@ def _list_measured(names: Sequence[str | None], atoms: Sequence[Atom]) -> list[i
     return [i for i, (name, atom) in pairs if name is not None and is_measured(atom)]
 
 
-def _widen(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
+def _choose_sums_dtype(spec: StatsSpec, program: Jaxpr) -> StatsSpec:
     """Uses float64 for extremes and sums if a value of the jaxpr is float64."""
     atoms = (*program.invars, *(var for step in walk(program) for var in step.results))
     is_wide = any(array_dtype(atom) in (np.float64, np.complex128) for atom in atoms)

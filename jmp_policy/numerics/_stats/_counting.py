@@ -118,15 +118,18 @@ def count_losses(
     ]
     below = lax.concatenate(add_together(flags, tuple(axis + 1 for axis in axes)), row)
     low, high = _add_up_words(below, tuple(axis for axis in range(below.ndim) if axis != row))
-    borrow = lax.convert_element_type(lax.lt(_take(low, plus), _take(low, minus)), np.uint32)
-    return _stack(_take(low, plus) - _take(low, minus), _take(high, plus) - _take(high, minus) - borrow)
+    borrow = lax.convert_element_type(lax.lt(_select_planes(low, plus), _select_planes(low, minus)), np.uint32)
+    return _stack_words(
+        _select_planes(low, plus) - _select_planes(low, minus),
+        _select_planes(high, plus) - _select_planes(high, minus) - borrow,
+    )
 
 
 def count_flags(flags: jax.Array) -> jax.Array:
     """Returns the number of true flags, in two words."""
     ones = lax.convert_element_type(flags, np.uint32)
     rows = lax.reduce(ones, np.uint32(0), lax.add, (flags.ndim - 1,))
-    return _stack(*_add_up_words(rows, tuple(range(rows.ndim))))
+    return _stack_words(*_add_up_words(rows, tuple(range(rows.ndim))))
 
 
 def _read_magnitudes(x: jax.Array) -> jax.Array:
@@ -176,11 +179,11 @@ def _add_up_words(counts: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, 
     return add_up_words(counts, zeros, axes) if axes else (counts, zeros)
 
 
-def _take(x: jax.Array, indices: tuple[int, ...]) -> jax.Array:
+def _select_planes(x: jax.Array, indices: tuple[int, ...]) -> jax.Array:
     return x.at[np.array(indices, np.int32)].get(mode="promise_in_bounds")
 
 
-def _stack(first: jax.Array, second: jax.Array) -> jax.Array:
+def _stack_words(first: jax.Array, second: jax.Array) -> jax.Array:
     return lax.concatenate([lax.expand_dims(each, (0,)) for each in (first, second)], 0)
 
 

@@ -145,11 +145,11 @@ class StatsHistory:
         for i, rows in enumerate(keyed):
             for j, key in enumerate(keys):
                 if (row := rows.get(key)) is not None:
-                    words = np.array(_list_counts(row, spec), np.uint64)
+                    words = np.array(_restore_counts(row, spec), np.uint64)
                     counts[i, j] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
                     extremes[i, j] = row.amax, math.inf if row.min_nonzero is None else row.min_nonzero
                     exponents[i, j] = math.frexp(row.amax)[1]
-                    sums[i, j, :, 0] = _list_sums(row, spec)
+                    sums[i, j, :, 0] = _restore_sums(row, spec)
         return Stats(Record(counts, extremes, exponents, sums), StatsLayout([info for info, _ in keys], spec))  # pyright: ignore[reportArgumentType]
 
     def plot_underflow(self, format: str = "float16", *, direction: str | None = None) -> "Figure":
@@ -297,7 +297,7 @@ def _tell_apart(rows: Iterable[Row]) -> Iterable[tuple[tuple[TensorInfo, int], R
         seen[info] += 1
 
 
-def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
+def _restore_counts(row: Row, spec: StatsSpec) -> list[int]:
     shares = [row.formats[name] for name in spec.formats]
     parts = [part for share in shares for part in (share.underflow, share.subnormal, share.overflow)]
     bins = [] if not spec.histogram or row.histogram is None else row.histogram.tolist()
@@ -308,7 +308,7 @@ def _list_counts(row: Row, spec: StatsSpec) -> list[int]:
     return [row.times, round(row.zeros * row.count), row.nans, row.infs, *lost, *bins]
 
 
-def _list_sums(row: Row, spec: StatsSpec) -> list[float]:
+def _restore_sums(row: Row, spec: StatsSpec) -> list[float]:
     """Returns the sum of squares and the sums of squared errors, in units of the square of the largest binade."""
     unit = math.frexp(row.amax)[1]
     finite = (row.count - row.nans - row.infs) * spec.count_sampled(row.shape) * row.times / max(1, row.count)

@@ -212,7 +212,7 @@ class StatsSpec:
         sums = _join_sums(convert_units(sums, most, floats), in_blocks, errors)
         if isinstance(losses, Sample):
             sums = lax.select(
-                lax.broadcast(losses.weight == 1, sums.shape), sums, _scale_up(sums, extremes, losses.weight)
+                lax.broadcast(losses.weight == 1, sums.shape), sums, _scale_sums(sums, extremes, losses.weight)
             )
         return Record(
             words,
@@ -251,7 +251,7 @@ def _choose_extremes(sample: Sample, extremes: ExactStats) -> ExactStats:
     return jax.tree.map(functools.partial(lax.select, sample.weight == 1), own, extremes)
 
 
-def _scale_up(sums: jax.Array, extremes: ExactStats, weight: jax.Array) -> jax.Array:
+def _scale_sums(sums: jax.Array, extremes: ExactStats, weight: jax.Array) -> jax.Array:
     """Replaces the sum of squares of a sample by the sum over all elements, and scales errors by the same factor."""
     of_sample = lax.reduce(sums[0], sums.dtype.type(0), lax.add, (0,))
     square = convert_square(extremes, of_sample * lax.convert_element_type(weight, sums.dtype))

@@ -40,10 +40,10 @@ def merge(a: Record, b: Record) -> Record:
     exponents = lax.max(a.exponents, b.exponents)
     a_sums, b_sums = (_split(_align(record, exponents), -1) for record in (a, b))
     return Record(
-        _pair(low, high, -2),
-        lax.bitcast_convert_type(_pair(lax.max(*most), lax.min(*least), -1), a.extremes.dtype),
+        _stack_pair(low, high, -2),
+        lax.bitcast_convert_type(_stack_pair(lax.max(*most), lax.min(*least), -1), a.extremes.dtype),
         exponents,
-        _pair(*add_parts(*a_sums, *b_sums), -1),
+        _stack_pair(*add_parts(*a_sums, *b_sums), -1),
     )
 
 
@@ -58,10 +58,10 @@ def fold(record: Record, axis: int = 0) -> Record:
     exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
     sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(
-        _pair(*words, -2),
-        lax.bitcast_convert_type(_pair(most, least, -1), record.extremes.dtype),
+        _stack_pair(*words, -2),
+        lax.bitcast_convert_type(_stack_pair(most, least, -1), record.extremes.dtype),
         exponents,
-        _pair(*add_up(*_split(sums, -1), (axis,)), -1),
+        _stack_pair(*add_up(*_split(sums, -1), (axis,)), -1),
     )
 
 
@@ -149,7 +149,7 @@ def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return first, second
 
 
-def _pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
+def _stack_pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
     """Stacks two arrays along a new axis, counted from the end."""
     axis += first.ndim + 1
     return lax.concatenate([lax.expand_dims(part, (axis,)) for part in (first, second)], axis)

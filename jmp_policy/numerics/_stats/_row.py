@@ -267,7 +267,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_number(value: object) -> bool:
+def _is_nonnegative(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf  # pyright: ignore[reportOperatorIssue]
 
 
@@ -277,7 +277,7 @@ def _is_list(value: object) -> bool:
 
 def _is_format(name: object, shares: object) -> bool:
     names = {field.name for field in dataclasses.fields(FormatShares)}
-    is_valid = isinstance(shares, Mapping) and shares.keys() == names and all(map(_is_number, shares.values()))
+    is_valid = isinstance(shares, Mapping) and shares.keys() == names and all(map(_is_nonnegative, shares.values()))
     return is_valid and parse_format(name).name == name
 
 
@@ -288,9 +288,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "turn": (lambda x: x is None or _is_count(x) or _is_list(x), "an iteration, a list of them, or None"),
     "shape": (_is_list, "a list of sizes"),
     **dict.fromkeys(("count", "sampled", "times", "nans", "infs"), (_is_count, "a count")),
-    **dict.fromkeys(("amax", "rms"), (_is_number, "a finite number that is not negative")),
-    "zeros": (lambda x: _is_number(x) and x <= 1, "a share"),
-    "min_nonzero": (lambda x: x is None or (_is_number(x) and x > 0), "a positive number or None"),
+    **dict.fromkeys(("amax", "rms"), (_is_nonnegative, "a finite number that is not negative")),
+    "zeros": (lambda x: _is_nonnegative(x) and x <= 1, "a share"),
+    "min_nonzero": (lambda x: x is None or (_is_nonnegative(x) and x > 0), "a positive number or None"),
     "histogram": (
         lambda x: x is None or (_is_list(x) and len(x) == HISTOGRAM_BINS),
         f"{HISTOGRAM_BINS} counts or None",
@@ -320,10 +320,10 @@ def read_rows(record: Record, layout: StatsLayout) -> tuple[Row, ...]:
     numbers = zip(
         layout.sites, counts.tolist(), amax.tolist(), least.tolist(), unit.tolist(), sums.tolist(), strict=True
     )
-    return tuple(_make_row(layout, *of_row) for of_row in numbers)
+    return tuple(_convert_row(layout, *of_row) for of_row in numbers)
 
 
-def _make_row(
+def _convert_row(
     layout: StatsLayout, site: TensorInfo, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
 ) -> Row:
     formats = layout.meter.formats
@@ -331,8 +331,10 @@ def _make_row(
     count, sampled = times * site.size, times * layout.meter.count_sampled(site.shape)
     shares = np.array(counts[FIRST_COUNTS : FIRST_COUNTS + 3 * len(formats)], np.float64).reshape(-1, 3)
     shares /= max(1, sampled)
+    bins = np.array(counts[-HISTOGRAM_BINS:], np.int64)
     if sampled < count:
         _raise_proven(shares, formats, amax, least, 1 / count)
+        bins = np.rint(bins * (count / sampled)).astype(np.int64)
     square, *errors = sums
     relative = [math.sqrt(error / square) if square > 0 else 0.0 for error in errors]
     fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares.tolist()))
@@ -347,7 +349,7 @@ def _make_row(
         zeros=zeros / max(1, count),
         nans=nans,
         infs=infs,
-        histogram=_scale_up(counts[-HISTOGRAM_BINS:], count, sampled) if layout.meter.histogram else None,
+        histogram=bins if layout.meter.histogram else None,
         formats={name: FormatShares(*fields) for name, fields in zip(formats, fields_of_formats, strict=True)},
     )  # fmt: skip
 
@@ -359,12 +361,6 @@ def _raise_proven(shares: np.ndarray, formats: tuple[str, ...], amax: float, lea
             to_zero, _, to_finite = known.find_thresholds(np.dtype(np.float64))
             of_format[0] = max(of_format[0], share * (least <= to_zero))
             of_format[2] = max(of_format[2], share * (amax > to_finite))
-
-
-def _scale_up(counts: list[int], count: int, sampled: int) -> np.ndarray:
-    """Scales a histogram of a sample to the number of all elements."""
-    bins = np.array(counts, np.int64)
-    return bins if sampled == count else np.rint(bins * (count / sampled)).astype(np.int64)
 
 
 def _take_root(square: float, count: float, unit: int, amax: float) -> float:

@@ -18,7 +18,7 @@ from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
 from ._record import Record, fold, merge
 from ._row import Row, StatsLayout, TensorInfo, read_rows
-from ._stats_report import list_lines, list_notes, make_table, plot_exponents
+from ._stats_report import group_rows, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,12 +192,12 @@ class Stats(Report, Uncast):
         return ", ".join([f"{len(self)} row{'' if len(self) == 1 else 's'}", *self.layout.meter.formats])
 
     def _list_tables(self, width: int | None) -> list[Table]:
-        lines = self._keep_largest(list_lines(self.rows()))
+        lines = self._keep_largest(group_rows(self.rows()))
         return [make_table(lines, self.layout.meter.formats, width)] if lines else []
 
     def _list_notes(self) -> list[str]:
         rows = self.rows()
-        lines = list_lines(rows)
+        lines = group_rows(rows)
         left_out = self._note_left_out(lines, "lines of less loss", ".rows()")
         return [*left_out, *list_notes(lines, rows, self.layout.meter.formats)]
 
@@ -240,14 +240,14 @@ def register_with_flax() -> None:
     """Registers Stats with `flax.serialization`, once, if Flax is loaded."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(Stats):
-        serialization.register_serialization_state(Stats, _save_arrays, _restore_arrays)
+        serialization.register_serialization_state(Stats, _save_arrays, _load_arrays)
 
 
 def _save_arrays(stats: Stats) -> dict[str, Any]:
     return stats.record._asdict()
 
 
-def _restore_arrays(target: Stats, state: dict[str, Any]) -> Stats:
+def _load_arrays(target: Stats, state: dict[str, Any]) -> Stats:
     wanted, found = (
         {name: getattr(leaf, "shape", None) for name, leaf in sorted(arrays.items())}
         for arrays in (_save_arrays(target), state)

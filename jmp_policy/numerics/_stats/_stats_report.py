@@ -37,7 +37,7 @@ def rank_loss(row: Row) -> tuple[float, float, float]:
     return row.nonfinite, overflow, lost
 
 
-def list_lines(rows: Iterable[Row]) -> list[Line]:
+def group_rows(rows: Iterable[Row]) -> list[Line]:
     """Returns the lines of all measured rows, the largest loss first; the iterations of a loop share a line."""
     seen: collections.Counter[tuple[object, ...]] = collections.Counter()
     groups: dict[tuple[object, ...], list[Row]] = {}

@@ -75,7 +75,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             program = traced.jaxpr.jaxpr
             meshes, paths = _find_meshes(program, arrays), ModulePaths(register.list_modules())
             find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
-            compiles = meshes.devices > 1 and _choose(compiled, meshes)
+            compiles = meshes.devices > 1 and _decide_compiling(compiled, meshes)
             if compiles:
                 shapes = [mesh.shape for mesh in meshes.concrete]
                 rows, loops = read_module(parse_module(partition(traced.lower())), shapes, meshes.devices, find_place)
@@ -120,7 +120,7 @@ def _find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> _Meshes:
 _MESH_PARAMETERS = ("mesh", "ctx_mesh", "sharding", "in_shardings", "out_shardings", "dst_sharding")
 
 
-def _choose(compiled: bool | None, meshes: _Meshes) -> bool:
+def _decide_compiling(compiled: bool | None, meshes: _Meshes) -> bool:
     if compiled and not meshes.concrete:
         raise ValueError(
             f"compiled=True needs devices, but {_describe_mesh(meshes)} has none. Without it, the collectives in "

@@ -188,15 +188,15 @@ _KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
     """Parses stack frames from the tables before the computations, if there are any."""
     files, functions = (
-        {int(i): _unescape(name) for i, name in _list_entries(text, table, r'(\d+) "(.*)"')}
+        {int(i): _unescape(name) for i, name in _read_table(text, table, r'(\d+) "(.*)"')}
         for table in ("FileNames", "FunctionNames")
     )
     pattern = r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+).*\}"
     locations = {
         int(i): Frame(files.get(int(file), ""), int(line), functions.get(int(function), ""))
-        for i, file, function, line in _list_entries(text, "FileLocations", pattern)
+        for i, file, function, line in _read_table(text, "FileLocations", pattern)
     }
-    entries = list(_list_entries(text, "StackFrames", r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}"))
+    entries = list(_read_table(text, "StackFrames", r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}"))
     # The first frame has no parent. The id printed there shows whether ids start at 0 or 1.
     none = int(entries[0][2] or 0) if entries else 0
     stacks: dict[int, tuple[Frame, ...]] = {}
@@ -215,7 +215,7 @@ def _unescape(name: str) -> str:
     return name.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
 
 
-def _list_entries(text: str, table: str, pattern: str) -> Iterator[tuple[str, ...]]:
+def _read_table(text: str, table: str, pattern: str) -> Iterator[tuple[str, ...]]:
     found = re.search(rf"^{table}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
     for line in found[1].splitlines() if found else ():
         if (entry := re.match(pattern, line)) is not None:
@@ -259,11 +259,11 @@ def _read_lists(text: str) -> list[list[int]]:
 
 def _read_iota(groups: str, sizes: str, order: str | None) -> list[list[int]]:
     """Parses groups written as a transposed and reshaped iota."""
-    dimensions = _read_numbers(sizes)
+    dimensions = _find_integers(sizes)
     numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
     if order:
-        numbers = numbers.transpose(_read_numbers(order))
-    return numbers.reshape(_read_numbers(groups)).tolist()
+        numbers = numbers.transpose(_find_integers(order))
+    return numbers.reshape(_find_integers(groups)).tolist()
 
 
 def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
@@ -273,7 +273,7 @@ def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
     if (found := re.search(r"(?:\[[\d,]+\]<=)?(\[[\d,]+\])(?:T\(([\d,]+)\))?", order)) is not None:
         numbers = np.array(_read_iota(f"[{numbers.size}]", found[1], found[2]))
     elif (found := re.search(r"\(([\d,]+)\)", order)) is not None:
-        numbers = np.array(_read_numbers(found[1]))
+        numbers = np.array(_find_integers(found[1]))
     chosen, dimensions = [], []
     parts = {name: (before, size) for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", axes)}
     for name, size in sizes.items():
@@ -289,5 +289,5 @@ def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
     return numbers.reshape(dimensions).transpose(others + chosen).reshape(-1, count).tolist()
 
 
-def _read_numbers(text: str) -> list[int]:
+def _find_integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]

@@ -204,39 +204,39 @@ class _Reader:
         elif made.opcode == "while":
             test, body = (self._module.computations[made.find_called(name)] for name in ("condition", "body"))
             for inner in (test, body):
-                _join(flow, operands[0], inner.parameters[0], made)
-                _join(flow, Reference(body.root), inner.parameters[0], made)
-            _join(flow, Reference(body.root), made.name, made)
+                _join_elements(flow, operands[0], inner.parameters[0], made)
+                _join_elements(flow, Reference(body.root), inner.parameters[0], made)
+            _join_elements(flow, Reference(body.root), made.name, made)
         elif made.opcode in ("call", "fusion", "conditional"):
             for n, name in enumerate(_list_called(made, _CALLS)):
                 body = self._module.computations[name]
                 given = [operands[n + 1]] if made.opcode == "conditional" else operands
                 for i, operand in enumerate(given):
                     if i in body.parameters:
-                        _join(flow, operand, body.parameters[i], self._module.instructions[body.parameters[i]])
-                _join(flow, Reference(body.root), made.name, made)
+                        _join_elements(flow, operand, body.parameters[i], self._module.instructions[body.parameters[i]])
+                _join_elements(flow, Reference(body.root), made.name, made)
         elif made.opcode != "parameter":
             direction = self._find_place(read_stack(made.op_name))[1] if made.op_name else None
-            results = [Reference(made.name, part) for part in _list_parts(made)]
+            results = [Reference(made.name, part) for part in _list_elements(made)]
             sizes = 0, 1
             if made.opcode == "reduce":
                 name, part = operands[0]
                 arrays = self._module.instructions[name].arrays
-                sizes = _measure(arrays if part is None else arrays[part : part + 1]), _measure(made.arrays)
+                sizes = _count_numbers(arrays if part is None else arrays[part : part + 1]), _count_numbers(made.arrays)
             flow.add(made.opcode, direction, results, list(operands), sizes)
 
 
-def _join(flow: Flow, value: Reference, name: str, typed: Instruction) -> None:
+def _join_elements(flow: Flow, value: Reference, name: str, typed: Instruction) -> None:
     """Joins a value to the same value under another name, element by element of a tuple."""
-    for part in _list_parts(typed):
+    for part in _list_elements(typed):
         flow.join(Reference(name, part), Reference(value.name, value.part if part is None else part))
 
 
-def _list_parts(made: Instruction) -> Iterable[int | None]:
+def _list_elements(made: Instruction) -> Iterable[int | None]:
     return range(len(made.arrays)) if made.is_tuple else (None,)
 
 
-def _measure(arrays: Iterable[Array]) -> int:
+def _count_numbers(arrays: Iterable[Array]) -> int:
     return sum(math.prod(array.shape) for array in arrays)
 
 

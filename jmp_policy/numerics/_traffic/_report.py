@@ -131,7 +131,7 @@ class Collectives(Report):
         if axis is not None and axis not in self.axes:
             known = f"Its axes are {', '.join(map(repr, self.axes))}." if self.axes else _ONE_DEVICE
             raise ValueError(f"No mesh of the program has an axis {axis!r}. {known}")
-        name = None if dtype is None else _name_dtype(dtype)
+        name = dtype if dtype is None or dtype in _OTHER_DTYPES else str(parse_dtype(dtype))
 
         def is_selected(row: Collective) -> bool:
             return (
@@ -199,7 +199,7 @@ class Collectives(Report):
         """
         found = self.select(**selection).rows
         if found:
-            raise AssertionError(f"{_count(found)} collectives:{indent_lines(map(_describe, found))}")
+            raise AssertionError(f"{_count(found)} collectives:{indent_lines(map(_describe_collective, found))}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields and totals as dictionaries, lists, strings and numbers."""
@@ -208,11 +208,11 @@ class Collectives(Report):
 
     def _summarize(self) -> str:
         amount = f"{self.total_count()} collectives of {format_bytes(self.total_bytes()) or '0 B'}"
-        return f"{amount} on {_count_devices(self.devices)}"
+        return f"{amount} on {_spell_devices(self.devices)}"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         largest = self._keep_largest(self.rows, lambda row: row.bytes)
-        return [_make_sums_table(self.rows), _make_row_table(largest)] if self.rows else []
+        return [_make_sums_table(self.rows), _make_collective_table(largest)] if self.rows else []
 
     def _list_notes(self) -> list[str]:
         if self.devices == 1:
@@ -242,7 +242,7 @@ def _count(rows: Iterable[Collective]) -> int:
     return sum(row.count for row in rows)
 
 
-def _count_devices(devices: int) -> str:
+def _spell_devices(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
@@ -260,10 +260,6 @@ _EXAMPLES = {
 }
 
 
-def _name_dtype(dtype: DTypeLike) -> str:
-    return dtype if dtype in _OTHER_DTYPES else str(parse_dtype(dtype))  # type: ignore[return-value]
-
-
 _OTHER_DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)))
 
 
@@ -277,11 +273,11 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
         )
     others = [row for row in floating if row.dtype != wanted]
     if others:
-        lines = indent_lines(map(_describe, others))
+        lines = indent_lines(map(_describe_collective, others))
         raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{lines}")
 
 
-def _describe(row: Collective) -> str:
+def _describe_collective(row: Collective) -> str:
     where = f" in {row.path}" if row.path else ""
     array = f"{row.dtype}[{','.join(map(str, row.shape))}]"
     times = f", {row.count} times" if row.count > 1 else ""
@@ -293,7 +289,7 @@ def _name_kind(row: Collective) -> str:
 
 
 def _name_axes(row: Collective) -> str:
-    return ",".join(row.axes) or _count_devices(row.devices)
+    return ",".join(row.axes) or _spell_devices(row.devices)
 
 
 def _name_pass(row: Collective) -> str:
@@ -310,7 +306,7 @@ def _make_sums_table(rows: Sequence[Collective]) -> Table:
     return Table(make_columns("collective, dtype, axes, pass", "count, bytes, sent"), cells)
 
 
-def _make_row_table(rows: Iterable[Collective]) -> Table:
+def _make_collective_table(rows: Iterable[Collective]) -> Table:
     cells = [
         (
             os.path.basename(row.source.partition(" (")[0]),

@@ -204,7 +204,7 @@ class TrialLog:
         self._known: dict[frozenset[str], Trial] = {}
         self.ranking: Ranking | None = None
         self._file = JsonLog(path, header, "trials", f"{caller}(..., trials_file={{!r}})", caller)
-        stored = self._file.read(_parse)
+        stored = self._file.read(_parse_trials)
         if stored is not None:
             self.ranking, trials = stored
             self._known = {frozenset(trial.kept): trial for trial in trials}
@@ -229,7 +229,7 @@ class TrialLog:
         self._file.add({"kept": list(trial.kept), "error": error})
 
 
-def _parse(header: dict[str, Any], lines: list[dict[str, Any]]) -> tuple[Ranking, list[Trial]]:
+def _parse_trials(header: dict[str, Any], lines: list[dict[str, Any]]) -> tuple[Ranking, list[Trial]]:
     stored = header["ranking"]
     errors = [math.inf if line["error"] is None else float(line["error"]) for line in lines]
     trials = [Trial(tuple(line["kept"]), error) for line, error in zip(lines, errors, strict=True)]

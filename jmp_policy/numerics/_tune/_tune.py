@@ -17,7 +17,7 @@ from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ._search import Ranking, SearchResult, Trial, TrialLog, find_low_format, find_smallest, rank_scopes
 from ._subject import Observed, Subject, is_loss
-from ._tuning import Tuning, list_numbers, measure_error
+from ._tuning import Tuning, list_numbers, measure_largest_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
 
@@ -139,7 +139,7 @@ class _Tuner:
         self._base = self._kept_policy if is_quantized else None
         self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
-        self._compare = jax.jit(measure_error)
+        self._compare = jax.jit(measure_largest_error)
         self._trials: list[Trial] = []
 
     def measure_noise(self, tolerance: float) -> float:

@@ -35,7 +35,7 @@ def list_numbers(tree: PyTree) -> list[jax.Array]:
     return [part.astype(at_least_float32(part.dtype)) for part in parts if jnp.issubdtype(part.dtype, jnp.floating)]
 
 
-def measure_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
+def measure_largest_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
     """Returns the largest relative error of any leaf in float32, or infinity if any value is not finite."""
     errors = [jnp.float32(0)]
     for name, tree in reference.items():
@@ -162,7 +162,7 @@ class Tuning(Report):
 
     def _summarize(self) -> str:
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
-        return f"{count}, error {_format_error(self.error)}"
+        return f"{count}, error {_spell_error(self.error)}"
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.to_code()}"
@@ -177,7 +177,11 @@ class Tuning(Report):
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
         rows = [
-            (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
+            (
+                scope or "(outside)",
+                f"{ranks[scope]} of {len(ranks)}",
+                _spell_error(self._find_error_without(scope)),
+            )
             for scope in self.scopes
         ]
         return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []
@@ -198,8 +202,8 @@ class Tuning(Report):
         else:
             found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
         return (
-            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
-            f"With all in {self.low} it is {_format_error(self.low_error)}."
+            f"{found}: error {_spell_error(self.error)}, {verdict} the tolerance of {_spell_error(self.tolerance)}. "
+            f"With all in {self.low} it is {_spell_error(self.low_error)}."
         )
 
     def _find_error_without(self, scope: str) -> float:
@@ -210,7 +214,7 @@ class Tuning(Report):
         return math.nan if nearest is None else nearest.error
 
 
-def _format_error(error: float) -> str:
+def _spell_error(error: float) -> str:
     if math.isnan(error):
         return "not tried"
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"

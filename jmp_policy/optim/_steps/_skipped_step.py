@@ -111,10 +111,10 @@ def _is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:
     """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
-    from ...numerics._nonfinite import has_pole
+    from ...numerics._nonfinite import reaches_pole
 
     root = origin.cause or origin
-    overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
+    overflowed = root.kind == "inf" and not reaches_pole(root.primitive, root.operands, root.dtype)
     return overflowed and root.direction == "backward"
 
 

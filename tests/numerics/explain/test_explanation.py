@@ -7,16 +7,16 @@ import re
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy.numerics._explain import Explanation, Row
+from jmp_policy.numerics._explain import Explanation, ModuleRow
 
 MIXED = jmp.get_policy("mixed_bfloat16")
-ROOT = Row("", "Net", MIXED, "default", (), ("float32",), ("float32",), ("bfloat16",), 0, 0, ())
+ROOT = ModuleRow("", "Net", MIXED, "default", (), ("float32",), ("float32",), ("bfloat16",), 0, 0, ())
 BLOCK = dataclasses.replace(ROOT, path="blocks/0", type="Block")
-NORM = Row(
+NORM = ModuleRow(
     "blocks/0/norm", "LayerNorm", jmp.get_policy("float32"), ".*norm", ("float32",), ("bfloat16",), ("float32",),
     ("float32",), 64, 64, ("", "blocks/0"),
 )  # fmt: skip
-HEAD = Row(
+HEAD = ModuleRow(
     "head", "Dense", MIXED, "default", ("bfloat16",), ("float32",), ("bfloat16",), ("bfloat16",), 6000, 12000, (),
 )  # fmt: skip
 EXPLANATION = Explanation((ROOT, BLOCK, NORM, HEAD), ("policy rule 'haed' matches no module",))

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import jmp_policy as jmp
 from jmp_policy.numerics import collect, predict
-from jmp_policy.numerics._predict._predict import make_map
+from jmp_policy.numerics._predict._predict import keep_in_float32
 
 HALF = "params=float32,compute=float16,output=float32"
 W = {
@@ -125,7 +125,7 @@ def test_a_relu_feed_forward_of_linen_trains_under_the_map(by):
 
 
 def test_a_map_has_no_rule_inside_of_a_scope_that_is_float32():
-    policy_map = make_map(["a/b", "a", "c/d", "a/b/c"], jmp.get_policy(HALF), ["a", "a/b", "c", "c/d"])
+    policy_map = keep_in_float32(["a/b", "a", "c/d", "a/b/c"], jmp.get_policy(HALF), ["a", "a/b", "c", "c/d"])
     assert [rule.key for rule in policy_map.rules] == ["a", "c/d"]
 
 
