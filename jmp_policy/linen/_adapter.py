@@ -21,8 +21,7 @@ from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
 from ._methods import hook_calls, make_policied_class, unpolicied_class
 from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
-from ._products import find_sums_dtype
-from ._quantized import quantization_of
+from ._quantized import plan_module
 
 
 def examine(
@@ -114,14 +113,15 @@ class _CalledModules:
         relative = "/".join(path_of(module)[len(active.path) :])
         self._types.setdefault(active.attachment, {})[relative] = type(module)
         match: Match = active.match(module)
+        plan = plan_module(module, match.policy)
         return describe_module(
             kind,
             match,
             attached=attached,
             by_map=isinstance(active.policy, PolicyMap),
             written=written_dtype(module),
-            quantization=quantization_of(module, match.policy),
-            sums=find_sums_dtype(module, match.policy),
+            quantization=plan.quantization,
+            sums=plan.accumulate,
         )
 
 

@@ -43,7 +43,7 @@ from ._active_policy import (
 )
 from ._interceptor import make_interceptor
 from ._place import ModulePlace, calling, is_trial, path_of, path_text
-from ._quantized import has_float8_state, note_quantized_weights, quantization_of
+from ._quantized import has_float8_state, note_quantized_weights, plan_module
 
 
 def make_policied_class(
@@ -315,4 +315,4 @@ def _describe_call(module: nn.Module, method: str) -> ModuleCall:
 
 def _describe_quantization(module: nn.Module) -> str:
     active: ActivePolicy | None = CURRENT.value
-    return "" if active is None else quantization_of(module, active.match(module).policy)
+    return "" if active is None else plan_module(module, active.match(module).policy).quantization

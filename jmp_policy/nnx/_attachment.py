@@ -34,7 +34,6 @@ from ._module_spec import (
 from ._products import (
     check_weight,
     choose_layer_class,
-    make_attention,
     make_bound_layer,
     make_float8_attributes,
     make_product_attributes,
@@ -172,7 +171,7 @@ class Attachment:
 
         # Decide once what the policy does to this layer.
         facts = read_layer(base, attributes)
-        plan = plan_layer(facts, policy)
+        plan = plan_layer(facts, policy, policy.compute_dtype)
         check_weight("/".join(path), facts, plan, policy)
         layer_class = choose_layer_class(base, facts.layer, plan)
         has_own_dtype = has_written_dtype(base, attributes, is_open)
@@ -180,26 +179,16 @@ class Attachment:
             written = attributes["dtype"] if has_own_dtype else None
             self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
-        # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
-        if is_root:
-            effect = CallEffect.CASTS_AT_ROOT
-        elif match.boundary and not has_own_dtype:
-            effect = CallEffect.CASTS
-        elif policy.compute_dtype is None or layer_class is make_bound_layer or not is_plain_layer(base, attributes):
-            effect = CallEffect.COMPUTES
-        else:
-            effect = CallEffect.NOTHING
-
         # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
         new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
-        new_attributes |= make_attention(base, attributes, policy)
-        new_attributes |= make_product_attributes(base, attributes, facts, plan)
+        new_attributes |= make_product_attributes(base, attributes, policy, facts, plan)
+        effect = _choose_effect(base, attributes, match, has_own_dtype, layer_class is make_bound_layer)
         new_spec = ModuleSpec(
             base=base,
             policy=policy,
             given=self.given,
             lineage=self._find_lineage(path),
-            effect=effect,
+            effect=CallEffect.CASTS_AT_ROOT if is_root else effect,
             no_cast=self.no_cast if is_root else (),
             dtype_source=find_dtype_source(base, attributes, is_open, hands_on),
             layer_class=layer_class,
@@ -265,6 +254,15 @@ class Attachment:
 
     def _find_match(self, path: str) -> Match:
         return match_policy(self.given, path, self.types)
+
+
+def _choose_effect(base: type, attributes: Attributes, match: Match, has_own_dtype: bool, is_bound: bool) -> CallEffect:
+    """Returns the effect of a policy on calls of a module inside of the one that `with_policy` was applied to."""
+    # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
+    if match.boundary and not has_own_dtype:
+        return CallEffect.CASTS
+    computes = match.policy.compute_dtype is None or is_bound or not is_plain_layer(base, attributes)
+    return CallEffect.COMPUTES if computes else CallEffect.NOTHING
 
 
 def make_policied_class(spec: ModuleSpec) -> type:

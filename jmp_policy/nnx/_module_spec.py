@@ -194,4 +194,4 @@ def plan_again(module: nnx.Module, spec: ModuleSpec, policy: Policy | None = Non
     policy = spec.policy if policy is None else policy
     if policy.quantization != spec.policy.quantization:  # a wrapper rewrites the weight
         facts = dataclasses.replace(facts, why_floating=WRITTEN)
-    return facts, plan_layer(facts, policy)
+    return facts, plan_layer(facts, policy, policy.compute_dtype)

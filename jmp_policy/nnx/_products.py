@@ -43,8 +43,14 @@ from ._shadow import Attributes
 OutSharding = NamedSharding | PartitionSpec | None
 
 
-def make_product_attributes(base: type, attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+def make_product_attributes(
+    base: type, attributes: Attributes, policy: Policy, facts: LayerFacts, plan: LayerPlan
+) -> Attributes:
     """Returns the attributes by which a layer promotes and multiplies under its plan, if it changes."""
+    if issubclass(base, nnx.MultiHeadAttention):
+        attention = attention_format_of(policy.quantization)
+        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
+        return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
     layer = facts.layer
     if layer is None or facts.weight is None or (plan.format is None and plan.accumulate is None):
         return {}
@@ -61,13 +67,6 @@ def make_product_attributes(base: type, attributes: Attributes, facts: LayerFact
     if product.stored_format is not None or product.accumulate is not None:
         new["promote_dtype"] = (PromoteTable if issubclass(base, nnx.Embed) else Promote)(product)
     return new
-
-
-def make_attention(base: type, attributes: Attributes, policy: Policy) -> Attributes:
-    """Returns the attribute by which an attention layer multiplies in the format of a policy, if it has one."""
-    format = attention_format_of(policy.quantization) if issubclass(base, nnx.MultiHeadAttention) else None
-    is_open = attributes.get("attention_fn") is nnx.dot_product_attention and attributes["precision"] is None
-    return {"attention_fn": Attend(format)} if format is not None and is_open else {}
 
 
 @dataclasses.dataclass(frozen=True)
