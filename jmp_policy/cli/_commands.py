@@ -134,7 +134,7 @@ def _integer_from(least: int) -> Callable[[str], int]:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from .doctor import diagnose
+    from ._doctor import diagnose
 
     diagnosis = diagnose()
     if arguments.json:
@@ -307,7 +307,7 @@ def _print_report(report: Any, arguments: argparse.Namespace) -> None:
     """Prints a report as a table, or as a JSON document that starts with the machine and the function."""
     if not arguments.json:
         return print_text(report)
-    from .doctor import find_machine
+    from ._doctor import find_machine
 
     document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
     print_out(json.dumps(document, indent=2))

@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _print_versions() -> int:
-    from .doctor import list_versions
+    from ._doctor import list_versions
 
     versions = list_versions()
     others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")

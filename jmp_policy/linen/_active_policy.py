@@ -15,8 +15,7 @@ import numpy as np
 from flax import linen as nn
 
 from .._base import ACTIVE_POLICY, remember_on_class
-from ..modules import is_in_full_precision, widen_policy
-from ..modules.common import describe_written_dtypes
+from ..modules import describe_written_dtypes, is_in_full_precision, widen_policy
 from ..policy import MapRule, Match, Policy, PolicyMap
 from ..quant._layers import explain_unused_cache
 from ._fields import AUTOCAST_EXAMPLE

@@ -12,8 +12,7 @@ from flax import linen as nn
 from flax.core import DenyList, meta
 
 from .._base import Args, Kwargs, PyTree, forget_warnings, list_paths_to
-from ..modules import Adapter, Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
-from ..modules.common import eval_shapes
+from ..modules import Adapter, Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module, eval_shapes
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
 from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy

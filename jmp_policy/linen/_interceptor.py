@@ -25,12 +25,13 @@ from ..modules import (
     cast_arguments,
     cast_result,
     find_adapter,
+    find_wider_dtype,
     keep_carry_dtypes,
+    keep_wide_results,
     matmul_precision,
     resolve_policy,
     widen_policy,
 )
-from ..modules.common import find_wider_dtype, keep_wide_results
 from ..policy import Policy, match_policy, stored_format_of
 from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy

@@ -28,8 +28,18 @@ from .._base import (
     remember_recent,
     warn_once,
 )
-from ..modules import Hook, ModuleCall, cast_arguments, cast_result, check_no_cast, matmul_precision, widen_policy
-from ..modules.common import find_by_name, keep_wide_results, make_subclass
+from ..modules import (
+    Hook,
+    ModuleCall,
+    cast_arguments,
+    cast_result,
+    check_no_cast,
+    find_by_name,
+    keep_wide_results,
+    make_subclass,
+    matmul_precision,
+    widen_policy,
+)
 from ..policy import Policy, PolicyMap
 from ..quant._products import has_float8, warn_of_odd_rows
 from ._active_policy import (

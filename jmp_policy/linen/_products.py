@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from ..modules.common import round_result
+from ..modules import round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, embedding_lookup
 from ..quant._layers import (

@@ -8,8 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._base import OVERWRITE, hide_frames, remember_on_class
-from ..modules import is_in_full_precision
-from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
+from ..modules import describe_written_dtypes, find_wider_dtype, is_in_full_precision, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import explain_unused_cache, plan_layer
 from ..quant._weights import WEIGHT_NAMES

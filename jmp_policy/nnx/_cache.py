@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._base import Kwargs, remember_on_class
-from ..modules.common import make_subclass
+from ..modules import make_subclass
 from ..policy import Policy
 from ..quant._layers import CACHED, SCALE, CacheSlot, attend_to_slots
 from ._shadow import pytree_options

@@ -7,8 +7,7 @@ import jax
 from flax import nnx
 
 from .._base import PyTree, cast_floating, forget_warnings, hide_frames, remember_on_class, warn_once
-from ..modules import is_flax_object
-from ..modules.common import make_subclass, pickle_by_recipe
+from ..modules import is_flax_object, make_subclass, pickle_by_recipe
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 from ._attachment import Attachment, reject_param, wrap_methods
 from ._shadow import pytree_options, walk

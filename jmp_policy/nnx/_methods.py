@@ -20,11 +20,12 @@ from ..modules import (
     check_no_cast,
     is_flax_object,
     keep_carry_dtypes,
+    keep_wide_results,
+    make_subclass,
     matmul_precision,
     resolve_policy,
     widen_policy,
 )
-from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
 from ._cache import check_cache

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._base import OVERWRITE, Args, remember_on_class
-from ..modules.common import make_subclass, read_wide, round_result
+from ..modules import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
 from ..quant._layers import (
