@@ -18,7 +18,7 @@ from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy
 from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
-from ._methods import hook_calls, make_policied_class, unpolicied_class
+from ._methods import intercept_calls, make_boundary_class, unpolicied_class
 from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
 from ._quantized import plan_module
 
@@ -45,7 +45,7 @@ def examine(
 
     variables = eval_shapes(init, rngs, inputs, kwargs)
     # Around a boundary, only the hook runs: its policy becomes active inside.
-    trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
+    trace(intercept_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
     params: dict[str, list[Any]] = {}  # of each module, without those of called modules inside it
     for keys, leaf in jax.tree.leaves_with_path(variables.get("params", {})):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
@@ -138,7 +138,7 @@ class _Linen(Adapter):
 
     def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         base = unpolicied_class(target if isinstance(target, type) else type(target))
-        cls = make_policied_class(base, policy, frozenset(no_cast), ROOT)
+        cls = make_boundary_class(base, policy, frozenset(no_cast), ROOT)
         forget_warnings(cls)
         forget_warnings(policy)
         return cls if isinstance(target, type) else _change_class(target, cls)
@@ -148,7 +148,7 @@ class _Linen(Adapter):
         return None if given is None else given.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        return hook_calls(fun, hook, setup=setup)
+        return intercept_calls(fun, hook, setup=setup)
 
     def bind(self, model: nn.Module, variables: Any) -> nn.Module:
         if (model.scope is None) == (variables is None):
@@ -159,7 +159,7 @@ class _Linen(Adapter):
     def run(self, model: nn.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         unbound, variables = model.unbind()
         mutable = DenyList("params")  # a call may write caches, statistics and sown values
-        return hook_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
+        return intercept_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
 
     examine = staticmethod(examine)
 
@@ -188,7 +188,7 @@ class _Linen(Adapter):
         """Returns a linen module inside an nnx model, with the policy of that model."""
         place = ModulePlace(lineage, boundary, inferred)
         return _change_class(
-            module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(no_cast), place)
+            module, make_boundary_class(unpolicied_class(type(module)), policy, frozenset(no_cast), place)
         )
 
 

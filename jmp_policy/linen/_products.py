@@ -40,7 +40,7 @@ from ._quantized import (
     MULTIPLIES,
     call_with_fields,
     check_is_rewritable,
-    find_state,
+    declare_state,
     find_stored,
     has_no_state,
     quote_path,
@@ -133,7 +133,7 @@ def _make_product(
         as_tuple=False,
         layout=layout,
         key=draw_key if layer.needs_rng(format) else None,
-        state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
+        state=functools.partial(declare_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
 

@@ -68,13 +68,14 @@ def _read_param(
     value = param(name, init_fn, *args, **options)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = prepare_weight(value, format, _find_layout(module, name, value.shape), quote_path(module, name))
+    weight = prepare_weight(value, format, _infer_layout(module, name, value.shape), quote_path(module, name))
     return fake_quantize(weight) if isinstance(weight, FakeQuantized) else value
 
 
 def plan_module(module: nn.Module, policy: Policy) -> LayerPlan:
     """Returns the plan of a bound module, for `explain`."""
-    layer, format = layer_of(type(module)), policy.quantization
+    # The fields are read past `__getattr__`, in which `nnx.bridge.ToLinen` may recurse forever.
+    layer, format, fields = layer_of(type(module)), policy.quantization, vars(module)
     is_open = isinstance(module, nn.Einsum) or open_layer(module) is not None
     has_sums = layer is not None and (is_open or layer.weight == "embedding")
     stored = {} if format is None else {name: find_stored(module, name) for name in WEIGHT_NAMES}
@@ -83,14 +84,14 @@ def plan_module(module: nn.Module, policy: Policy) -> LayerPlan:
     facts = LayerFacts(
         layer=layer,
         weight=weight,
-        layout=None if weight is None else _find_layout(module, name, weight.shape),
-        groups=getattr(module, "feature_group_count", 1),
+        layout=None if weight is None else _infer_layout(module, name, weight.shape),
+        groups=fields.get("feature_group_count", 1),
         is_matmul_open=is_open,
         are_sums_open=has_sums and are_sums_open(module),
         lacks_state=isinstance(format, Float8) and has_no_state(module, format),
         why_as_numbers=None if weight is None else why_dequantized(module),
     )
-    return plan_layer(facts, policy, getattr(module, "dtype", None))
+    return plan_layer(facts, policy, fields.get("dtype"))
 
 
 def find_stored(module: nn.Module, name: str) -> Any:
@@ -170,7 +171,7 @@ def _make_like(
     return jax.tree.map(jnp.zeros_like, stored)
 
 
-def _find_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
+def _infer_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     bias = find_stored(module, "bias")
     return weight_layout(name, shape, None if bias is None else jnp.shape(bias))
 
@@ -234,7 +235,7 @@ def has_no_state(module: nn.Module, format: Float8) -> bool:
     return is_empty and is_applied_inside(module, CURRENT.value.path)
 
 
-def find_state(module: nn.Module, format: Float8) -> State:
+def declare_state(module: nn.Module, format: Float8) -> State:
     """Returns the state of a layer; makes it while the model is initialized, else rejects a missing one."""
     assert module.scope is not None
     state: State = {}

@@ -33,7 +33,6 @@ from ._call_casts import (
     cast_result as cast_result,
     check_no_cast as check_no_cast,
     force_full_precision as force_full_precision,
-    is_in_full_precision as is_in_full_precision,
     keep_carry_dtypes as keep_carry_dtypes,
     keep_wide_results as keep_wide_results,
     matmul_precision as matmul_precision,

@@ -36,7 +36,7 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import has_new_state, make_states, read_state
+from ._layer_state import Float8State, make_states
 from ._layer_table import DEFAULT_PROMOTE, LAYERS, draw_key, find_layer
 from ._shadow import Attributes
 
@@ -112,9 +112,11 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
         function = vars(self)[name]
         if not isinstance(function, Multiply):
             return function
-        key, state = functools.partial(draw_key, self), functools.partial(read_state, self)
-        where = None if has_new_state(self) else f" of the {base.__name__}"
-        return Multiply(dataclasses.replace(function.product, key=key, state=state, where=where))
+        states: dict[str, Float8State] = vars(self).get(OVERWRITE) or {}
+        read_state = lambda: {name: state.get_value() for name, state in states.items()}
+        is_new = any(getattr(state, "is_new", False) for state in states.values())
+        key, where = functools.partial(draw_key, self), None if is_new else f" of the {base.__name__}"
+        return Multiply(dataclasses.replace(function.product, key=key, state=read_state, where=where))
 
     def set_multiply(self: nnx.Module, function: Callable[..., Any]) -> None:  # for `nnx.merge`
         vars(self)[name] = function
@@ -233,11 +235,11 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def make_float8_attributes(attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
-    """Returns the attribute with the float8 state of a layer: the state that it has, a new one, or nothing."""
+def make_float8_attributes(known: Any, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+    """Returns the attribute with the float8 state of a layer: the known state if it fits, a new one, or nothing."""
     if not isinstance(plan.format, Float8) or not needs_state(plan.format) or facts.layout is None:
         return {}
-    known, new = attributes.get(OVERWRITE), new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
+    new = new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     return {OVERWRITE: make_states(new)}
