@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 import jmp_policy.nnx
 from jmp_policy.autocast import AutocastRules
-from jmp_policy.modules.common import Observation
+from jmp_policy.modules import Observation
 
 MIXED = "p=f32,c=bf16,o=f32"
 X = jnp.ones(3)

@@ -53,6 +53,7 @@ from .._jaxpr import (
 from ..modules import (
     NO_TARGET,
     cast_result,
+    eval_shapes,
     find_adapter,
     find_lifting_adapter,
     is_flax_object,
@@ -60,7 +61,6 @@ from ..modules import (
     parse_target,
     resolve_policy,
 )
-from ..modules.common import eval_shapes
 from ..policy import Policy, PolicyMap, PolicySpec, list_policies
 from ._rewrite import (
     NO_WEIGHT,

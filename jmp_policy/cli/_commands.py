@@ -134,7 +134,7 @@ def _integer_from(least: int) -> Callable[[str], int]:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from .doctor import diagnose
+    from ._doctor import diagnose
 
     diagnosis = diagnose()
     if arguments.json:
@@ -151,7 +151,7 @@ def _run_audit(arguments: argparse.Namespace) -> int:
         fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
         return audit(fun)(*args)
 
-    report = _show(make_report, arguments)
+    report = _show_report(make_report, arguments)
     return 1 if arguments.strict and report.findings else 0
 
 
@@ -175,7 +175,7 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
                 raise
             raise UserError(str(error)) from None
 
-    _show(make_report, arguments)
+    _show_report(make_report, arguments)
     return 0
 
 
@@ -197,7 +197,7 @@ def _run_diverge(arguments: argparse.Namespace) -> int:
         g, _ = load_call(other, check, example=_ARRAY)
         return diverge(f, g)(*args)
 
-    _show(make_report, arguments)
+    _show_report(make_report, arguments)
     return 0
 
 
@@ -221,7 +221,7 @@ def _run_tune(arguments: argparse.Namespace) -> int:
             raise UserError(f"--trials {arguments.trials}: {error.strerror}") from None
 
     _check_file("--trials", arguments.trials)
-    return 0 if _show(make_report, arguments).is_met else 1
+    return 0 if _show_report(make_report, arguments).is_met else 1
 
 
 def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
@@ -236,13 +236,19 @@ def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     return load_call(arguments, callable, example=_ARRAY)
 
 
-def _show(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
-    """Makes a report, writes its files, prints it and returns it."""
+def _show_report(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
+    """Makes a report, writes its files, prints it (as JSON with the machine and the function first), and returns it."""
     _check_files(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
         report = make_report()
     _write_files(report, arguments)
-    _print_report(report, arguments)
+    if arguments.json:
+        from ._doctor import find_machine
+
+        document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
+        print_out(json.dumps(document, indent=2))
+    else:
+        print_text(report)
     return report
 
 
@@ -301,16 +307,6 @@ def _explain_unwritten(option: str, file: Path) -> Iterator[None]:
 def print_text(report: Any) -> None:
     """Prints a report as text. Paths and names may have control characters."""
     print_out(escape_controls(str(report)))
-
-
-def _print_report(report: Any, arguments: argparse.Namespace) -> None:
-    """Prints a report as a table, or as a JSON document that starts with the machine and the function."""
-    if not arguments.json:
-        return print_text(report)
-    from .doctor import find_machine
-
-    document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
-    print_out(json.dumps(document, indent=2))
 
 
 class Command(NamedTuple):

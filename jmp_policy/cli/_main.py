@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with spell_signs_plainly():
         try:
             print_out()  # raises if there is no stdout, before a command runs
-            arguments = _parse(sys.argv[1:] if argv is None else argv)
+            arguments = _parse_command(sys.argv[1:] if argv is None else argv)
             if arguments.version:
                 return _print_versions()
             _check_device()
@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as exit:  # argparse has printed its help or an error
             return int(exit.code or 0)
         except KeyboardInterrupt:
-            return _fail("interrupted", status=130)
+            return _report_error("interrupted", status=130)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != "matplotlib":
                 raise
-            return _fail("matplotlib is not installed: pip install 'jmp-policy[demo]'")
+            return _report_error("matplotlib is not installed: pip install 'jmp-policy[demo]'")
         except UserError as error:
-            return _fail(str(error))
+            return _report_error(str(error))
 
 
 # ASCII replacements, of one column each, for streams that cannot encode these characters.
@@ -80,7 +80,7 @@ def _check_device() -> None:
         raise UserError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{said}") from None
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_command(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line; errors suggest the nearest name."""
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
     parser.add_argument("--version", action="store_true", help="print the versions of what is installed")
@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _print_versions() -> int:
-    from .doctor import list_versions
+    from ._doctor import list_versions
 
     versions = list_versions()
     others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")
@@ -129,6 +129,6 @@ def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
     parser.error(f"{word!r} is one word too many. {parser.prog} --help shows what it takes")
 
 
-def _fail(message: str, *, status: int = 2) -> int:
+def _report_error(message: str, *, status: int = 2) -> int:
     print("jmp-policy: error:", escape_controls(" ".join(message.split())), file=sys.stderr)
     return status

@@ -42,7 +42,7 @@ def load_call(
 
     @functools.wraps(fun)
     def call_explained(*args: Any) -> Any:
-        with explain_errors(f"{name} raised"):
+        with report_user_errors(f"{name} raised"):
             return fun(*args)
 
     try:
@@ -85,7 +85,7 @@ def make_arguments(name: str) -> tuple[Any, ...]:
     problem = _find_mismatch(maker, ())
     if problem:
         raise UserError(f"--args {name} is called without arguments, but {problem}: give them defaults")
-    with explain_errors(f"--args {name} raised"):
+    with report_user_errors(f"--args {name} raised"):
         made = maker()
     return made if isinstance(made, tuple) else (made,)
 
@@ -133,7 +133,7 @@ def _show_maker(fun: Callable[..., Any], name: str, example: str) -> str:
 
 
 @contextlib.contextmanager
-def explain_errors(what: str) -> Iterator[None]:
+def report_user_errors(what: str) -> Iterator[None]:
     """Reports errors of user code in one line, with their place; `what` starts the line."""
     from .._jaxpr import find_raising_line
 
@@ -153,7 +153,7 @@ def _load_module(module: str, name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    with explain_errors(f"{module} cannot be imported: it raised"):
+    with report_user_errors(f"{module} cannot be imported: it raised"):
         try:
             __import__(module)
             return sys.modules[module]

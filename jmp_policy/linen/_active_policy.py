@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from .._base import ACTIVE_POLICY, remember_on_class
-from ..modules import is_in_full_precision, widen_policy
-from ..modules.common import describe_written_dtypes
+from .._base import ACTIVE_POLICY, IN_FULL_PRECISION, remember_on_class
+from ..modules import describe_written_dtypes, widen_policy
 from ..policy import MapRule, Match, Policy, PolicyMap
 from ..quant._layers import explain_unused_cache
 from ._fields import AUTOCAST_EXAMPLE
@@ -126,7 +125,7 @@ class ActivePolicy:
     def match(self, module: nn.Module) -> Match:
         """Returns the policy of a module inside, and its rule. The attached module is not a boundary a second time."""
         found = self._find_match(module)
-        return dataclasses.replace(found, policy=widen_policy(found.policy)) if is_in_full_precision() else found
+        return dataclasses.replace(found, policy=widen_policy(found.policy)) if IN_FULL_PRECISION.value else found
 
     def _find_match(self, module: nn.Module) -> Match:
         if isinstance(self.policy, Policy):
@@ -146,22 +145,19 @@ class ActivePolicy:
         return intern_active_policy(self.given.owner, self.path, inferred, rule)
 
     def explain_unused(self, module: nn.Module) -> list[str]:
-        """Returns warnings about rules that cover no module, at the end of a call of the attached module."""
+        """Returns warnings, after a call, about rules that cover no module, and a cache that no layer has."""
+        cache = [] if self.attachment._known_caches else explain_unused_cache(self.policy)
         if isinstance(self.policy, Policy) or self.given.place.lineage:  # its rules may name nnx modules
-            return []
+            return cache
         # Modules inside a jitted one are met in the first call only, so all calls of an equal structure count.
         structure = jax.tree.structure(module.variables.get("params"))
         known = self._known_types.setdefault(structure, weakref.WeakValueDictionary())
         known.update(NOTES.get().types)
-        return self.policy.explain_unused(dict(known))
+        return [*self.policy.explain_unused(dict(known)), *cache]
 
     def note_cache(self) -> None:
         """Records that a layer inside stores its cache as the policy says, or may do so."""
         self.attachment._known_caches.append(True)
-
-    def explain_unused_cache(self) -> list[str]:
-        """Returns a warning if no attention layer of any call stores its cache as the policy says."""
-        return [] if self.attachment._known_caches else explain_unused_cache(self.policy)
 
     def explain_written_dtypes(self) -> list[str]:
         """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""

@@ -12,17 +12,15 @@ from flax import linen as nn
 from flax.core import DenyList, meta
 
 from .._base import Args, Kwargs, PyTree, forget_warnings, list_paths_to
-from ..modules import Adapter, Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
-from ..modules.common import eval_shapes
+from ..modules import Adapter, Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module, eval_shapes
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
 from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy
 from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
-from ._methods import hook_calls, make_policied_class, unpolicied_class
+from ._methods import intercept_calls, make_boundary_class, unpolicied_class
 from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
-from ._products import find_sums_dtype
-from ._quantized import quantization_of
+from ._quantized import plan_module
 
 
 def examine(
@@ -47,7 +45,7 @@ def examine(
 
     variables = eval_shapes(init, rngs, inputs, kwargs)
     # Around a boundary, only the hook runs: its policy becomes active inside.
-    trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
+    trace(intercept_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
     params: dict[str, list[Any]] = {}  # of each module, without those of called modules inside it
     for keys, leaf in jax.tree.leaves_with_path(variables.get("params", {})):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
@@ -114,14 +112,15 @@ class _CalledModules:
         relative = "/".join(path_of(module)[len(active.path) :])
         self._types.setdefault(active.attachment, {})[relative] = type(module)
         match: Match = active.match(module)
+        plan = plan_module(module, match.policy)
         return describe_module(
             kind,
             match,
             attached=attached,
             by_map=isinstance(active.policy, PolicyMap),
             written=written_dtype(module),
-            quantization=quantization_of(module, match.policy),
-            sums=find_sums_dtype(module, match.policy),
+            quantization=plan.quantization,
+            sums=plan.accumulate,
         )
 
 
@@ -139,7 +138,7 @@ class _Linen(Adapter):
 
     def attach(self, target: Any, policy: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
         base = unpolicied_class(target if isinstance(target, type) else type(target))
-        cls = make_policied_class(base, policy, frozenset(no_cast), ROOT)
+        cls = make_boundary_class(base, policy, frozenset(no_cast), ROOT)
         forget_warnings(cls)
         forget_warnings(policy)
         return cls if isinstance(target, type) else _change_class(target, cls)
@@ -149,7 +148,7 @@ class _Linen(Adapter):
         return None if given is None else given.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        return hook_calls(fun, hook, setup=setup)
+        return intercept_calls(fun, hook, setup=setup)
 
     def bind(self, model: nn.Module, variables: Any) -> nn.Module:
         if (model.scope is None) == (variables is None):
@@ -160,7 +159,7 @@ class _Linen(Adapter):
     def run(self, model: nn.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         unbound, variables = model.unbind()
         mutable = DenyList("params")  # a call may write caches, statistics and sown values
-        return hook_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
+        return intercept_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
 
     examine = staticmethod(examine)
 
@@ -189,7 +188,7 @@ class _Linen(Adapter):
         """Returns a linen module inside an nnx model, with the policy of that model."""
         place = ModulePlace(lineage, boundary, inferred)
         return _change_class(
-            module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(no_cast), place)
+            module, make_boundary_class(unpolicied_class(type(module)), policy, frozenset(no_cast), place)
         )
 
 

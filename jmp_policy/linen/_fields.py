@@ -50,15 +50,22 @@ def written_dtype(module: nn.Module) -> Any:
     return None if is_for_policy or isinstance(module, PARAMETER_WRAPPERS) else module.dtype  # type: ignore[attr-defined]
 
 
-def mark_dtype(dtype: np.dtype | None) -> Any:
-    """Returns a value for the `dtype` field of a module, which may hand it on to the modules inside."""
-    return None if dtype is None else _make_marked_dtype(dtype, None)
+_AUTHOR = "_jmp_author"
+_SCALAR_TYPE = type(jnp.float32)
+
+
+@functools.cache
+def mark_dtype(dtype: np.dtype | None, author: np.dtype | None = None) -> Any:
+    """Returns a value for a dtype field of a module, which may hand it on, with the author's dtype as an attribute."""
+    # A scalar type that equals the dtype. Arrays never have it.
+    scalar_type = None if dtype is None else getattr(jnp, dtype.name, None)
+    return dtype if scalar_type is None else _SCALAR_TYPE(scalar_type.__name__, (scalar_type,), {_AUTHOR: author})
 
 
 def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
     """Returns a value for the `param_dtype` field of a module that remembers the author's dtype, for initializers."""
     author = read_authors_dtype(module.param_dtype)  # type: ignore[attr-defined]
-    return _make_marked_dtype(dtype, author if author is None else np.dtype(author))
+    return mark_dtype(dtype, author if author is None else np.dtype(author))
 
 
 def needs_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
@@ -91,14 +98,3 @@ def temporarily_set(module: nn.Module | Scope, values: dict[str, Any]) -> Iterat
         for name in values:
             attributes.pop(name, None)
         attributes.update(before)
-
-
-_AUTHOR = "_jmp_author"
-_SCALAR_TYPE = type(jnp.float32)
-
-
-@functools.cache
-def _make_marked_dtype(dtype: np.dtype, author: np.dtype | None) -> Any:
-    """Returns a scalar type that equals `dtype` and has the author's dtype as an attribute. Arrays never have it."""
-    scalar_type = getattr(jnp, dtype.name, None)
-    return dtype if scalar_type is None else _SCALAR_TYPE(dtype.name, (scalar_type,), {_AUTHOR: author})

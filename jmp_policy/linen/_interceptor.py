@@ -25,12 +25,13 @@ from ..modules import (
     cast_arguments,
     cast_result,
     find_adapter,
+    find_wider_dtype,
     keep_carry_dtypes,
+    keep_wide_results,
     matmul_precision,
     resolve_policy,
     widen_policy,
 )
-from ..modules.common import find_wider_dtype, keep_wide_results
 from ..policy import Policy, match_policy, stored_format_of
 from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
@@ -79,47 +80,51 @@ def _call_inside(
 ) -> Any:
     """Calls a method of the attached module, or of a module inside it."""
     module = context.module
-    # Another method of this module is running: the fields are filled in.
-    if INSIDE in vars(module):
-        policy = widen_policy(vars(module)[INSIDE])
-        is_filled = policy is vars(module)[INSIDE]  # false if `force_full_precision` is between the two methods
-        fields = _UNCHANGED if is_filled else fill_fields(module, policy, until_it_returns=True)
-        with calling(module), fields:
-            return _compute_as(policy, context, next_fun)(*args, **kwargs)
-
-    # Find the policy of this module, and its rule.
+    if INSIDE in vars(module):  # another method of this module is running
+        return _call_from_inside(next_fun, args, kwargs, context)
     match = active.match(module)
-    inside = active.replace(active.inferred, match.rule)
+    policy, rule, inferred = match.policy, match.rule, active.inferred
 
-    # Decide if the module casts its inputs and outputs. A transform of functions, such as
-    # `nn.cond(pred, f, g, module, x)`, runs them as if they were methods.
+    # A module that a rule names casts its inputs and outputs, and infers the dtype that the rule leaves open.
+    # A transform of functions, such as `nn.cond(pred, f, g, module, x)`, runs them as if they were methods.
     is_method = hasattr(type(module), context.method_name)
-    at_boundary = match.boundary and is_method and context.method_name != "setup" and _is_cast_due(module)
-    if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
-        inside = inside.replace(resolve_policy(match.rule.policy, (args, kwargs)).compute_dtype, match.rule)
-        match = inside.match(module)
+    casts = match.boundary and is_method and context.method_name != "setup" and _is_cast_due(module)
+    if casts and rule is not None and rule.policy.compute_dtype is None:
+        inferred = resolve_policy(rule.policy, (args, kwargs)).compute_dtype
+        policy = widen_policy(policy.replace(compute_dtype=inferred))
+    inside = active.replace(inferred, rule)
 
     # Run the method with the policy's dtypes in the fields. Under a map, the path of a module is part of its jit key.
-    fields = fill_fields(module, match.policy, until_it_returns=is_method)
     scope: Any = module.scope
     paths = add_paths_to_jit_keys(scope) if active.has_paths else _UNCHANGED
+    fields = fill_fields(module, policy, until_it_returns=is_method)
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
-        if isinstance(module, nn.MultiHeadDotProductAttention) and match.policy.cache is None:
+        if isinstance(module, nn.MultiHeadDotProductAttention) and policy.cache is None:
             check_cache(module, None)
-        next_fun = _compute_as(match.policy, context, next_fun)
-        if at_boundary:
-            policy, inputs, options = cast_arguments(match.policy, next_fun, (), args, kwargs)
-            with _mark_boundary(module), matmul_precision(policy), keep_wide_results() as results:
-                out = next_fun(*inputs, **options)
-            out = cast_result(policy, results.restore(policy, out))
-        else:
-            out = next_fun(*args, **kwargs)
+        run = _compute_as(policy, context, next_fun)
+        out = _call_at_boundary(policy, module, run, args, kwargs) if casts else run(*args, **kwargs)
 
     # Record the author's dtype. The carry of a cell keeps its dtype, which a scan around it needs.
-    _note_layer(module, match.policy)
+    _note_layer(module, policy)
     if not isinstance(module, nn.RNNCellBase) or context.method_name != "__call__":
         return out
     return keep_carry_dtypes(args[0] if args else kwargs.get("carry"), out)
+
+
+def _call_from_inside(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
+    """Calls a method for another method of its module, which has filled in the fields."""
+    module = context.module
+    outer: Policy = vars(module)[INSIDE]
+    policy = widen_policy(outer)  # another one if `force_full_precision` is between the two methods
+    with calling(module), _UNCHANGED if policy is outer else fill_fields(module, policy, until_it_returns=True):
+        return _compute_as(policy, context, next_fun)(*args, **kwargs)
+
+
+def _call_at_boundary(policy: Policy, module: nn.Module, run: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    policy, args, kwargs = cast_arguments(policy, run, (), args, kwargs)
+    with _mark_boundary(module), matmul_precision(policy), keep_wide_results() as results:
+        out = run(*args, **kwargs)
+    return cast_result(policy, results.restore(policy, out))
 
 
 def _compute_as(policy: Policy, context: InterceptorContext, next_fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,3 +49,8 @@ def rewritten_by(module: nn.Module) -> str | None:
 def is_promotion_open(module: nn.Module) -> bool:
     """True if the author left to Flax how a layer promotes its operands, and how its weight is made."""
     return is_default(module, "promote_dtype") and not rewritten_by(module)
+
+
+def are_sums_open(module: nn.Module) -> bool:
+    """True if the author of a layer left to Flax how it promotes its operands, and the output dtype of its matmul."""
+    return getattr(module, "preferred_element_type", None) is None and is_promotion_open(module)

@@ -28,8 +28,18 @@ from .._base import (
     restore_state,
     warn_once,
 )
-from ..modules import Hook, ModuleCall, cast_arguments, cast_result, check_no_cast, matmul_precision, widen_policy
-from ..modules.common import find_by_name, keep_wide_results, make_subclass
+from ..modules import (
+    Hook,
+    ModuleCall,
+    cast_arguments,
+    cast_result,
+    check_no_cast,
+    find_by_name,
+    keep_wide_results,
+    make_subclass,
+    matmul_precision,
+    widen_policy,
+)
 from ..policy import Policy, PolicyMap
 from ..quant._products import has_float8, warn_of_odd_rows
 from ._active_policy import (
@@ -43,10 +53,10 @@ from ._active_policy import (
 )
 from ._interceptor import make_interceptor
 from ._place import ModulePlace, calling, is_trial, path_of, path_text
-from ._quantized import has_float8_state, note_quantized_weights, quantization_of
+from ._quantized import has_float8_state, note_quantized_weights, plan_module
 
 
-def make_policied_class(
+def make_boundary_class(
     base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace
 ) -> Any:
     """Returns the subclass of a linen class whose public methods are boundaries; the same one for equal arguments."""
@@ -60,7 +70,7 @@ def _make_uncached_class(
     if no_cast:
         public = [method for name, method in _list_methods(base, dir(base)) if _is_public(name)]
         check_no_cast(base.__call__, no_cast, public)
-    recipe = (make_policied_class, (base, policy, no_cast, place))
+    recipe = (make_boundary_class, (base, policy, no_cast, place))
     cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
     setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, no_cast, place, owner=cls))
     # Set now, not in the namespace: Flax wraps each method there, and would intercept our boundary instead.
@@ -69,7 +79,7 @@ def _make_uncached_class(
     apply = _wrap_entry(base.apply)
     cls.apply = _keep_state(apply) if has_float8_state(policy) else apply
     cls.init_with_output = _wrap_entry(base.init_with_output)
-    cls.__reduce__ = _reduce  # type: ignore[method-assign]
+    cls.__reduce__ = _reduce_module  # type: ignore[method-assign]
     return cls
 
 
@@ -107,7 +117,7 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
     return nn.nowrap(apply_with_state)
 
 
-def _reduce(self: nn.Module) -> tuple:
+def _reduce_module(self: nn.Module) -> tuple:
     """Pickles the base class and the policy, unless Python finds the policied class by name."""
     cls: Any = type(self)
     if find_by_name(cls) is cls:
@@ -117,7 +127,7 @@ def _reduce(self: nn.Module) -> tuple:
 
 
 def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, no_cast: frozenset[str], place: ModulePlace) -> Any:
-    return object.__new__(make_policied_class(base, policy, no_cast, place))
+    return object.__new__(make_boundary_class(base, policy, no_cast, place))
 
 
 _OURS = "_jmp_ours"
@@ -128,7 +138,7 @@ def _wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
     """Makes the public methods of a class boundaries, and runs its other methods under the policy."""
     names = tuple(names)
     for name, method in _list_methods(cls, names):
-        setattr(cls, name, _wrap_method(method, _is_public(name)))
+        setattr(cls, name, _wrap_in_policy(method, _is_public(name)))
     if issubclass(cls, nn.RNNCellBase) and "initialize_carry" in names:
         cls.initialize_carry = _cast_first_carry(cls.initialize_carry)
 
@@ -145,7 +155,7 @@ def _call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, k
     name = getattr(fun, "__name__", "")
     if not any(inspect.unwrap(vars(base).get(name, call)) is inspect.unwrap(fun) for base in type(self).__mro__):
         return call(self, *args, **kwargs)  # a function of the module, given to a transform
-    return _wrap_method(functools.wraps(fun)(call), _is_public(name))(self, *args, **kwargs)
+    return _wrap_in_policy(functools.wraps(fun)(call), _is_public(name))(self, *args, **kwargs)
 
 
 def _wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +167,7 @@ def _wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(method, str):
             method = getattr(type(self), method, method)  # Flax rejects an unknown name
         fun = method.__func__ if inspect.ismethod(method) else method
-        method = _wrap_method(fun, casts=True) if inspect.isfunction(fun) else method
+        method = _wrap_in_policy(fun, casts=True) if inspect.isfunction(fun) else method
         return entry(self, *args, method=method, **kwargs)
 
     return nn.nowrap(call_entry)
@@ -179,7 +189,7 @@ def _is_public(name: str) -> bool:
     return name == "__call__" or (name != "setup" and not name.startswith("_"))
 
 
-def _wrap_method(method: Callable[..., Any], casts: bool) -> Callable[..., Any]:
+def _wrap_in_policy(method: Callable[..., Any], casts: bool) -> Callable[..., Any]:
     """Wraps a method, or a function of a module: runs under the module's policy, and may cast at the outermost call."""
     if getattr(method, _OURS, None) is method:  # not after a decorator such as `nn.remat` wrapped it
         return method
@@ -233,7 +243,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
             note_quantized_weights(module, error)
             raise
         if method.__name__ == "__call__":  # other methods may not call the modules that a rule names
-            for message in (*active.explain_unused(module), *active.explain_unused_cache()):
+            for message in active.explain_unused(module):
                 warn_once(active.policy, message)
             for message in active.explain_written_dtypes():
                 warn_once(given.owner, message)
@@ -275,7 +285,7 @@ BOUNDARY_HOOK: contextvars.ContextVar[Hook | None] = contextvars.ContextVar("BOU
 """The hook that runs around the casts of a module with a policy of its own."""
 
 
-def hook_calls(
+def intercept_calls(
     fun: Callable[..., Any], hook: Hook, *, setup: bool = False, boundary_hook: Hook | None = None
 ) -> Callable[..., Any]:
     """Returns `fun` with a hook for each method of a module, inside of its casts; `boundary_hook` runs around them."""
@@ -315,4 +325,4 @@ def _describe_call(module: nn.Module, method: str) -> ModuleCall:
 
 def _describe_quantization(module: nn.Module) -> str:
     active: ActivePolicy | None = CURRENT.value
-    return "" if active is None else quantization_of(module, active.match(module).policy)
+    return "" if active is None else plan_module(module, active.match(module).policy).quantization

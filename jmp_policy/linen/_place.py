@@ -49,7 +49,8 @@ class ModulePlace:
         found = rules.match(self.path(names), ChainMap(types, dict(self.lineage)))
         # The wrapper has the same path, but a type of its own, which a rule may name too.
         around = rules.match(self.path(()), dict(self.lineage))
-        return found if _rank(rules, found) <= _rank(rules, around) else dataclasses.replace(around, boundary=False)
+        rank = lambda match: len(rules.rules) if match.rule is None else rules.rules.index(match.rule)
+        return found if rank(found) <= rank(around) else dataclasses.replace(around, boundary=False)
 
 
 ROOT = ModulePlace()
@@ -173,7 +174,3 @@ def _unmark(scope: Scope | None) -> None:
     if scope is not None and _AROUND in scope.flags:
         flags = {name: value for name, value in scope.flags.items() if name != _AROUND}
         scope.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
-
-
-def _rank(rules: PolicyMap, match: Match) -> int:
-    return len(rules.rules) if match.rule is None else rules.rules.index(match.rule)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from ..modules.common import round_result
+from ..modules import round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, embedding_lookup
 from ..quant._layers import (
@@ -35,17 +35,18 @@ from ..quant._weights import (
 )
 from ._cache import attend_by_cache
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
-from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
+from ._layer_table import LAYERS, are_sums_open, is_promotion_open, layer_of, open_layer
 from ._quantized import (
     MULTIPLIES,
     call_with_fields,
     check_is_rewritable,
-    find_state,
+    declare_state,
     find_stored,
     has_no_state,
     quote_path,
     share_state,
     spare_state,
+    why_dequantized,
 )
 
 
@@ -91,18 +92,9 @@ def _attend_by_policy(
     return call_with_fields(module, dict.fromkeys(fields, multiply), next_fun)
 
 
-def find_sums_dtype(module: nn.Module, policy: Policy) -> np.dtype | None:
-    """Returns the dtype in which a bound module returns its sums, if that is the accumulate dtype of its policy."""
-    layer = layer_of(type(module))
-    is_wide = layer is not None and (layer.operation == "einsum" or layer.weight == "embedding" or open_layer(module))
-    return _choose_accumulate_dtype(module, policy) if is_wide else None
-
-
 def _choose_accumulate_dtype(module: Any, policy: Policy) -> np.dtype | None:
     """Returns the accumulate dtype, unless the layer computes in it anyway or its author chose the output dtype."""
-    dtype = find_accumulate_dtype(policy, module.dtype)
-    is_open = getattr(module, "preferred_element_type", None) is None
-    return dtype if dtype is not None and is_open and is_promotion_open(module) else None
+    return find_accumulate_dtype(policy, module.dtype) if are_sums_open(module) else None
 
 
 def _make_fields(module: nn.Module, policy: Policy) -> dict[str, Any]:
@@ -126,10 +118,8 @@ def _make_product(
     if isinstance(format, Float8):
         format = None if has_no_state(module, format) else format
     elif format is not None:
-        # A mask rewrites the weight before it is used.
         is_left = layout is not None and reason_unquantized(tuple(module.shape), layout, format) is not None
-        is_fit = is_promotion_open(module) and getattr(module, "mask", None) is None and not is_left
-        format = format if is_fit else None
+        format = None if is_left or why_dequantized(module) is not None else format
     if format is None and accumulate is None:
         return None
     promote = module.promote_dtype
@@ -143,7 +133,7 @@ def _make_product(
         as_tuple=False,
         layout=layout,
         key=draw_key if layer.needs_rng(format) else None,
-        state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
+        state=functools.partial(declare_state, module, format) if isinstance(format, Float8) else None,
         where=quote_path(module, layer.weight),
     )
 

@@ -13,24 +13,22 @@ from flax.errors import ScopeParamShapeError
 from .._base import OVERWRITE, Args, remember_weakly
 from ..policy import Float8, Policy, PolicyMap, StoredFormat, list_policies, stored_format_of
 from ..quant import QuantizedArray
-from ..quant._layers import WHY_AS_NUMBERS, spell_format, why_layer_wide
+from ..quant._layers import LayerFacts, LayerPlan, plan_layer
 from ..quant._products import State, needs_state, new_state
 from ..quant._weights import (
     WEIGHT_NAMES,
     FakeQuantized,
     Layout,
     Misread,
-    choose_format,
     fake_quantize,
     is_quantized,
     match_format,
     prepare_weight,
-    reason_unquantized,
     weight_layout,
 )
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
-from ._layer_table import is_default, layer_of, open_layer, rewritten_by
+from ._layer_table import are_sums_open, is_default, layer_of, open_layer, rewritten_by
 from ._place import is_applied_inside, path_of, path_text
 
 MULTIPLIES = "_jmp_multiplies"
@@ -70,29 +68,30 @@ def _read_param(
     value = param(name, init_fn, *args, **options)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = prepare_weight(value, format, _find_layout(module, name, value.shape), quote_path(module, name))
+    weight = prepare_weight(value, format, _infer_layout(module, name, value.shape), quote_path(module, name))
     return fake_quantize(weight) if isinstance(weight, FakeQuantized) else value
 
 
-def quantization_of(module: nn.Module, policy: Policy) -> str:
-    """Describes the weight of a bound module for `ModuleRow.quantization`."""
-    format = policy.quantization
-    params = {} if format is None else {name: find_stored(module, name) for name in WEIGHT_NAMES}
-    shapes = {name: param.shape for name, param in params.items() if param is not None and len(param.shape) > 1}
-    if format is None or not shapes:
-        return ""
-    name, shape = next(iter(shapes.items()))
-    layout = _find_layout(module, name, shape)
-    layer = layer_of(type(module))
-    if isinstance(format, Float8):
-        is_open = isinstance(module, nn.Einsum) or open_layer(module) is not None
-        groups = getattr(module, "feature_group_count", 1)
-        left = why_layer_wide(layer, shape, layout, format, is_open=is_open, groups=groups)
-        if has_no_state(module, format) and not isinstance(module, nn.Embed):
-            left = "it runs through .apply without state to scale by, and would lose what it made"
-        return str(format) if left is None else f"left: {left}"
-    left = reason_unquantized(shape, layout, format)
-    return f"left: {left}" if left else spell_format(choose_format(format, layout), layer, _explain_as_numbers(module))
+def plan_module(module: nn.Module, policy: Policy) -> LayerPlan:
+    """Returns the plan of a bound module, for `explain`."""
+    # The fields are read past `__getattr__`, in which `nnx.bridge.ToLinen` may recurse forever.
+    layer, format, fields = layer_of(type(module)), policy.quantization, vars(module)
+    is_open = isinstance(module, nn.Einsum) or open_layer(module) is not None
+    has_sums = layer is not None and (is_open or layer.weight == "embedding")
+    stored = {} if format is None else {name: find_stored(module, name) for name in WEIGHT_NAMES}
+    weights = ((name, weight) for name, weight in stored.items() if weight is not None and len(weight.shape) > 1)
+    name, weight = next(weights, ("", None))
+    facts = LayerFacts(
+        layer=layer,
+        weight=weight,
+        layout=None if weight is None else _infer_layout(module, name, weight.shape),
+        groups=fields.get("feature_group_count", 1),
+        is_matmul_open=is_open,
+        are_sums_open=has_sums and are_sums_open(module),
+        lacks_state=isinstance(format, Float8) and has_no_state(module, format),
+        why_as_numbers=None if weight is None else why_dequantized(module),
+    )
+    return plan_layer(facts, policy, fields.get("dtype"))
 
 
 def find_stored(module: nn.Module, name: str) -> Any:
@@ -102,13 +101,11 @@ def find_stored(module: nn.Module, name: str) -> Any:
     return value if hasattr(value, "shape") else None
 
 
-def _explain_as_numbers(module: nn.Module) -> str | None:
+def why_dequantized(module: nn.Module) -> str | None:
     """Returns the reason why a module dequantizes its weight before it multiplies, or `None`."""
     layer = layer_of(type(module))
     if layer is None:
         return "its code is no layer of Flax's"
-    if layer.operation is None and layer.weight == "kernel":
-        return WHY_AS_NUMBERS
     names = ("promote_dtype", *(() if layer.field is None else (layer.field, f"{layer.field}_cls")))
     written_name = rewritten_by(module) or next((name for name in names if not is_default(module, name)), None)
     if written_name is not None:
@@ -174,7 +171,7 @@ def _make_like(
     return jax.tree.map(jnp.zeros_like, stored)
 
 
-def _find_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
+def _infer_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     bias = find_stored(module, "bias")
     return weight_layout(name, shape, None if bias is None else jnp.shape(bias))
 
@@ -238,7 +235,7 @@ def has_no_state(module: nn.Module, format: Float8) -> bool:
     return is_empty and is_applied_inside(module, CURRENT.value.path)
 
 
-def find_state(module: nn.Module, format: Float8) -> State:
+def declare_state(module: nn.Module, format: Float8) -> State:
     """Returns the state of a layer; makes it while the model is initialized, else rejects a missing one."""
     assert module.scope is not None
     state: State = {}

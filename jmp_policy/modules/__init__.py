@@ -10,10 +10,15 @@ from ._adapter import (
     ModuleInfo as ModuleInfo,
     check_batches as check_batches,
     describe_module as describe_module,
+    describe_written_dtypes as describe_written_dtypes,
     find_adapter as find_adapter,
+    find_by_name as find_by_name,
     find_lifting_adapter as find_lifting_adapter,
     find_loaded_adapters as find_loaded_adapters,
+    find_wider_dtype as find_wider_dtype,
     is_flax_object as is_flax_object,
+    make_subclass as make_subclass,
+    pickle_by_recipe as pickle_by_recipe,
     require_adapter as require_adapter,
 )
 from ._boundary import (
@@ -28,9 +33,12 @@ from ._call_casts import (
     cast_result as cast_result,
     check_no_cast as check_no_cast,
     force_full_precision as force_full_precision,
-    is_in_full_precision as is_in_full_precision,
     keep_carry_dtypes as keep_carry_dtypes,
+    keep_wide_results as keep_wide_results,
     matmul_precision as matmul_precision,
+    read_wide as read_wide,
     resolve_policy as resolve_policy,
+    round_result as round_result,
     widen_policy as widen_policy,
 )
+from ._observation import Observation as Observation, eval_shapes as eval_shapes, read_path as read_path

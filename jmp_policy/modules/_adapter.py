@@ -1,9 +1,10 @@
-"""The interface between the library and Flax.
+"""The interface between the library and Flax, and the classes that both adapters make.
 
 `Adapter` is the protocol. `LINEN` in `linen/_adapter.py` and `NNX` in `nnx/_adapter.py` implement it. Each is loaded
 when the first object of its API arrives, so that importing the library does not load Flax.
 """
 
+import copyreg
 import dataclasses
 import importlib
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .._base import Args, Kwargs, PyTree, is_array, remember_weakly
+from .._base import Args, Kwargs, PyTree, is_array, remember_on_class, remember_weakly
 from ..policy import Match, Policy, PolicyMap
 
 
@@ -240,3 +241,51 @@ def describe_written_dtypes(layers: Mapping[str, np.dtype | None], example: str)
         f"compute dtype of the policy: {path!r} has dtype={dtype.name}. Write dtype=None, which the policy fills in, "
         f"or use autocast, which casts each operation. For example: {example}."
     ]
+
+
+_RECIPE = "_jmp_recipe"
+"""The attribute of a made class with the recipe to pickle it."""
+
+
+def make_subclass(
+    base: type, namespace: dict[str, Any], recipe: tuple, metaclass: type[type] | None = None, **options: Any
+) -> Any:
+    """Makes a subclass with the name of its base."""
+    same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    # A decorated class keeps its metaclass, because authors mix it with classes that have their own.
+    if metaclass is None:
+        metaclass = type(base)
+        if find_by_name(base) is base and metaclass not in copyreg.dispatch_table:
+            metaclass = _Picklable if metaclass is type else _make_picklable(metaclass)
+    return metaclass(base.__name__, (base,), {_RECIPE: recipe, **same, **namespace}, **options)
+
+
+def find_by_name(kind: type) -> Any:
+    """Returns the object that the module of a class has under its name."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def pickle_by_recipe(metaclass: type[type]) -> type[type]:
+    """Registers a metaclass, so that its classes are pickled by their recipes unless Python finds them by name."""
+    copyreg.pickle(metaclass, _reduce_class)  # type: ignore[arg-type]
+    return metaclass
+
+
+def _reduce_class(kind: type) -> Any:
+    recipe = vars(kind).get(_RECIPE)
+    return kind.__qualname__ if recipe is None or find_by_name(kind) is kind else recipe
+
+
+class _Picklable(type):
+    """Metaclass of made classes whose bases have the metaclass `type`."""
+
+
+pickle_by_recipe(_Picklable)
+
+
+@remember_on_class
+def _make_picklable(parent: type[type]) -> type[type]:
+    return pickle_by_recipe(type(parent.__name__, (parent,), {"__module__": __name__}))

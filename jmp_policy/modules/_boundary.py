@@ -136,10 +136,10 @@ def _give_policy(target: Any, policy: Policy | PolicyMap, no_cast: Collection[st
             f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
-    return _wrap_function(target, policy, no_cast)
+    return _cast_function(target, policy, no_cast)
 
 
-def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
+def _cast_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: Collection[str]) -> Any:
     check_no_cast(fun, no_cast)
     if message := explain_uncast(fun):
         warn_user(message)

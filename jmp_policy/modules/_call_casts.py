@@ -135,27 +135,33 @@ def list_held(fun: Callable[..., Any]) -> PyTree:
 
 def explain_uncast(fun: Callable[..., Any]) -> str:
     """Returns a warning for a callable with arrays that a boundary cannot cast, or an empty string."""
-    is_wrapped = False  # by jit, vmap or a decorator
-    while not (isinstance(fun, type) or hasattr(fun, "__jmp_attached__") or _is_made_here(fun)):
-        owner = getattr(fun, "__self__", fun)
-        is_hidden = is_wrapped and _holds_arrays(list_held(fun))
+    for inner, is_wrapped in _list_layers(fun):
+        owner = getattr(inner, "__self__", inner)
+        is_hidden = is_wrapped and _holds_arrays(list_held(inner))
         # Only `__call__` counts: other methods of a trainer may take its arrays as arguments.
-        is_object = getattr(fun, "__name__", "__call__") == "__call__"
+        is_object = getattr(inner, "__name__", "__call__") == "__call__"
         if is_hidden or (is_object and _has_array_attributes(owner)) or _has_variables(owner):
-            name = describe(fun) if isinstance(fun, functools.partial) else type(owner).__name__
+            name = describe(inner) if isinstance(inner, functools.partial) else type(owner).__name__
             return (
                 f"with_policy casts the arguments of a call, but not the arrays that {name} holds: "
                 "matmuls with them stay in their dtype. Give the policy to the partial or pytree itself, inside of jit "
                 "and vmap; give a Flax module its own; or use jmp.autocast, which casts all arrays. "
                 "For example: jmp.autocast(model, 'mixed_bfloat16')."
             )
+    return ""
+
+
+def _list_layers(fun: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """Lists a callable and those inside it, down to one that casts its own; true inside of jit, vmap or a decorator."""
+    is_wrapped = False
+    while not (isinstance(fun, type) or hasattr(fun, "__jmp_attached__") or _is_made_here(fun)):
+        yield fun, is_wrapped
         if isinstance(fun, functools.partial):
             fun = fun.func
-        elif (inner := getattr(fun, "__wrapped__", None)) is not None and not _holds_arrays(fun):
-            is_wrapped, fun = True, inner
+        elif (wrapped := getattr(fun, "__wrapped__", None)) is not None and not _holds_arrays(fun):
+            is_wrapped, fun = True, wrapped
         else:
-            break
-    return ""
+            return
 
 
 def _is_made_here(fun: Callable[..., Any]) -> bool:
@@ -189,15 +195,11 @@ def _has_variables(owner: Any) -> bool:
 
 def widen_policy(policy: Policy) -> Policy:
     """Returns the policy itself, or a float32 version of it inside of `force_full_precision`."""
-    if not is_in_full_precision():
+    if not IN_FULL_PRECISION.value:
         return policy
     # Parameters are stored as before: the param dtype and the quantization stay.
     compute, output = (None if d is None else at_least_float32(d) for d in (policy.compute_dtype, policy.output_dtype))
     return policy.replace(compute_dtype=compute, output_dtype=output, precision="highest", accumulate_dtype=None)
-
-
-def is_in_full_precision() -> bool:
-    return IN_FULL_PRECISION.value
 
 
 def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:
@@ -313,12 +315,9 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
         wide_args, wide_kwargs = jax.tree.map(widen, (args, kwargs), is_leaf=is_flax_object)
         with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION), IN_FULL_PRECISION(True):
             out = fun(*wide_args, **wide_kwargs)
-        return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
+        leaves = floating_leaves((args, kwargs), is_leaf=is_flax_object)
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = np.dtype(jnp.result_type(*leaves)) if leaves else None
+        return cast_floating(out, dtype, is_leaf=is_flax_object)
 
     return in_full_precision
-
-
-def _joint_dtype(tree: PyTree) -> np.dtype | None:
-    leaves = floating_leaves(tree, is_leaf=is_flax_object)
-    with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(*leaves)) if leaves else None

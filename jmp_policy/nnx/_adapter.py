@@ -20,7 +20,7 @@ from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
 from ._layer_state import find_state
 from ._layer_table import WRITTEN, read_layer
-from ._methods import find_modules, hook_calls, parse_no_cast
+from ._methods import find_modules, hook_modules, parse_no_cast
 from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype, plan_again
 from ._products import QuantizedParam
 from ._shadow import NodeKind, find_kind, list_items
@@ -37,7 +37,7 @@ def examine(
 
     def call(state: Any, inputs: Args, kwargs: Kwargs) -> Any:
         run = lambda copy: find_method(copy, method)(*inputs, **kwargs)
-        return hook_calls(run, hook)(nnx.merge(graphdef, state))
+        return hook_modules(run, hook)(nnx.merge(graphdef, state))
 
     trace(call, state, inputs, kwargs)
     return ModelInfo(tree.modules, tree.params, tree.explain_unused())
@@ -160,7 +160,7 @@ class _Nnx(Adapter):
         return spec.given if spec.attached else spec.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        return hook_calls(fun, hook)
+        return hook_modules(fun, hook)
 
     find_modules = staticmethod(find_modules)
 
@@ -173,7 +173,7 @@ class _Nnx(Adapter):
         def call(copy: nnx.Module) -> Any:  # the inputs are not arguments: modules among them are not hooked
             return find_method(copy, method)(*inputs, **kwargs)
 
-        return hook_calls(call, hook)(nnx.clone(model))
+        return hook_modules(call, hook)(nnx.clone(model))
 
     examine = staticmethod(examine)
     value_and_grad = staticmethod(value_and_grad)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._base import OVERWRITE, hide_frames, remember_on_class
-from ..modules import is_in_full_precision
-from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
+from .._base import IN_FULL_PRECISION, OVERWRITE, hide_frames, remember_on_class
+from ..modules import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import explain_unused_cache, plan_layer
 from ..quant._weights import WEIGHT_NAMES
@@ -20,13 +19,12 @@ from ._module_spec import (
     SPEC,
     WRAPPERS,
     CallEffect,
+    DtypeSource,
     ModuleSpec,
     find_dtype_source,
     find_spec,
-    has_open_linen_module,
+    has_linen_module,
     has_written_dtype,
-    is_bridge,
-    is_dtype_open,
     is_plain_layer,
     make_dtype_attributes,
     make_linen_attributes,
@@ -34,7 +32,6 @@ from ._module_spec import (
 from ._products import (
     check_weight,
     choose_layer_class,
-    make_attention,
     make_bound_layer,
     make_float8_attributes,
     make_product_attributes,
@@ -100,7 +97,7 @@ class Attachment:
 
     def explain_unused_rules(self) -> list[str]:
         # A rule may name a module inside of a linen one, which appears when it is called.
-        if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
+        if isinstance(self.given, Policy) or any(map(has_linen_module, self.types.values())):
             return []
         return self.given.explain_unused(self.types)
 
@@ -111,7 +108,7 @@ class Attachment:
     def explain_unused_cache(self) -> list[str]:
         """Returns a warning if no attention layer stores its cache as the policy says."""
         layers = ((cache_format_of(kind, self._find_match(path).policy), kind) for path, kind in self.types.items())
-        is_used = any(format is not None or is_bridge(kind) for format, kind in layers)
+        is_used = any(format is not None or has_linen_module(kind) for format, kind in layers)
         return [] if is_used else explain_unused_cache(self.given)
 
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
@@ -151,36 +148,38 @@ class Attachment:
     def _attach_module(self, module: nnx.Module, path: Path, around: _Around | None, is_root: bool = False) -> Any:
         if id(module) in self._done:  # a shared module has the policy of the first path that leads to it
             return self._done[id(module)][1]
-        spec = find_spec(module)
-        base = type(module) if spec is None else spec.base
-        self.types.setdefault("/".join(path), base)
+        old, here = find_spec(module), "/".join(path)
+        base = type(module) if old is None else old.base
+        self.types.setdefault(here, base)
 
         # A module with a policy of its own keeps it, also for the modules inside.
-        if not is_root and (around is None or (spec is not None and spec.attached)):
+        if not is_root and (around is None or (old is not None and old.attached)):
             return self._rebuild(module, type(module), path, None, vars(module), {})
 
-        # Restore the attributes that an earlier policy replaced.
-        attributes = vars(module) | dict(spec.authored if spec else ())
+        # Restore the attributes that an earlier policy replaced. Float8 state outlives policies.
+        attributes = vars(module) | dict(old.authored if old else ())
         state = attributes.pop(OVERWRITE, None)
-        is_open = is_dtype_open(base, attributes, around.handed_on if around else None)
-        rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
-        hands_on = has_open_linen_module(base, attributes, spec)
-        match = self._find_match("/".join(path))
-        policy = match.policy
+
+        # Find the policy of the module, and where its code reads the compute dtype.
+        match = self._find_match(here)
+        policy, rewritten = match.policy, issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
         if rewritten and stored_format_of(policy.quantization) is not None:
             policy = policy.replace(quantization=None)
-
-        # Decide once what the policy does to this layer.
-        facts = read_layer(base, attributes)
-        plan = plan_layer(facts, policy)
-        check_weight("/".join(path), facts, plan, policy)
-        layer_class = choose_layer_class(base, facts.layer, plan)
+        source = find_dtype_source(base, attributes, around.handed_on if around else None, old)
+        is_open = source is DtypeSource.FIELD
         has_own_dtype = has_written_dtype(base, attributes, is_open)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            written = attributes["dtype"] if has_own_dtype else None
-            self._layers["/".join(path)] = find_wider_dtype(written, policy)
+            self._layers[here] = find_wider_dtype(attributes["dtype"] if has_own_dtype else None, policy)
 
-        # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
+        # Decide once what the policy does to its matmul, and make the attributes that an expert would write for that.
+        facts = read_layer(base, attributes)
+        plan = plan_layer(facts, policy, policy.compute_dtype)
+        check_weight(here, facts, plan, policy)
+        new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
+        new_attributes |= make_product_attributes(base, attributes, policy, facts, plan)
+        layer_class = choose_layer_class(base, facts.layer, plan)
+
+        # Decide what a call does. An author's dtype wins over a rule: a cast to another one first would lose precision.
         if is_root:
             effect = CallEffect.CASTS_AT_ROOT
         elif match.boundary and not has_own_dtype:
@@ -189,31 +188,26 @@ class Attachment:
             effect = CallEffect.COMPUTES
         else:
             effect = CallEffect.NOTHING
-
-        # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
-        new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
-        new_attributes |= make_attention(base, attributes, policy)
-        new_attributes |= make_product_attributes(base, attributes, facts, plan)
-        new_spec = ModuleSpec(
+        spec = ModuleSpec(
             base=base,
             policy=policy,
             given=self.given,
             lineage=self._find_lineage(path),
             effect=effect,
             no_cast=self.no_cast if is_root else (),
-            dtype_source=find_dtype_source(base, attributes, is_open, hands_on),
+            dtype_source=source,
             layer_class=layer_class,
             accumulate_dtype=plan.accumulate,
             cache=cache_format_of(base, policy),
             authored=tuple((name, attributes[name]) for name in new_attributes),
         )
-        known = attributes if state is None else attributes | {OVERWRITE: state}
-        new_attributes |= make_float8_attributes(known, facts, plan)
-        if hands_on:
-            new_attributes |= make_linen_attributes(attributes, new_spec)
 
+        # Copy the module with this spec in its class. The modules inside may have got its open dtype.
+        new_attributes |= make_float8_attributes(state, facts, plan)
+        if source is DtypeSource.LINEN_MODULE:
+            new_attributes |= make_linen_attributes(attributes, spec)
         inside = _Around(policy, attributes["dtype"] if is_open else None, rewritten)
-        return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
+        return self._rebuild(module, make_policied_class(spec), path, inside, attributes, new_attributes)
 
     def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
         """Returns the types of a module and those around it, by path; nothing under one policy, to share classes."""
@@ -308,7 +302,7 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         # A shadow, an instance in its constructor, or a layer whose attributes are enough.
-        if spec is None or (spec.effect is CallEffect.NOTHING and not is_in_full_precision()):
+        if spec is None or (spec.effect is CallEffect.NOTHING and not IN_FULL_PRECISION.value):
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
         return run_method(self, spec, method, args, kwargs)

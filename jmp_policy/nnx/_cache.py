@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._base import Kwargs, remember_on_class
-from ..modules.common import make_subclass
+from ..modules import make_subclass
 from ..policy import Policy
 from ..quant._layers import CACHED, SCALE, CacheSlot, attend_to_slots
 from ._shadow import pytree_options
@@ -20,7 +20,7 @@ def cache_format_of(base: type, policy: Policy) -> np.dtype | None:
     return policy.cache if is_flax else None
 
 
-def check_cache(module: nnx.MultiHeadAttention, dtype: np.dtype, format: np.dtype | None, kwargs: Kwargs) -> None:
+def check_layer_cache(module: nnx.MultiHeadAttention, dtype: np.dtype, format: np.dtype | None, kwargs: Kwargs) -> None:
     """Raises a `ValueError` if a call would read a cache that has another format than the policy."""
     cache = module.cached_key
     if not _is_decoding(module, kwargs) or cache is None:

@@ -7,11 +7,10 @@ import jax
 from flax import nnx
 
 from .._base import PyTree, cast_floating, forget_warnings, hide_frames, remember_on_class, warn_once
-from ..modules import is_flax_object
-from ..modules.common import make_subclass, pickle_by_recipe
+from ..modules import is_flax_object, make_subclass, pickle_by_recipe
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 from ._attachment import Attachment, reject_param, wrap_methods
-from ._shadow import pytree_options, walk
+from ._shadow import pytree_options, walk_nodes
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +146,7 @@ def attach_wrapped(
 
 
 def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], arguments: PyTree) -> Attachment:
-    passed_in = {id(node) for _, node in walk(arguments)}
+    passed_in = {id(node) for _, node in walk_nodes(arguments)}
 
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:
         (reject_param if id(param) in passed_in else cast_param)(path, param, policy)

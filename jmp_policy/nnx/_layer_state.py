@@ -42,14 +42,6 @@ def make_states(values: dict[str, jax.Array]) -> dict[str, Float8State]:
     return states
 
 
-def has_new_state(layer: nnx.Module) -> bool:
-    return any(getattr(state, "is_new", False) for state in (vars(layer).get(OVERWRITE) or {}).values())
-
-
-def read_state(layer: nnx.Module) -> dict[str, jax.Array]:
-    return {name: variable.get_value() for name, variable in vars(layer)[OVERWRITE].items()}
-
-
 def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: ArrayLike) -> Callable[..., Any]:
     """Marks float8 state so that autodiff combines it by max and returns the state of true gradients."""
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._base import INFERRED, Args, Kwargs, PyTree, remember_on_class
+from .._base import IN_FULL_PRECISION, INFERRED, Args, Kwargs, PyTree, remember_on_class
 from ..modules import (
     Hook,
     ModuleCall,
@@ -20,14 +20,15 @@ from ..modules import (
     check_no_cast,
     is_flax_object,
     keep_carry_dtypes,
+    keep_wide_results,
+    make_subclass,
     matmul_precision,
     resolve_policy,
     widen_policy,
 )
-from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
-from ._cache import check_cache
+from ._cache import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
@@ -63,43 +64,51 @@ def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
 
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Runs a method of the class without a policy, as the spec of the module says."""
-    runs, source, given = _find_shadow_class(type(module), spec), spec.dtype_source, widen_policy(spec.policy)
     is_cell = issubclass(spec.base, nnx.RNNCellBase) and getattr(method, "__name__", "") == "__call__"
     carry = (args[0] if args else kwargs.get("carry")) if is_cell else None
 
-    # A boundary casts its arguments. A wrapped linen module casts them itself: it knows their names.
-    casts = spec.casts and source is not DtypeSource.LINEN_MODULE
+    # Resolve the policy. A boundary casts its arguments, unless its linen module, which knows their names, does.
+    casts = spec.casts and spec.dtype_source is not DtypeSource.LINEN_MODULE
     if casts:
-        policy, args, kwargs = cast_arguments(given, method.__get__(module), spec.no_cast, args, kwargs)
+        bound = method.__get__(module)
+        policy, args, kwargs = cast_arguments(widen_policy(spec.policy), bound, spec.no_cast, args, kwargs)
     else:
         policy = widen_policy(infer_policy(spec.policy, args, kwargs))
 
-    # Attaching wrote the dtype where the code reads it, unless it depends on this call.
-    changed: Attributes = {}
-    if (spec.policy.compute_dtype is None or given is not spec.policy) and source is DtypeSource.FIELD:
-        changed = {"dtype": policy.compute_dtype}
-    elif spec.policy.compute_dtype is None and source is DtypeSource.LINEN_MODULE and not spec.casts:
-        changed = make_linen_attributes(vars(module), spec, policy.compute_dtype)
+    # Find the attributes of this call, and hand the dtype on to the cache of an attention layer.
+    changed = _find_changes(module, spec, policy)
     dtype = changed.get("dtype", vars(module).get("dtype"))
     if isinstance(module, nnx.MultiHeadAttention) and dtype is not None:
         kwargs = _give_cache_dtype(module, method, dtype, spec.cache, args, kwargs)
 
-    # The method runs on a shadow, because other threads may call the module.
-    params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
-    results = keep_wide_results() if casts else nullcontext()
-    odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
-    # The inferred compute dtype is handed on to the modules inside.
+    # Run the method on a shadow, because other threads may call the module. Modules inside inherit an inferred dtype.
+    runs = _find_shadow_class(type(module), spec)
+    params_dtype = policy.compute_dtype if spec.dtype_source is DtypeSource.PARAMS else None
     is_inferred = spec.policy.compute_dtype is None
-    inferred = INFERRED((spec.policy, policy.compute_dtype)) if is_inferred else nullcontext()
-    with inferred, matmul_precision(policy), odd_rows, results as wide:
+    with (
+        INFERRED((spec.policy, policy.compute_dtype)) if is_inferred else nullcontext(),
+        matmul_precision(policy),
+        warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext(),
+        keep_wide_results() if casts else nullcontext() as wide,
+    ):
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
 
-    # The carry of a cell keeps its dtypes, unless the policy has an output dtype.
+    # Cast the output. The carry of a cell keeps its dtypes, unless the policy has an output dtype.
     if wide is not None and policy.output_dtype is not None:
         return cast_result(policy, wide.restore(policy, out))
     return keep_carry_dtypes(carry, out)
+
+
+def _find_changes(module: nnx.Module, spec: ModuleSpec, policy: Policy) -> Attributes:
+    """Returns the attributes that a call needs and attaching could not write, since its dtype depends on the call."""
+    is_inferred = spec.policy.compute_dtype is None
+    if spec.dtype_source is DtypeSource.FIELD and (is_inferred or IN_FULL_PRECISION.value):
+        return {"dtype": policy.compute_dtype}
+    if spec.dtype_source is DtypeSource.LINEN_MODULE and is_inferred and not spec.casts:
+        return make_linen_attributes(vars(module), spec, policy.compute_dtype)
+    return {}
 
 
 def _find_shadow_class(kind: type, spec: ModuleSpec) -> type:
@@ -142,7 +151,7 @@ def _give_cache_dtype(
     if name == "init_cache" and len(args) < 2:
         return {"dtype": dtype if format is None else format} | kwargs
     if name == "__call__":
-        check_cache(module, dtype, format, kwargs)
+        check_layer_cache(module, dtype, format, kwargs)
     return kwargs
 
 
@@ -155,7 +164,7 @@ _HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOK
 """The hooks that run now, the outermost first. JAX would keep them alive if the classes held them."""
 
 
-def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def hook_modules(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     """Returns `fun` with a hook around each method of the modules among its arguments, which nobody else may hold."""
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
@@ -210,9 +219,9 @@ def _hook_method(name: str, method: Any) -> Callable[..., Any]:
         path, hooks = vars(self).get(_PATH), _HOOKS.get()
         if path is None or not hooks:
             return bound(*args, **kwargs)
-        describe_quantization = functools.partial(_describe_weight, self)
+        describe = lambda: "" if (spec := find_spec(self)) is None else plan_again(self, spec)[1].quantization
         # Callers compare with the class without hooks.
-        call = ModuleCall(path, type(self).__base__, name, "", self, describe_quantization)  # type: ignore[arg-type]
+        call = ModuleCall(path, type(self).__base__, name, "", self, describe)  # type: ignore[arg-type]
         return _run_hooks(hooks, call, bound, args, kwargs)
 
     return call_hooks
@@ -223,8 +232,3 @@ def _run_hooks(hooks: tuple[Hook, ...], call: ModuleCall, fun: Callable[..., Any
         return fun(*args, **kwargs)
     inside = lambda *args, **kwargs: _run_hooks(hooks[1:], call, fun, args, kwargs)
     return hooks[0](call, inside, args, kwargs)
-
-
-def _describe_weight(module: nnx.Module) -> str:
-    spec = find_spec(module)
-    return "" if spec is None else plan_again(module, spec)[1].quantization

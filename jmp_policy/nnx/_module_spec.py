@@ -99,19 +99,6 @@ WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 _WRAPPED = "to_nnx__module"
 
 
-def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
-    """True if a layer has a `dtype` that its author left at the default, or that the open layer around it handed on."""
-    if "dtype" not in attributes or issubclass(base, WRAPPERS):
-        return False
-    dtype = attributes["dtype"]
-    if dtype is None:
-        return True
-    defaults = [_find_default_dtype(base), handed_on]
-    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
-        defaults.append(attributes["embedding"].get_raw_value().dtype)
-    return any(_is_same_dtype(dtype, default) for default in defaults)
-
-
 def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
@@ -124,13 +111,30 @@ def is_plain_layer(base: type, attributes: Attributes) -> bool:
     return base.__module__.startswith("flax.nnx.nn.") and not own_params and not has_inside
 
 
-def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_on: bool) -> DtypeSource:
-    """Returns the place where a module reads its compute dtype. `hands_on`: its linen module has the policy."""
-    if hands_on:
-        return DtypeSource.LINEN_MODULE
-    if is_open:
-        return DtypeSource.FIELD
-    return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
+def find_dtype_source(
+    base: type, attributes: Attributes, handed_on: DTypeLike | None, known: ModuleSpec | None
+) -> DtypeSource:
+    """Returns the place where a module reads its compute dtype, under the policy that it gets after a `known` one."""
+    if has_linen_module(base):  # `policy_of` cannot tell a policy that we handed on from one of its own
+        handed_policy_on = known is not None and known.dtype_source is DtypeSource.LINEN_MODULE
+        is_free = handed_policy_on or policy_of(attributes[_WRAPPED]) is None
+        return DtypeSource.LINEN_MODULE if is_free else DtypeSource.AUTHOR
+    if "dtype" not in attributes:
+        return DtypeSource.PARAMS
+    return DtypeSource.FIELD if _is_dtype_open(base, attributes, handed_on) else DtypeSource.AUTHOR
+
+
+def _is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
+    """True if the author of a layer left its `dtype` at the default, or the open layer around it handed it on."""
+    dtype = attributes["dtype"]
+    if issubclass(base, WRAPPERS):
+        return False
+    if dtype is None:
+        return True
+    defaults = [_find_default_dtype(base), handed_on]
+    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
+        defaults.append(attributes["embedding"].get_raw_value().dtype)
+    return any(_is_same_dtype(dtype, default) for default in defaults)
 
 
 def make_dtype_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
@@ -168,17 +172,9 @@ def _is_same_dtype(dtype: DTypeLike, default: DTypeLike | None) -> bool:
         return False
 
 
-def is_bridge(base: type) -> bool:
+def has_linen_module(base: type) -> bool:
     """True for a module that wraps a linen one, which reads its variables itself."""
     return issubclass(base, nnx.bridge.ToNNX)
-
-
-def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec | None) -> bool:
-    """True if a module wraps a linen one without a policy of its own."""
-    if not is_bridge(base):
-        return False
-    was_handed_on = spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
-    return was_handed_on or policy_of(attributes[_WRAPPED]) is None
 
 
 def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
@@ -194,4 +190,4 @@ def plan_again(module: nnx.Module, spec: ModuleSpec, policy: Policy | None = Non
     policy = spec.policy if policy is None else policy
     if policy.quantization != spec.policy.quantization:  # a wrapper rewrites the weight
         facts = dataclasses.replace(facts, why_floating=WRITTEN)
-    return facts, plan_layer(facts, policy)
+    return facts, plan_layer(facts, policy, policy.compute_dtype)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._base import OVERWRITE, Args, remember_on_class
-from ..modules.common import make_subclass, read_wide, round_result
+from ..modules import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
 from ..quant._layers import (
@@ -36,15 +36,21 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import has_new_state, make_states, read_state
+from ._layer_state import Float8State, make_states
 from ._layer_table import DEFAULT_PROMOTE, LAYERS, draw_key, find_layer
 from ._shadow import Attributes
 
 OutSharding = NamedSharding | PartitionSpec | None
 
 
-def make_product_attributes(base: type, attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+def make_product_attributes(
+    base: type, attributes: Attributes, policy: Policy, facts: LayerFacts, plan: LayerPlan
+) -> Attributes:
     """Returns the attributes by which a layer promotes and multiplies under its plan, if it changes."""
+    if issubclass(base, nnx.MultiHeadAttention):
+        attention = attention_format_of(policy.quantization)
+        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
+        return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
     layer = facts.layer
     if layer is None or facts.weight is None or (plan.format is None and plan.accumulate is None):
         return {}
@@ -61,13 +67,6 @@ def make_product_attributes(base: type, attributes: Attributes, facts: LayerFact
     if product.stored_format is not None or product.accumulate is not None:
         new["promote_dtype"] = (PromoteTable if issubclass(base, nnx.Embed) else Promote)(product)
     return new
-
-
-def make_attention(base: type, attributes: Attributes, policy: Policy) -> Attributes:
-    """Returns the attribute by which an attention layer multiplies in the format of a policy, if it has one."""
-    format = attention_format_of(policy.quantization) if issubclass(base, nnx.MultiHeadAttention) else None
-    is_open = attributes.get("attention_fn") is nnx.dot_product_attention and attributes["precision"] is None
-    return {"attention_fn": Attend(format)} if format is not None and is_open else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +112,11 @@ def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
         function = vars(self)[name]
         if not isinstance(function, Multiply):
             return function
-        key, state = functools.partial(draw_key, self), functools.partial(read_state, self)
-        where = None if has_new_state(self) else f" of the {base.__name__}"
-        return Multiply(dataclasses.replace(function.product, key=key, state=state, where=where))
+        states: dict[str, Float8State] = vars(self).get(OVERWRITE) or {}
+        read_state = lambda: {name: state.get_value() for name, state in states.items()}
+        is_new = any(getattr(state, "is_new", False) for state in states.values())
+        key, where = functools.partial(draw_key, self), None if is_new else f" of the {base.__name__}"
+        return Multiply(dataclasses.replace(function.product, key=key, state=read_state, where=where))
 
     def set_multiply(self: nnx.Module, function: Callable[..., Any]) -> None:  # for `nnx.merge`
         vars(self)[name] = function
@@ -234,11 +235,11 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def make_float8_attributes(attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
-    """Returns the attribute with the float8 state of a layer: the state that it has, a new one, or nothing."""
+def make_float8_attributes(known: Any, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+    """Returns the attribute with the float8 state of a layer: the known state if it fits, a new one, or nothing."""
     if not isinstance(plan.format, Float8) or not needs_state(plan.format) or facts.layout is None:
         return {}
-    known, new = attributes.get(OVERWRITE), new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
+    new = new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     return {OVERWRITE: make_states(new)}

@@ -10,8 +10,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._base import at_least_float32, cast_floating, is_floating_dtype, remember_on_class, remember_weakly
-from ..modules import is_in_full_precision
+from .._base import (
+    IN_FULL_PRECISION,
+    at_least_float32,
+    cast_floating,
+    is_floating_dtype,
+    remember_on_class,
+    remember_weakly,
+)
 
 Node = Any
 """A value in a tree of modules."""
@@ -67,7 +73,7 @@ def list_items(container: Node) -> list[tuple[str, Node]]:
     return []
 
 
-def walk(value: Node, path: tuple[str, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[str, Node]]:
+def walk_nodes(value: Node, path: tuple[str, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[str, Node]]:
     """Yields a value and the nodes inside it, each once, with the first path that leads to it."""
     seen = set() if seen is None else seen
     if find_kind(type(value)) is NodeKind.OTHER or id(value) in seen:
@@ -75,12 +81,12 @@ def walk(value: Node, path: tuple[str, ...] = (), seen: set[int] | None = None) 
     seen.add(id(value))
     yield "/".join(path), value
     for name, item in list_items(value):
-        yield from walk(item, (*path, name), seen)
+        yield from walk_nodes(item, (*path, name), seen)
 
 
 def walk_modules(value: Node) -> Iterator[tuple[str, nnx.Module]]:
     """Yields the modules in a tree, without `nnx.List` and `nnx.Dict`."""
-    return ((path, node) for path, node in walk(value) if find_kind(type(node)) is NodeKind.MODULE)
+    return ((path, node) for path, node in walk_nodes(value) if find_kind(type(node)) is NodeKind.MODULE)
 
 
 def replace_items(container: Node, items: list[Node]) -> Node:
@@ -188,7 +194,7 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
     """Makes the class of Params that hold a stored value, which transforms see, and show it in another dtype."""
 
     def get_value(self: nnx.Param, **kwargs: Any) -> Any:
-        read_in = at_least_float32(dtype) if is_in_full_precision() and dtype is not None else dtype
+        read_in = at_least_float32(dtype) if IN_FULL_PRECISION.value and dtype is not None else dtype
         return cast_floating(kind.get_value(self, **kwargs), read_in)
 
     def set_value(self: nnx.Param, value: Any, **kwargs: Any) -> None:

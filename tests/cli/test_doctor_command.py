@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-import jmp_policy.cli.doctor as doctor
+import jmp_policy.cli._doctor as doctor
 from jmp_policy.cli import main
-from jmp_policy.cli.doctor import list_versions
-from jmp_policy.cli.doctor._diagnosis import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
+from jmp_policy.cli._doctor import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime, list_versions
 
 MACHINE = Machine("cpu", "AMD EPYC", "Linux x86_64, 2 cores", list_versions() | {"jax": "0.10.2", "jaxlib": "0.10.2"})
 
@@ -93,7 +92,7 @@ def test_the_bare_package_suffices():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'orbax')))\n"  # their import fails
         "from jmp_policy.cli import main\n"
-        "import jmp_policy.cli.doctor._diagnosis as diagnosis\n"
+        "import jmp_policy.cli._doctor as diagnosis\n"
         "diagnosis.SIZES = {'cpu': {'matrix': 16, 'rows': 16, 'width': 16}}\n"
         "statuses = [main(a.split()) for a in ('--version', 'doctor', 'audit os:getcwd')]\n"
         "sys.exit(statuses != [0, 0, 0])"

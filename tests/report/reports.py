@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmp
-from jmp_policy.cli.doctor._diagnosis import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
+from jmp_policy.cli._doctor import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
 from jmp_policy.contrib import Divergence, diverge
 from jmp_policy.numerics import (
     AuditReport,

@@ -33,7 +33,7 @@ class DTypePolicy:
 
     def __init__(self, name: str | None = None):
         self._name = default_jmp_policy().name if name is None else name
-        self._policy = _parse(self._name)
+        self._policy = _parse_name(self._name)
 
     @property
     def name(self) -> str:
@@ -43,12 +43,12 @@ class DTypePolicy:
     @property
     def compute_dtype(self) -> str | None:
         """Name of the compute dtype; `None` if it is inferred from the first input."""
-        return _name(self._policy.compute_dtype)
+        return _spell_dtype(self._policy.compute_dtype)
 
     @property
     def variable_dtype(self) -> str | None:
         """Name of the dtype of variables; `None` if it is inferred from the first input."""
-        return _name(self._policy.param_dtype)
+        return _spell_dtype(self._policy.param_dtype)
 
     @property
     def quantization_mode(self) -> str | None:
@@ -100,7 +100,7 @@ def default_jmp_policy() -> JmpPolicy:
     return default  # pyright: ignore[reportReturnType] # get_policy closes a map before it is set
 
 
-def _parse(name: object) -> JmpPolicy:
+def _parse_name(name: object) -> JmpPolicy:
     if not isinstance(name, str):
         raise TypeError(
             f"'name' must be a string, such as 'mixed_float16'. Received: name={quote(name)} (of type {type(name)})"
@@ -117,7 +117,7 @@ def _parse(name: object) -> JmpPolicy:
     return policy
 
 
-def _name(dtype: np.dtype | None) -> str | None:
+def _spell_dtype(dtype: np.dtype | None) -> str | None:
     return None if dtype is None else str(dtype)
 
 

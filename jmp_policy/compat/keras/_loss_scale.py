@@ -49,15 +49,17 @@ def LossScaleOptimizer(
     """
     scale: Any = initial_scale
     if not isinstance(initial_scale, jax.Array):
-        _check("initial_scale", initial_scale, int | float | np.integer | np.floating, "a positive finite number")
+        _check_number(
+            "initial_scale", initial_scale, int | float | np.integer | np.floating, "a positive finite number"
+        )
         scale = float(initial_scale)
     if not dynamic:
         return loss_scaled(inner_optimizer, StaticLossScale(scale))
-    _check("dynamic_growth_steps", dynamic_growth_steps, int | np.integer, "a positive int")
+    _check_number("dynamic_growth_steps", dynamic_growth_steps, int | np.integer, "a positive int")
     return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, int(dynamic_growth_steps)))
 
 
-def _check(name: str, value: Any, kinds: Any, must_be: str) -> None:
+def _check_number(name: str, value: Any, kinds: Any, must_be: str) -> None:
     is_kind = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_kind or not 0 < value < float("inf"):
         raise (ValueError if is_kind else TypeError)(

@@ -42,7 +42,7 @@ class QuantizedDTypePolicy(DTypePolicy):
     def __init__(self, mode: str, source_name: str | None = None):
         super().__init__(source_name)
         self._source_name, self._mode = self._name, mode
-        self._policy = self._policy.replace(quantization=_format(mode, self.compute_dtype))
+        self._policy = self._policy.replace(quantization=_parse_mode(mode, self.compute_dtype))
         self._name = f"{mode}{FROM}{self._source_name}"
 
     @property
@@ -55,7 +55,7 @@ class QuantizedDTypePolicy(DTypePolicy):
         return {"mode": self._mode, "source_name": self._source_name}
 
 
-def _format(mode: object, compute_dtype: str | None) -> Quantization:
+def _parse_mode(mode: object, compute_dtype: str | None) -> Quantization:
     if isinstance(mode, str) and mode.strip().lower() == FLOAT8:
         return KERAS_FLOAT8
     try:

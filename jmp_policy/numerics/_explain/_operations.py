@@ -38,8 +38,17 @@ from ..._jaxpr import (
     list_functions,
     walk,
 )
-from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
-from ...modules.common import Observation, read_path
+from ...modules import (
+    FULL_PRECISION,
+    WRITTEN,
+    Method,
+    ModelInfo,
+    ModuleInfo,
+    Observation,
+    find_adapter,
+    read_path,
+    widen_policy,
+)
 from ...policy import ODD_ROWS, Float8, Policy
 from .._audit import find_in_program
 from ._explanation import Explanation, ModuleRow

@@ -22,11 +22,9 @@ from ._layer import (
     multiply_wide as multiply_wide,
 )
 from ._plan import (
-    WHY_AS_NUMBERS as WHY_AS_NUMBERS,
     LayerFacts as LayerFacts,
     LayerPlan as LayerPlan,
     find_accumulate_dtype as find_accumulate_dtype,
     plan_layer as plan_layer,
     spell_format as spell_format,
-    why_layer_wide as why_layer_wide,
 )

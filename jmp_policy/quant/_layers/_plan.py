@@ -12,7 +12,7 @@ from .._products import why_sizes_wide
 from .._weights import WHY_TABLES_WIDE, Layout, QuantizedArray, choose_format, layer_size, reason_unquantized
 from ._layer import WeightedLayer
 
-WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
+_WHY_FIXED = "no policy can replace the function that it multiplies by"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +25,9 @@ class LayerFacts:
     groups: int = 1  # of a convolution
     is_matmul_open: bool = False  # true if a policy may replace its matmul: its author left it to Flax
     are_sums_open: bool = False  # true if a policy may change the output dtype of its matmul
+    lacks_state: bool = False  # true if it cannot keep the state that a float8 format needs
     why_floating: str | None = None  # the reason why its weight cannot be stored in 8 or 4 bits
+    why_as_numbers: str | None = None  # the reason why it dequantizes its weight before its matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +39,40 @@ class LayerPlan:
     quantization: str = ""  # the treatment of its weight, for `Row.quantization`
 
 
-def plan_layer(facts: LayerFacts, policy: Policy) -> LayerPlan:
-    """Decides what a policy does to a layer."""
-    accumulate = find_accumulate_dtype(policy, policy.compute_dtype) if facts.are_sums_open else None
-    format = policy.quantization
-    if format is None or facts.weight is None or facts.layout is None:
+def plan_layer(facts: LayerFacts, policy: Policy, compute_dtype: Any) -> LayerPlan:
+    """Decides what a policy does to a layer that computes in a dtype; `None` if only its inputs tell it."""
+    accumulate = find_accumulate_dtype(policy, compute_dtype) if facts.are_sums_open else None
+    format, layout, layer = policy.quantization, facts.layout, facts.layer
+    if format is None or facts.weight is None or layout is None:
         return LayerPlan(None, accumulate)
-    left = _why_unquantized(facts, facts.layout, format)
+    if isinstance(format, Float8):
+        left = _why_not_float8(facts, layout, format)
+    else:
+        is_stored = isinstance(facts.weight, QuantizedArray)
+        left = None if is_stored else reason_unquantized(facts.weight.shape, layout, format)
+        left = left or facts.why_floating
     if left is not None:
         return LayerPlan(None, accumulate, f"left: {left}")
     if isinstance(format, Float8):
         return LayerPlan(format, accumulate, str(format))
-    layer = facts.layer
     is_fixed = layer is not None and layer.operation is None and layer.weight == "kernel"
-    text = spell_format(choose_format(format, facts.layout), layer, WHY_AS_NUMBERS if is_fixed else None)
-    return LayerPlan(format, accumulate, text)
+    why_as_numbers = _WHY_FIXED if is_fixed else facts.why_as_numbers
+    return LayerPlan(format, accumulate, spell_format(choose_format(format, layout), layer, why_as_numbers))
 
 
-def _why_unquantized(facts: LayerFacts, layout: Layout, format: StoredFormat | Float8) -> str | None:
-    """Returns the reason why a layer does not multiply by a quantized weight, or `None`."""
-    shape = facts.weight.shape
-    if isinstance(format, Float8):
-        is_open, groups = facts.is_matmul_open, facts.groups
-        return why_layer_wide(facts.layer, shape, layout, format, is_open=is_open, groups=groups)
-    left = None if isinstance(facts.weight, QuantizedArray) else reason_unquantized(shape, layout, format)
-    return left or facts.why_floating
+def _why_not_float8(facts: LayerFacts, layout: Layout, format: Float8) -> str | None:
+    """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
+    layer, shape = facts.layer, facts.weight.shape
+    if layer is not None and layer.weight == "embedding":
+        return WHY_TABLES_WIDE
+    if facts.lacks_state:
+        return "it runs through .apply without state to scale by, and would lose what it made"
+    if layer is None or not facts.is_matmul_open:
+        return "it multiplies by a function of its own"
+    if facts.groups != 1:
+        return "its convolution is one of groups"
+    inputs = layout.contracted[-1] if layer.operation == "conv_general_dilated" else layout.length
+    return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
 
 
 def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype | None:
@@ -70,20 +81,6 @@ def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype
         return None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(policy.accumulate_dtype))
     return dtype if compute_dtype is None or np.dtype(compute_dtype).itemsize < dtype.itemsize else None
-
-
-def why_layer_wide(
-    layer: WeightedLayer | None, shape: tuple[int, ...], layout: Layout, format: Float8, *, is_open: bool, groups: int
-) -> str | None:
-    """Returns the reason why a layer does not compute in float8, whatever its inputs, or None."""
-    if layer is not None and layer.weight == "embedding":
-        return WHY_TABLES_WIDE
-    if layer is None or not is_open:
-        return "it multiplies by a function of its own"
-    if groups != 1:
-        return "its convolution is one of groups"
-    inputs = layout.contracted[-1] if layer.operation == "conv_general_dilated" else layout.length
-    return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
 
 
 def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_policy.cli.doctor import diagnose, find_machine, list_versions
-from jmp_policy.cli.doctor._diagnosis import (
+from jmp_policy.cli._doctor import (
     FEWEST_ROUNDS,
     MATMULS,
     MOST_SECONDS,
@@ -15,7 +14,10 @@ from jmp_policy.cli.doctor._diagnosis import (
     Machine,
     Speedup,
     compare_times,
+    diagnose,
     find_half_instructions,
+    find_machine,
+    list_versions,
     measure_matmuls,
     measure_steps,
     read_matmuls,
@@ -113,14 +115,14 @@ def test_the_machine_is_named_with_its_versions():
 
 
 def test_a_package_that_is_not_there_has_no_version(monkeypatch):
-    monkeypatch.setattr("jmp_policy.cli.doctor._diagnosis.PACKAGES", ("jax", "no_such_package"))
+    monkeypatch.setattr("jmp_policy.cli._doctor.PACKAGES", ("jax", "no_such_package"))
     assert list_versions()["no_such_package"] == "not installed"
 
 
 @pytest.mark.slow
 def test_a_diagnosis_is_json(monkeypatch):
     tiny = {jax.default_backend(): {"matrix": 32, "rows": 32, "width": 16}}
-    monkeypatch.setattr("jmp_policy.cli.doctor._diagnosis.SIZES", tiny)
+    monkeypatch.setattr("jmp_policy.cli._doctor.SIZES", tiny)
     plain = json.loads(json.dumps(diagnose().to_dict(), allow_nan=False))
     assert list(plain) == ["versions", "device", "sizes", "matmuls", "steps", "recommendation"]
     assert plain["versions"]["jax"] == jax.__version__

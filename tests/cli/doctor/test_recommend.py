@@ -2,7 +2,7 @@
 
 import pytest
 
-from jmp_policy.cli.doctor._diagnosis import Machine, MatmulRate, Speedup, StepTime, recommend_policy
+from jmp_policy.cli._doctor import Machine, MatmulRate, Speedup, StepTime, recommend_policy
 
 VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0"}
 GPU = Machine("gpu", "H100", "Linux x86_64, 8 cores", VERSIONS)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from ..._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, Results, flatten_function, is_array
-from .._adapter import ModuleCall, is_flax_object
+from .._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, Results, flatten_function, is_array
+from ._adapter import ModuleCall, is_flax_object
 
 _SCOPE = "jmp_policy_module_"
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ... import __version__
-from ...report import Report, Table, make_columns
+from .. import __version__
+from ..report import Report, Table, make_columns
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 # Names in /proc/cpuinfo, on x86 and ARM, of instructions that do more than convert.
