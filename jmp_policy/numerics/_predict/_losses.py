@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
 def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
     """Predicts the loss in a floating format of a tensor multiplied by `2**exponent`."""
-    known, amax = parse_float_format(format), math.ldexp(row.amax, exponent)
+    known, amax = parse_format(format), math.ldexp(row.amax, exponent)
     measured = row.formats.get(known.name) if exponent == 0 else None
     if amax > _largest(known):
         counted = _count_bins(row, slice(known.max_exponent + 1 - exponent, None))
@@ -45,14 +45,8 @@ def find_loss(row: Row, format: str, exponent: int = 0) -> Loss:
 
 def find_overflow(amax: float, format: str, share: float = 1.0) -> Loss:
     """Returns the loss of a tensor or constant that is too large for a floating format."""
-    largest = parse_float_format(format).max
+    largest = parse_format(format).max
     return Loss("overflow", share, amax, largest, 1 + max(0.0, math.log2(amax / largest)))
-
-
-def parse_float_format(format: str) -> NumberFormat:
-    known = parse_format(format)
-    assert not known.block
-    return known
 
 
 def find_scaled_loss(row: Row, format: str) -> Loss:
@@ -72,7 +66,7 @@ def find_scaled_loss(row: Row, format: str) -> Loss:
 
 def find_span(row: Row, format: str) -> tuple[float, float]:
     """Returns the least and largest exponent of a scale with which a tensor fits a format; none fits if they cross."""
-    known = parse_float_format(format)
+    known = parse_format(format)
     if not row.amax:
         return -math.inf, math.inf
     most = math.floor(math.log2(_largest(known)) - math.log2(row.amax))

@@ -11,19 +11,10 @@ from ..._base import describe, did_you_mean, group_by_key, list_paths_to
 from ..._jaxpr import HALF, MATMULS
 from ...autocast._rewrite import check_policy, root_policy
 from ...loss_scale import LossScale, get_loss_scale
-from ...policy import Key, Policy, PolicyMap, PolicySpec, get_policy, list_policies
+from ...policy import Key, Policy, PolicyMap, PolicySpec, get_policy, list_policies, parse_format
 from .._stats import ObservedProgram, Row, Stats, find_program
 from ._flow import NarrowValue, find_noise, list_narrow_values, list_operations, list_quantized_values
-from ._losses import (
-    Loss,
-    ScaleChoice,
-    choose_scale,
-    find_loss,
-    find_overflow,
-    find_scaled_loss,
-    find_span,
-    parse_float_format,
-)
+from ._losses import Loss, ScaleChoice, choose_scale, find_loss, find_overflow, find_scaled_loss, find_span
 from ._masks import find_masked
 from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
@@ -199,7 +190,7 @@ class _TrialRun:
         self._places = {path: find_place(path) for path in dict.fromkeys(each.path for each in self._operations)}
         self.paths = tuple(dict.fromkeys(self._places.values()))
         self._noise = find_noise(self._operations, self.rows)
-        largest = {name: parse_float_format(name).max for name in ("float16", "bfloat16")}
+        largest = {name: parse_format(name).max for name in ("float16", "bfloat16")}
         self._masked = {
             name: find_masked(observed, self.rows, largest[name], clamps=by == "autocast") for name in largest
         }

@@ -79,7 +79,7 @@ def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str
 
 def is_in_blocks(format: str) -> bool:
     """True if the elements of a block share a scale in this format."""
-    return format.startswith(("int", "mx", "nv"))
+    return parse_format(format).block > 0
 
 
 def shorten_format(format: str) -> str:

@@ -106,7 +106,9 @@ class _HalfParametersUpdate(ParameterUpdate):
         # The memory must match the parameter that results.
         with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
             landed = optax.apply_updates(params, updates)
-        wide = map_half(_where_reached, landed, target, wide, otherwise=lambda landed, t, w: w)
+        bits = lambda x: lax.bitcast_convert_type(x, jnp.uint16)
+        choose = lambda landed, t, w: jnp.where(bits(landed) == bits(t), w, widen(landed))
+        wide = map_half(choose, landed, target, wide, otherwise=lambda landed, t, w: w)
         _, memory = self._storage.encode(wide, params, state[1])
         return updates, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
@@ -156,8 +158,3 @@ def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
                 f"{has}, but the parameter has the shape {param.shape}. Differentiate with respect to all parameters, "
                 "and make their state with tx.init(params)."
             )
-
-
-def _where_reached(landed: jax.Array, target: jax.Array, wide: jax.Array) -> jax.Array:
-    same = lax.bitcast_convert_type(landed, jnp.uint16) == lax.bitcast_convert_type(target, jnp.uint16)
-    return jnp.where(same, wide, widen(landed))
