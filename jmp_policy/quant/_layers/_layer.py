@@ -102,14 +102,14 @@ class Promote:
             # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
             like = jnp.zeros((), weight.dtype)  # the dtype of the weight counts in the promotion, its values stay
             new_inputs, _, new_bias = promote(inputs, like, None if product.returns_sums else bias)
-            if is_narrower(new_inputs, sums):
+            if has_fewer_bits(new_inputs, sums):
                 return new_inputs, jnp.asarray(weight), cast_floating(bias, sums) if product.returns_sums else new_bias
 
         like = jnp.zeros((), weight.dtype) if is_stored else weight
         new_inputs, new_weight, new_bias = promote(inputs, like, bias)
         if is_stored:
             new_weight = weight if product.operation is not None else fake_quantize(weight, new_inputs.dtype)
-        if sums is not None and product.returns_sums and is_narrower(new_inputs, sums):
+        if sums is not None and product.returns_sums and has_fewer_bits(new_inputs, sums):
             new_bias = cast_floating(bias, sums)
         return new_inputs, new_weight, new_bias
 
@@ -125,7 +125,7 @@ class Multiply:
         assert product.operation is not None
         kind, dtype = OPERATIONS[product.operation], product.accumulate
         call = None if dtype is None else kind.describe(*operands, **options)
-        if call is None or dtype is None or not is_narrower(call.lhs, dtype):
+        if call is None or dtype is None or not has_fewer_bits(call.lhs, dtype):
             out = self._multiply_quantized(kind, operands, options)
             # The layer's own function, so that its program is the same as without a policy.
             return kind.default(*operands, **options) if out is None else out
@@ -169,7 +169,7 @@ def attend(product: LayerProduct, query: jax.Array, table: Any, dtype: Any, out_
     if isinstance(table, StoredWeight):
         options: dict[str, Any] = {"preferred_element_type": product.accumulate, "out_sharding": out_sharding}
         return dot_general(inputs, table, (((inputs.ndim - 1,), (1,)), ((), ())), **options)
-    if product.accumulate is None or not is_narrower(inputs, product.accumulate):
+    if product.accumulate is None or not has_fewer_bits(inputs, product.accumulate):
         return None
     return multiply_wide(inputs, table, 1, product.accumulate, out_sharding)
 
@@ -187,11 +187,11 @@ def is_own(function: object) -> bool:
     return isinstance(function, Promote | Multiply)
 
 
-def is_narrower(x: jax.Array, dtype: np.dtype) -> bool:
-    """True for a floating operand whose sums `dtype` holds more precisely."""
+def has_fewer_bits(x: jax.Array, dtype: np.dtype) -> bool:
+    """True for a floating operand with fewer bits than `dtype`."""
     return is_floating_dtype(x.dtype) and x.dtype.itemsize < dtype.itemsize
 
 
-def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
+def find_layer_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
     """Returns the row of a class of layers, or of its nearest base class in the table."""
     return next((table[base] for base in kind.__mro__ if base in table), None)
