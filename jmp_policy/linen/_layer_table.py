@@ -6,7 +6,7 @@ import inspect
 from flax import linen as nn
 
 from .._base import remember_weakly
-from ..quant._layers import WeightedLayer, find_row, is_own
+from ..quant._layers import WeightedLayer, find_layer_row, is_own
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),
@@ -20,7 +20,7 @@ LAYERS: dict[type, WeightedLayer] = {
 """Subclasses of a layer have the same row."""
 
 
-layer_of = remember_weakly(functools.partial(find_row, LAYERS))
+layer_of = remember_weakly(functools.partial(find_layer_row, LAYERS))
 """Returns the row of a class of layers, or `None`."""
 
 

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from .._base import remember_weakly
-from ..quant._layers import LayerFacts, Multiply, WeightedLayer, find_row
+from ..quant._layers import LayerFacts, Multiply, WeightedLayer, find_layer_row
 from ..quant._products import ROUNDING, label_einsum
 from ..quant._weights import Layout, kernel_layout, table_layout
 from ._shadow import Attributes
@@ -48,7 +48,7 @@ LAYERS: dict[type, WeightedLayer] = {
 """Subclasses of a layer have the same row."""
 
 
-find_layer = remember_weakly(functools.partial(find_row, LAYERS))
+find_layer = remember_weakly(functools.partial(find_layer_row, LAYERS))
 """Returns the row of a class of layers, or `None`."""
 
 

@@ -25,7 +25,7 @@ from ..quant._layers import (
     WeightedLayer,
     attend,
     attention_format_of,
-    is_narrower,
+    has_fewer_bits,
     multiply_wide,
 )
 from ..quant._products import needs_state, new_state
@@ -201,7 +201,7 @@ def _call_lora(own: Callable[..., Any], dtype: np.dtype, self: nnx.LoRA, x: jax.
     """Computes `nnx.LoRA.__call__`. The inner output is cast down, as the input of any matmul is."""
     stored = self.lora_a[...], self.lora_b[...]
     inputs, *_ = self.promote_dtype((x, *(jnp.zeros((), w.dtype) for w in stored)), dtype=self.dtype)
-    if not is_narrower(inputs, dtype) or not (self.base_module is None or callable(self.base_module)):
+    if not has_fewer_bits(inputs, dtype) or not (self.base_module is None or callable(self.base_module)):
         return own(self, x, **options)
     hidden = multiply_wide(inputs, stored[0], 0, dtype).astype(inputs.dtype)
     out = multiply_wide(hidden, stored[1], 0, dtype)

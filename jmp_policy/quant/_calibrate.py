@@ -81,7 +81,7 @@ class ClipStatistics:
     def add(self, x: jax.Array, axes: tuple[int, ...]) -> None:
         """Adds a batch; `axes` are those that share a scale."""
         with jax.disable_jit(False):
-            batch_peak, counts = _measure(x)
+            batch_peak, counts = _count_magnitudes(x)
             top = float(batch_peak)
             if not np.isfinite(top):
                 raise ValueError(
@@ -117,7 +117,7 @@ def _clips(powers: np.ndarray | int) -> np.ndarray:
 
 
 @jax.jit
-def _measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_magnitudes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitudes = jnp.abs(x.astype(jnp.float32)).ravel()
     bins = lax.bitcast_convert_type(magnitudes, jnp.uint32) >> _SHIFT
     return measure_amax(magnitudes), jnp.zeros(_BINS, jnp.int32).at[bins].add(1)

@@ -80,7 +80,7 @@ def dot_general(
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state, key)
+    return _multiply_in_format(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state, key)
 
 
 def einsum(
@@ -104,7 +104,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state, key)
+    return _multiply_in_format(describe_einsum(equation, lhs, rhs, **options), quantization, state, key)
 
 
 def conv_general_dilated(
@@ -128,7 +128,7 @@ def conv_general_dilated(
     >>> jmp.quant.conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
     [[[2.0, 2.0, 2.0]]]
     """
-    return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
+    return _multiply_in_format(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
 def embedding_lookup(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -206,7 +206,7 @@ def float8_state(quantization: Quantization | str) -> State:
     return new_state(format)
 
 
-def _multiply(
+def _multiply_in_format(
     call: Call, quantization: Quantization | str | None, state: State | None, key: jax.Array | None = None
 ) -> jax.Array:
     operation, lhs, rhs = call
@@ -237,7 +237,7 @@ def _multiply(
             inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
             block_length(Layout((inputs,), 1), format)
             return block_product(operation, lhs, rhs, format, key)
-    return multiply_quantized(operation, lhs, FakeQuantized(rhs, format, _find_layout(operation, rhs.shape)), key)
+    return multiply_quantized(operation, lhs, FakeQuantized(rhs, format, _infer_layout(operation, rhs.shape)), key)
 
 
 def parse_product_format(quantization: Quantization | str | None, function: str) -> Int8 | Float8 | MXFP8 | None:
@@ -293,7 +293,7 @@ def _check_key(format: Quantization | None, key: jax.Array | None) -> None:
         )
 
 
-def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
+def _infer_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
     """Returns the layout from the first summed axis to the last."""
     summed = operation.summed_axes(operation.right)
     if not summed:

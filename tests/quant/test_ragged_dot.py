@@ -222,6 +222,15 @@ def test_a_second_derivative_is_an_error(format):
         jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).sum()), x)
 
 
+def test_a_mixed_second_derivative_of_int8_is_that_of_dot_general():
+    x, w, g = draw_exact(np.float32)
+    groups, dense = (
+        jax.grad(lambda w, run=run: jnp.sum(run(x, w, g, UNEVEN, "int8")[1] ** 2)) for run in (run_groups, run_dense)
+    )
+    assert groups(w).any()  # the gradient of the rows depends on the matrices
+    np.testing.assert_allclose(groups(w), dense(w), rtol=2**-20)
+
+
 X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
 
 

@@ -16,8 +16,8 @@ from ._layer import (
     Promote as Promote,
     WeightedLayer as WeightedLayer,
     attend as attend,
-    find_row as find_row,
-    is_narrower as is_narrower,
+    find_layer_row as find_layer_row,
+    has_fewer_bits as has_fewer_bits,
     is_own as is_own,
     multiply_wide as multiply_wide,
 )

@@ -12,9 +12,8 @@ from jax import lax
 
 from ..._base import cast_floating, is_floating_dtype
 from ...policy import Float8, StoredFormat, needs_rng
-from .._operations import OPERATIONS, dot_general
+from .._operations import OPERATIONS, Multiplication, dot_general
 from .._products import (
-    Call,
     Dot,
     State,
     float8_product,
@@ -30,6 +29,7 @@ from .._weights import (
     FakeQuantized,
     Layout,
     QuantizedArray,
+    StoredWeight,
     fake_quantize,
     kernel_layout,
     prepare_weight,
@@ -93,29 +93,24 @@ class Promote:
         if len(given) != 3:  # not an (inputs, weight, bias) call
             return promote(*given)
         inputs, weight, bias = given
-        is_stored = False
-        if product.stored_format is not None:
+        format, sums, is_stored = product.stored_format, product.accumulate, False
+        if format is not None:
             layout = product.layout or kernel_layout(weight.shape, None if bias is None else bias.shape)
-            weight = prepare_weight(weight, product.stored_format, layout, product.where or "")
-            is_stored = isinstance(weight, QuantizedArray | FakeQuantized)
+            weight = prepare_weight(weight, format, layout, product.where or "")
+            is_stored = isinstance(weight, StoredWeight)
+        elif sums is not None and is_floating_dtype(weight.dtype) and not isinstance(weight, QuantizedArray):
+            # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
+            like = jnp.zeros((), weight.dtype)  # the dtype of the weight counts in the promotion, its values stay
+            new_inputs, _, new_bias = promote(inputs, like, None if product.returns_sums else bias)
+            if has_fewer_bits(new_inputs, sums):
+                return new_inputs, jnp.asarray(weight), cast_floating(bias, sums) if product.returns_sums else new_bias
 
-        # `wide_product` takes the weight uncast too, so that its gradient is not rounded to the compute dtype.
-        is_uncast = product.stored_format is None and product.accumulate is not None
-        is_uncast = is_uncast and is_floating_dtype(weight.dtype) and not isinstance(weight, QuantizedArray)
-        if not (is_stored or is_uncast):
-            new_inputs, new_weight, new_bias = promote(inputs, weight, bias)
-        else:  # the dtype of the weight counts in the promotion, its values stay
-            bias_given = None if is_uncast and product.returns_sums else bias
-            new_inputs, _, new_bias = promote(inputs, jnp.zeros((), weight.dtype), bias_given)
-            new_weight = weight if is_stored else jnp.asarray(weight)
-
-        is_wide = product.accumulate is not None and is_narrower(new_inputs, product.accumulate)
-        if is_uncast and not is_wide:
-            return promote(inputs, weight, bias)
-        if is_stored and product.operation is None:
-            new_weight = fake_quantize(weight, new_inputs.dtype)
-        if is_wide and product.returns_sums:
-            new_bias = cast_floating(bias, product.accumulate)
+        like = jnp.zeros((), weight.dtype) if is_stored else weight
+        new_inputs, new_weight, new_bias = promote(inputs, like, bias)
+        if is_stored:
+            new_weight = weight if product.operation is not None else fake_quantize(weight, new_inputs.dtype)
+        if sums is not None and product.returns_sums and has_fewer_bits(new_inputs, sums):
+            new_bias = cast_floating(bias, sums)
         return new_inputs, new_weight, new_bias
 
 
@@ -126,36 +121,39 @@ class Multiply:
     product: LayerProduct
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        product, format = self.product, self.product.format
+        product = self.product
         assert product.operation is not None
-        kind = OPERATIONS[product.operation]
-        is_stored = any(isinstance(operand, QuantizedArray | FakeQuantized) for operand in operands)
-        if product.accumulate is None and not isinstance(format, Float8):
-            multiply, options = (kind.quantized, self._add_key(options)) if is_stored else (kind.default, options)
-            return multiply(*operands, **options)
-
-        call: Call = kind.describe(*operands, **options)
-        float8 = format if isinstance(format, Float8) and not is_stored else None
-        dtype = product.accumulate
-        if dtype is not None and not is_narrower(call.lhs, dtype):
-            dtype = None
-        wide_options = options if dtype is None else options | {"preferred_element_type": dtype}
-        # With an accumulate dtype, a weight whose stored values cannot be multiplied is dequantized for `wide_product`.
-        if is_stored and (dtype is None or is_block_product(*call) or is_integer_product(call.operation, call.rhs)):
-            out = kind.quantized(*operands, **self._add_key(wide_options))
-        elif float8 is not None and reason_not_float8(call.operation, call.lhs.shape, call.rhs.shape, float8) is None:
-            operation = kind.describe(*operands, **wide_options).operation
-            state = product.state() if product.state is not None and needs_state(float8) else None
-            out = float8_product(operation, call.lhs, call.rhs, float8, state, product.where)
-        elif dtype is not None:
+        kind, dtype = OPERATIONS[product.operation], product.accumulate
+        call = None if dtype is None else kind.describe(*operands, **options)
+        if call is None or dtype is None or not has_fewer_bits(call.lhs, dtype):
+            out = self._multiply_quantized(kind, operands, options)
+            # The layer's own function, so that its program is the same as without a policy.
+            return kind.default(*operands, **options) if out is None else out
+        out = None
+        # A weight whose stored values cannot be multiplied is dequantized for `wide_product`.
+        is_stored = isinstance(call.rhs, StoredWeight)
+        if not is_stored or is_block_product(*call) or is_integer_product(call.operation, call.rhs):
+            out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
+        if out is None:
             weight = observe_product(*call)
             out = wide_product(call.operation, call.lhs, _dequantize(weight), dtype, call.lhs.dtype)
-        else:  # the layer's own function, so that its program is the same as without a policy
-            out = kind.default(*operands, **options)
-        return out if dtype is None or product.returns_sums else out.astype(call.lhs.dtype)
+        return out if product.returns_sums else out.astype(call.lhs.dtype)
 
-    def _add_key(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options if self.product.key is None else options | {"key": self.product.key()}
+    def _multiply_quantized(
+        self, kind: Multiplication, operands: tuple[Any, ...], options: dict[str, Any]
+    ) -> jax.Array | None:
+        """Multiplies by a stored weight, or in float8; returns None for any other matmul."""
+        product, format = self.product, self.product.format
+        if any(isinstance(operand, StoredWeight) for operand in operands):
+            key = {} if product.key is None else {"key": product.key()}
+            return kind.quantized(*operands, **options, **key)
+        if not isinstance(format, Float8):
+            return None
+        operation, lhs, rhs = kind.describe(*operands, **options)
+        if reason_not_float8(operation, lhs.shape, rhs.shape, format) is not None:
+            return None
+        state = product.state() if product.state is not None and needs_state(format) else None
+        return float8_product(operation, lhs, rhs, format, state, product.where)
 
 
 def _dequantize(weight: Any) -> jax.Array:
@@ -168,10 +166,10 @@ def attend(product: LayerProduct, query: jax.Array, table: Any, dtype: Any, out_
     """Multiplies a query by the table of an embedding; returns None if the layer's own method does the same."""
     # The dtype of the table counts in the promotion, its values stay.
     inputs = product.promote_arrays(query, jnp.zeros((), table.dtype), dtype=dtype)[0]
-    if isinstance(table, QuantizedArray | FakeQuantized):
+    if isinstance(table, StoredWeight):
         options: dict[str, Any] = {"preferred_element_type": product.accumulate, "out_sharding": out_sharding}
         return dot_general(inputs, table, (((inputs.ndim - 1,), (1,)), ((), ())), **options)
-    if product.accumulate is None or not is_narrower(inputs, product.accumulate):
+    if product.accumulate is None or not has_fewer_bits(inputs, product.accumulate):
         return None
     return multiply_wide(inputs, table, 1, product.accumulate, out_sharding)
 
@@ -189,11 +187,11 @@ def is_own(function: object) -> bool:
     return isinstance(function, Promote | Multiply)
 
 
-def is_narrower(x: jax.Array, dtype: np.dtype) -> bool:
-    """True for a floating operand whose sums `dtype` holds more precisely."""
+def has_fewer_bits(x: jax.Array, dtype: np.dtype) -> bool:
+    """True for a floating operand with fewer bits than `dtype`."""
     return is_floating_dtype(x.dtype) and x.dtype.itemsize < dtype.itemsize
 
 
-def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
+def find_layer_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
     """Returns the row of a class of layers, or of its nearest base class in the table."""
     return next((table[base] for base in kind.__mro__ if base in table), None)

@@ -60,7 +60,7 @@ def round_operand(
 
 
 @round_operand.defjvp
-def _refuse_derivative(format: BlockFormat, axis: int, role: str, primals: Any, tangents: Any) -> Any:
+def _refuse_block_derivative(format: BlockFormat, axis: int, role: str, primals: Any, tangents: Any) -> Any:
     """Raises: JAX would silently differentiate the arithmetic on bits to zero."""
     raise TypeError(
         f"Block-scaled matmuls ({str(format)!r}) have no second derivative. For example, give layers that are "
@@ -112,9 +112,9 @@ def quantize_mx(
     exponent = jnp.maximum(exponent, 0)
     is_finite = amax < _INFINITY
     scale = jnp.where(is_finite, exponent, _NAN_E8M0).astype(jnp.uint8)
-    # The exponent of a non-finite block may be too large for `_divide`.
-    scaled = _divide(x, _spread(jnp.where(is_finite, exponent, 0), axis, block_size))
-    values = _round_to_nearest(scaled, _spread(is_finite, axis, block_size), dtype)
+    # The exponent of a non-finite block may be too large for `_divide_by_power`.
+    scaled = _divide_by_power(x, _repeat_in_blocks(jnp.where(is_finite, exponent, 0), axis, block_size))
+    values = _round_elements(scaled, _repeat_in_blocks(is_finite, axis, block_size), dtype)
     return Blocks(values, lax.bitcast_convert_type(scale, E8M0))
 
 
@@ -144,7 +144,7 @@ def quantize_nv(
         assert square_axis in axes, f"tensor_axes {axes} lack square_axis {square_axis}"
         # Each group of `block_size` neighboring blocks has their common maximum.
         largest = _max_of_blocks(pad_axes(block_amax, (square_axis,), block_size), square_axis, block_size)
-        shared = _spread(largest, square_axis, block_size)
+        shared = _repeat_in_blocks(largest, square_axis, block_size)
         block_amax = lax.slice_in_dim(shared, 0, block_amax.shape[square_axis], axis=square_axis)
     assert axis in axes, f"tensor_axes {axes} lack axis {axis}"
     is_finite = block_amax < _INFINITY
@@ -154,20 +154,22 @@ def quantize_nv(
     tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
     is_usable = tensor_amax > 0
     exponent = jnp.where(is_usable, jnp.clip((tensor_amax >> 23).astype(jnp.int32), 127 - 114, 127 + 126), 127)
-    fraction = _divide(lax.bitcast_convert_type(tensor_amax, jnp.float32), exponent)
+    fraction = _divide_by_power(lax.bitcast_convert_type(tensor_amax, jnp.float32), exponent)
     factor = jnp.where(is_usable, jnp.minimum(_LARGEST_NV / fraction, _LARGEST_NV), 1.0)
     tensor_scale = jnp.minimum(1 / factor * _power_of_two(exponent), _LARGEST_TENSOR_SCALE)
 
     # Multiplied by 1/6: compilers may divide by a constant or multiply by its inverse, with different last bits.
-    wanted = _divide(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (factor * np.float32(1 / 6))
-    scale = _round_to_nearest(wanted, is_finite, np.dtype(jnp.float8_e4m3fn))
+    wanted = _divide_by_power(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (
+        factor * np.float32(1 / 6)
+    )
+    scale = _round_elements(wanted, is_finite, np.dtype(jnp.float8_e4m3fn))
     divisor = scale.astype(jnp.float32)
     has_values = is_finite & (divisor > 0)
     multiplier = jnp.where(has_values, factor / jnp.where(has_values, divisor, 1.0), 0.0)
-    scaled = _divide(x, exponent) * _spread(multiplier, axis, block_size)
+    scaled = _divide_by_power(x, exponent) * _repeat_in_blocks(multiplier, axis, block_size)
     if key is not None:
-        scaled = _round_at_random(scaled, draw_noise(key, x.shape, axis))
-    return Blocks(_round_to_nearest(scaled, _spread(is_finite, axis, block_size), E2M1), scale, tensor_scale)
+        scaled = _round_e2m1_at_random(scaled, draw_noise(key, x.shape, axis))
+    return Blocks(_round_elements(scaled, _repeat_in_blocks(is_finite, axis, block_size), E2M1), scale, tensor_scale)
 
 
 def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -178,13 +180,13 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
     x = values.astype(jnp.float32)
     if tensor_scale is not None:
         # The product of both narrow values is exact; scale * tensor_scale may underflow.
-        return (x * _spread(scale.astype(jnp.float32), axis, block_size) * tensor_scale).astype(dtype)
+        return (x * _repeat_in_blocks(scale.astype(jnp.float32), axis, block_size) * tensor_scale).astype(dtype)
     # In two factors, since 2**-127 is subnormal.
     exponent = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     half = exponent >> 1
     first = jnp.where(exponent == _NAN_E8M0, jnp.nan, _power_of_two(half + 64))
     second = _power_of_two(exponent - half + 63)
-    return (x * _spread(first, axis, block_size) * _spread(second, axis, block_size)).astype(dtype)
+    return (x * _repeat_in_blocks(first, axis, block_size) * _repeat_in_blocks(second, axis, block_size)).astype(dtype)
 
 
 def pad_axes(x: jax.Array, axes: Sequence[int], block: int) -> jax.Array:
@@ -243,7 +245,7 @@ def _max_of_blocks(bits: jax.Array, axis: int, block_size: int) -> jax.Array:
     return jnp.max(blocks, axis=axis + 1)
 
 
-def _spread(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:
+def _repeat_in_blocks(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:
     """Repeats per-block values for each element."""
     shape = of_blocks.shape
     repeated = jnp.broadcast_to(
@@ -257,7 +259,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
+def _divide_by_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """Divides float32 by `2 ** (exponent - 127)`, for 0 <= exponent < 254; exact unless the result is subnormal."""
     words = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = words & _MAGNITUDE
@@ -270,7 +272,7 @@ def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
     )
 
 
-def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> jax.Array:
+def _round_elements(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> jax.Array:
     """Rounds to the nearest value of a format, ties to even, saturating; non-finite blocks become nan (e2m1: 0)."""
     # Scales that are rounded up need saturation too: XLA may read `x` more precisely than its amax was measured.
     limit = find_format(dtype).max
@@ -279,7 +281,7 @@ def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> ja
     return keep_rounding(lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype))
 
 
-def _round_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:
+def _round_e2m1_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds stochastically to e2m1."""
     size = jnp.minimum(jnp.abs(x), _LARGEST_E2M1)
     # The spacing is a power of two, so only the sum is inexact. Noise is strictly between 0 and 1, with mean 0.5, so

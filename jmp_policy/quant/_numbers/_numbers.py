@@ -88,7 +88,7 @@ def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     """
     # Multiplied: XLA divides by a constant under `jit` and by an argument outside, with different last bits.
     scale = jnp.maximum(amax * np.float32(1 / INT8_MAX), _TINY)
-    values = lax.clamp(np.float32(-INT8_MAX), _round_to_nearest(x.astype(jnp.float32) / scale), np.float32(INT8_MAX))
+    values = lax.clamp(np.float32(-INT8_MAX), _round_to_integers(x.astype(jnp.float32) / scale), np.float32(INT8_MAX))
     return Quantized(values.astype(jnp.int8), scale)
 
 
@@ -117,12 +117,12 @@ def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quanti
     # Halved first, because the width may overflow. Halving is exact, so a fused multiply-add changes nothing.
     scale = jnp.maximum((high * 0.5 - low * 0.5) * np.float32(2 / UINT4_MAX), _TINY)
     least, most = np.float32(0), np.float32(UINT4_MAX)  # Python floats would be float64 under jax_enable_x64
-    zero_point = lax.clamp(least, _round_to_nearest(-low / scale), most)
-    values = lax.clamp(least, _round_to_nearest(x.astype(jnp.float32) / scale) + zero_point, most)
+    zero_point = lax.clamp(least, _round_to_integers(-low / scale), most)
+    values = lax.clamp(least, _round_to_integers(x.astype(jnp.float32) / scale) + zero_point, most)
     return Quantized(values.astype(jnp.uint8), scale, zero_point.astype(jnp.uint8))
 
 
-def _round_to_nearest(x: jax.Array) -> jax.Array:
+def _round_to_integers(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
@@ -158,7 +158,7 @@ def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @saturate.defjvp
-def _refuse_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+def _refuse_float8_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     """Raises: JAX would cast tangents to float8 without a scale."""
     raise TypeError(
         "Float8 matmuls have no second derivative. For example, give layers that are differentiated twice the policy "

@@ -5,6 +5,7 @@ from ._bilinear import (
     Call as Call,
     Convolution as Convolution,
     Dot as Dot,
+    RaggedDot as RaggedDot,
     Sharding as Sharding,
     describe_convolution as describe_convolution,
     describe_dot_general as describe_dot_general,
@@ -13,6 +14,8 @@ from ._bilinear import (
     label_convolution as label_convolution,
     label_dot as label_dot,
     label_einsum as label_einsum,
+    label_ragged_dot as label_ragged_dot,
+    make_ragged_dot as make_ragged_dot,
     vary_together as vary_together,
 )
 from ._float8_product import (
@@ -30,7 +33,9 @@ from ._product import (
     block_product as block_product,
     is_block_product as is_block_product,
     is_integer_product as is_integer_product,
+    multiply_integers as multiply_integers,
     multiply_quantized as multiply_quantized,
+    multiply_rows as multiply_rows,
     observe_product as observe_product,
     observe_products as observe_products,
 )

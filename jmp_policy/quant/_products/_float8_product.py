@@ -30,6 +30,8 @@ from .._numbers import E4M3, E5M2, Scaled, compute_current_scale, compute_scale,
 from ._bilinear import (
     Bilinear,
     Convolution,
+    Labels,
+    RaggedDot,
     contract,
     differentiate,
     is_matmul,
@@ -71,20 +73,19 @@ def float8_product(
     if not isinstance(operation.compute, Convolution):  # which has no restriction
         lengths = zip(operation.left, left.shape, strict=True)
         rows = math.prod(length for label, length in lengths if label not in operation.right)
-    if seen is not None:
+    if seen is not None and not isinstance(operation.compute, RaggedDot):
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
         return operation.compute(left, right)
     left, right = vary_together(left, right)
-    spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right), where)
-    return _product(spec, left, right, state)
+    spec = _Float8Spec(format, left.dtype, jax.typeof(left), jax.typeof(right), where)
+    return _multiply_float8(spec, operation, left, right, state)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Spec:
     """Static description of a matmul or convolution."""
 
-    operation: Bilinear
     format: Float8
     dtype: np.dtype  # of the operands and their gradients
     left: core.ShapedArray
@@ -103,15 +104,19 @@ class _Float8Spec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
-    return _forward(spec, left, right, state, records=False)[0]
+def _multiply_float8(
+    spec: _Float8Spec, operation: Bilinear, left: jax.Array, right: jax.Array, state: State | None
+) -> jax.Array:
+    return _forward_float8(spec, operation, left, right, state, records=False)[0]
 
 
-def _forward_to_differentiate(spec: _Float8Spec, left: Any, right: Any, state: Any) -> tuple[jax.Array, Any]:
-    """Computes `_forward` where at least one operand is differentiated; they are `CustomVJPPrimal`s."""
+def _forward_to_differentiate(
+    spec: _Float8Spec, operation: Any, left: Any, right: Any, state: Any
+) -> tuple[jax.Array, Any]:
+    """Computes `_forward_float8` where at least one operand is differentiated; they are `CustomVJPPrimal`s."""
     if state is not None and spec.where is not None:
         _check_state_is_trained(spec, right, next(iter(state.values())))
-    return _forward(spec, *jax.tree.map(lambda operand: operand.value, (left, right, state)))
+    return _forward_float8(spec, *jax.tree.map(lambda operand: operand.value, (operation, left, right, state)))
 
 
 def _check_state_is_trained(spec: _Float8Spec, weight: Any, state: Any) -> None:
@@ -136,49 +141,56 @@ def _check_state_is_trained(spec: _Float8Spec, weight: Any, state: Any) -> None:
         )
 
 
-def _forward(
-    spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
+def _forward_float8(
+    spec: _Float8Spec,
+    operation: Bilinear,
+    left: jax.Array,
+    right: jax.Array,
+    state: State | None,
+    *,
+    records: bool = True,
 ) -> tuple[jax.Array, Any]:
-    operation = spec.operation
     # With delayed scaling, this also updates the histories of both operands.
     state = None if state is None else dict(state)
-    inputs = _scale_operand(spec, state, "input", left, operation.summed_axes(operation.left), records=records)
-    weight = _scale_operand(spec, state, "kernel", right, operation.summed_axes(operation.right), records=records)
+    inputs = _scale_operand(spec, state, "input", left, operation, operation.left, records=records)
+    weight = _scale_operand(spec, state, "kernel", right, operation, operation.right, records=records)
     # Float8 values are multiplied, and the sums are scaled. A wide output is not rounded in between.
-    dtype = np.dtype(operation.compute.preferred_element_type or spec.dtype)
+    compute = operation.compute
+    dtype = np.dtype(compute.preferred_element_type or spec.dtype)
     sums = spec.sums if dtype == spec.dtype else np.dtype(np.float32)
-    values = _multiply(operation, inputs.values, weight.values, sums)
-    out = _undo_scales(values, operation, inputs, weight).astype(dtype)
+    if isinstance(compute, Convolution):  # XLA has no float8 convolution
+        compute = without_preferred_dtype(operation).compute
+        values = compute(inputs.values.astype(sums), weight.values.astype(sums))
+    else:
+        values = contract(operation, inputs.values, weight.values, sums, compute.out_sharding)
+    out = _undo_scales(spec, values, operation, inputs, weight).astype(dtype)
     # Row scales serve one direction only, and a weight gradient in the compute dtype needs the unrounded input.
     keeps_left = spec.by_row or not spec.format.weight_grad
-    return out, (left if keeps_left else inputs, right if spec.by_row else weight, state)
+    return out, (operation, left if keeps_left else inputs, right if spec.by_row else weight, state)
 
 
-def _backward(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    left, right, state = residuals
+def _backward_float8(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    operation, left, right, state = residuals
     state = None if state is None else dict(state)  # of input and kernel for the next step, of the gradient for this
-    operation = spec.operation
     grad = grad.instantiate() if isinstance(grad, SymbolicZero) else grad
-    to_left = dataclasses.replace(operation, left=operation.out, out=operation.left)
-    to_right = dataclasses.replace(operation, right=operation.out, out=operation.right)
+    to_left, to_right = operation.transpose("left"), operation.transpose("right")
     scale = functools.partial(_scale_operand, spec, state)
     # Gradient of the input: output gradient times weight, which is in float8 already unless scaled by row.
-    grads = scale("output_grad", grad, to_left.summed_axes(to_left.left))
-    weight = scale("kernel", right, to_left.summed_axes(to_left.right))
+    grads, weight = scale("output_grad", grad, to_left, to_left.left), scale("kernel", right, to_left, to_left.right)
     values = differentiate(operation, "left", grads.values, weight.values, spec.left, spec.sums)
-    left_grad = _undo_scales(values, to_left, grads, weight).astype(spec.dtype)
+    left_grad = _undo_scales(spec, values, to_left, grads, weight).astype(spec.dtype)
     if isinstance(left, Scaled) or spec.format.weight_grad:
         # Gradient of the weight: input times output gradient, scaled again if by row.
-        inputs = scale("input", left, to_right.summed_axes(to_right.left))
-        grads = scale("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
+        inputs = scale("input", left, to_right, to_right.left)
+        grads = scale("output_grad", grad, to_right, to_right.right) if spec.by_row else grads
         values = differentiate(operation, "right", grads.values, inputs.values, spec.right, spec.sums)
-        right_grad = _undo_scales(values, to_right, inputs, grads).astype(spec.dtype)
+        right_grad = _undo_scales(spec, values, to_right, inputs, grads).astype(spec.dtype)
     else:
         right_grad = differentiate(operation, "right", grad.astype(spec.dtype), left, spec.right, spec.dtype)
-    return left_grad, right_grad, state  # the gradient of the state is the next state
+    return None, left_grad, right_grad, state  # the gradient of the state is the next state
 
 
-_product.defvjp(_forward_to_differentiate, _backward, symbolic_zeros=True)
+_multiply_float8.defvjp(_forward_to_differentiate, _backward_float8, symbolic_zeros=True)
 
 
 def _scale_operand(
@@ -186,7 +198,8 @@ def _scale_operand(
     state: State | None,
     name: str,
     x: jax.Array | Scaled,
-    summed: tuple[int, ...],
+    operation: Bilinear,
+    operand: Labels,
     *,
     records: bool = True,
 ) -> Scaled:
@@ -194,10 +207,18 @@ def _scale_operand(
     if isinstance(x, Scaled):
         return x
     if state is None:
-        amax = measure_amax(x, summed if spec.by_row else None)
+        amax = operation.measure_amax(x, operand, by_row=spec.by_row)
         scale = compute_current_scale(amax, DTYPES[name], spec.format.margin)
-        return Scaled(saturate(x, scale, DTYPES[name]), scale)
+        return Scaled(saturate(x, operation.spread_scale(scale, operand, by_row=spec.by_row), DTYPES[name]), scale)
     return (scale_and_record if records else scale_by_history)(x, name, state, spec.format)
+
+
+def _undo_scales(spec: _Float8Spec, values: jax.Array, operation: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
+    """Multiplies the sums of a float8 matmul by the scales of both operands, in float32."""
+    wide, align = values.astype(jnp.float32), functools.partial(operation.align_scale, by_row=spec.by_row)
+    if spec.by_row:
+        return wide * align(left.scale, operation.left) * align(right.scale, operation.right)
+    return wide * (align(left.scale, operation.left) * align(right.scale, operation.right))
 
 
 def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
@@ -270,14 +291,6 @@ def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Arr
     return _record_amax(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)
 
 
-def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
-    """Multiplies the sums of a float8 matmul by the scales of both operands, in float32."""
-    wide = values.astype(jnp.float32)
-    if not left.scale.ndim:
-        return wide * (left.scale * right.scale)
-    return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
-
-
 @contextlib.contextmanager
 def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
     """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8."""
@@ -329,11 +342,3 @@ def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
         return f"{size} elements are fewer than min_size={format.min_size}"
     odd = next((length for length in lengths if length % MULTIPLE), None)
     return None if odd is None else f"the length {odd} is not a multiple of {MULTIPLE}"
-
-
-def _multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Multiplies float8 values with sums in `dtype`. Convolutions cast first, because XLA has no float8 convolution."""
-    compute = operation.compute
-    if isinstance(compute, Convolution):
-        return without_preferred_dtype(operation).compute(left.astype(dtype), right.astype(dtype))
-    return contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)

@@ -31,7 +31,7 @@ from .._numbers import (
     to_numbers,
 )
 from .._weights import FakeQuantized, QuantizedArray, StoredWeight, fake_quantize
-from ._bilinear import Bilinear, Labels, is_matmul, varying_axes, without_preferred_dtype
+from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
 ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
@@ -76,14 +76,14 @@ def multiply_quantized(
         return block_product(operation, left, right, weight.format, key)
     if not is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
+    # Rounded outside of the function with the custom derivative, which would round again.
     if isinstance(weight, QuantizedArray):
         right, rounded = None, weight
     else:
         right = weight.array
         rounded = dataclasses.replace(weight, array=lax.stop_gradient(right)).quantize()
-    # Rounded outside of the function with the custom derivative, which would round again.
     rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
-    return _multiply_integers(operation, left, right, rows, rounded)
+    return multiply_integers(operation, left, right, rows, rounded)
 
 
 def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
@@ -121,9 +121,9 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     return quantize_symmetric(left, amax)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply_integers(
-    operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray
+@jax.custom_jvp
+def multiply_integers(
+    operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
 ) -> jax.Array:
     """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
     sums = _sum_integers(operation, rows.values, weight.values)
@@ -136,7 +136,7 @@ def _multiply_integers(
     return scaled.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, inline=True)
 def _sum_integers(operation: Bilinear, left: jax.Array, right: jax.Array) -> jax.Array:
     """Multiplies into int32 and casts to float32 in one program: cuDNN has no int8 convolution without that cast."""
     multiply = lambda left, right: operation.compute(left, right, jnp.int32).astype(jnp.float32)
@@ -158,24 +158,23 @@ def _has_odd_groups(operation: Bilinear, right: tuple[int, ...]) -> bool:
     return bool(inputs % 4 or outputs // groups % 4)
 
 
-def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+@functools.partial(multiply_integers.defjvp, symbolic_zeros=True)
+def _differentiate_integers(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Multiplies each tangent by the dequantized other operand, and adds both."""
-    left, right, rows, weight = primals
-    left_tangent, right_tangent, *_ = tangents
-    out = _multiply_integers(operation, *primals)
+    operation, left, right, rows, weight = primals
+    _, left_tangent, right_tangent, *_ = tangents
+    out = multiply_integers(*primals)
     # Both tangents are computed in the dtype of the input, also for a wide output.
     operation = without_preferred_dtype(operation)
     parts = []
     if not isinstance(left_tangent, SymbolicZero):
-        numbers = weight.dequantize(left.dtype)
+        is_stored = isinstance(weight, QuantizedArray)
+        numbers = weight.dequantize(left.dtype) if is_stored else to_numbers(weight).astype(left.dtype)
         parts.append(operation.compute(left_tangent, numbers if right is None else _replace_value(right, numbers)))
     if right is not None and not isinstance(right_tangent, SymbolicZero):
         numbers = _replace_value(left, to_numbers(rows).astype(left.dtype))
         parts.append(operation.compute(numbers, right_tangent.astype(left.dtype)))
     return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
-
-
-_multiply_integers.defjvp(_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
@@ -184,10 +183,7 @@ def _replace_value(original: jax.Array, rounded: jax.Array) -> jax.Array:
     return rounded
 
 
-@_replace_value.defjvp
-def _straight_through(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    original, rounded = primals
-    return _replace_value(original, rounded), tangents[0].astype(rounded.dtype)
+_replace_value.defjvp(lambda primals, tangents: (_replace_value(*primals), tangents[0].astype(primals[1].dtype)))
 
 
 def block_product(
@@ -203,7 +199,7 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    multiply: Any = functools.partial(_multiply_blocks, operation, format)
+    multiply: Any = functools.partial(_multiply_in_order, operation, format)
     if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
         # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
         numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
@@ -212,7 +208,7 @@ def block_product(
     return multiply(left, weight, key)
 
 
-def _multiply_blocks(
+def _multiply_in_order(
     operation: Bilinear,
     format: BlockFormat,
     left: jax.Array,
@@ -230,7 +226,7 @@ def _multiply_blocks(
     else:
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
-    out: jax.Array = _multiply_rows(format, dtype, rows, right, key)
+    out: jax.Array = multiply_rows(format, dtype, rows, right, key)
     lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
     made = (*order.batch, *order.rows, *order.columns)
     out = out.reshape([lengths[label] for label in made])
@@ -267,19 +263,28 @@ def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply_rows(
-    format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
+def multiply_rows(
+    format: BlockFormat,
+    dtype: np.dtype,
+    rows: jax.Array,
+    weight: jax.Array | Blocks,
+    key: jax.Array | None = None,
+    groups: RaggedDot | None = None,
 ) -> jax.Array:
-    """Multiplies `(batch, rows, inputs)` by `(batch, inputs, outputs)`; a stored weight has no gradient."""
-    return _forward(format, dtype, rows, weight, key, for_gradient=False)[0]
+    """Multiplies `(batch, rows, inputs)` by `(batch, inputs, outputs)`; a stored weight has no gradient.
+
+    With `groups` it multiplies `(rows, inputs)` by `(groups, inputs, outputs)`.
+    """
+    return _forward_blocks(format, dtype, rows, weight, key, groups, for_gradient=False)[0]
 
 
-def _forward(
+def _forward_blocks(
     format: BlockFormat,
     dtype: np.dtype,
     rows: jax.Array,
     weight: jax.Array | Blocks,
     key: jax.Array | None,
+    groups: RaggedDot | None,
     for_gradient: bool = True,
 ) -> tuple[jax.Array, Any]:
     if for_gradient and key is None and needs_rng(format):
@@ -289,38 +294,49 @@ def _forward(
             f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding_rngs(model, nnx.Rngs({ROUNDING}=0)) in "
             "nnx; or quant.dot_general(..., key=key)."
         )
-    inputs, is_stored = round_operand(rows, None, format, 2, "input"), isinstance(weight, Blocks)
+    inputs, is_stored = round_operand(rows, None, format, -1, "input"), isinstance(weight, Blocks)
     right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
     # Only the gradient of the weight needs the rows; the dtype is enough for their own.
-    return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
+    residuals = (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key, groups)
+    return _multiply_blocks(inputs, right, (-1, -2), dtype, groups), residuals
 
 
-def _backward(format: BlockFormat, dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    rows, weight, key = residuals
+def _backward_blocks(format: BlockFormat, dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    rows, weight, key, groups = residuals
     keys, block = (None, None) if key is None else jax.random.split(key), format.block_size
     numbers = dequantize(weight, 1) if isinstance(weight, Blocks) else weight
-    grads = round_operand(pad_axes(grad, (2,), block), keys[0], format, 2, "gradient")
+    grads = round_operand(pad_axes(grad, (grad.ndim - 1,), block), keys[0], format, -1, "gradient")
     columns = round_operand(pad_axes(numbers, (2,), block), None, format, -1, "weight")
-    rows_grad = _multiply(grads, _transpose(columns), jnp.float32).astype(rows.dtype)
+    rows_grad = _multiply_blocks(grads, columns, (-1, -1), jnp.float32, groups).astype(rows.dtype)
     if isinstance(weight, Blocks):
-        return rows_grad, None, None
-    rows, grad = pad_axes(rows, (1,), block), pad_axes(grad, (1,), block)
+        return rows_grad, None, None, None
+    if groups is None:
+        rows, grad = pad_axes(rows, (1,), block), pad_axes(grad, (1,), block)
+    else:
+        places, groups = groups.pad(block)
+        rows, grad = (jnp.take(x, places, axis=0, mode="fill", fill_value=0) for x in (rows, grad))
     if isinstance(format, NVFP4) and format.hadamard:
         rows, grad = mix_rows(rows, block), mix_rows(grad, block)
-    inputs = round_operand(rows, None, format, 1, "input")
-    weight_grad = _multiply(_transpose(inputs), round_operand(grad, keys[1], format, 1, "gradient"), jnp.float32)
-    return rows_grad, weight_grad.astype(weight.dtype), None
+    inputs = round_operand(rows, None, format, -2, "input")
+    grads = round_operand(grad, keys[1], format, -2, "gradient")
+    weight_grad = _multiply_blocks(inputs, grads, (-2, -2), jnp.float32, groups)
+    return rows_grad, weight_grad.astype(weight.dtype), None, None
 
 
-_multiply_rows.defvjp(_forward, _backward)
+multiply_rows.defvjp(_forward_blocks, _backward_blocks)
 
 
-def _transpose(blocks: Blocks) -> Blocks:
-    return jax.tree.map(lambda x: lax.transpose(x, (0, 2, 1)), blocks)
-
-
-def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
-    """Multiplies `(batch, rows, n)` by `(batch, n, columns)` with float32 accumulation."""
+def _multiply_blocks(
+    left: Blocks, right: Blocks, axes: tuple[int, int], dtype: Any, groups: RaggedDot | None
+) -> jax.Array:
+    """Sums products over an axis of each operand, -1 or -2, with float32 accumulation."""
+    if groups is not None:  # in bfloat16, which represents elements times scales exactly
+        numbers = (dequantize(*operand, jnp.bfloat16) for operand in zip((left, right), axes, strict=True))
+        sums = np.dtype(np.float32)
+        multiply = functools.partial(groups.contract, axes=axes, preferred_element_type=sums)
+        return widen_on_cpu(multiply, sums, *numbers).astype(dtype)
+    left = left if axes[0] == -1 else _transpose(left)
+    right = right if axes[1] == -2 else _transpose(right)
     if not left.values.shape[2]:  # a weight gradient without rows; `scaled_dot` would divide by zero
         return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _BATCHED_MATMUL)
     left, right = fence_on_cpu((left, right))
@@ -338,3 +354,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         for scale in (left.tensor_scale, right.tensor_scale):  # one by one: their product may underflow
             out = out if scale is None else out * scale
     return out.astype(dtype)
+
+
+def _transpose(blocks: Blocks) -> Blocks:
+    return jax.tree.map(lambda x: lax.transpose(x, (0, 2, 1)), blocks)

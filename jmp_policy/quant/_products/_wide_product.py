@@ -7,17 +7,19 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax import core, lax
+from jax import core
 from jax.extend.core import Literal
 
-from ..._base import PRODUCT_SCOPE, at_least_float32
+from ..._base import at_least_float32
 from ._bilinear import (
     Bilinear,
     Convolution,
+    Dot,
     Side,
     differentiate,
     is_matmul,
     vary_together,
+    widen_on_cpu,
     without_preferred_dtype,
 )
 
@@ -35,19 +37,18 @@ def wide_product(
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
     operation = without_preferred_dtype(operation)
-    if not isinstance(operation.compute, Convolution) and not is_matmul(operation, left.shape, right.shape):
+    if isinstance(operation.compute, Dot) and not is_matmul(operation, left.shape, right.shape):
         return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
     left, right = vary_together(left, right)
     types, config = (jax.typeof(left), jax.typeof(right)), cast(Any, jax.config)
-    spec = _WideSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
-    return _product(spec, left, right)
+    spec = _WideSpec(dtype, compute_dtype, *types, config.jax_default_matmul_precision)
+    return _multiply_wide(spec, operation, left, right)
 
 
 @dataclasses.dataclass(frozen=True)
 class _WideSpec:
     """Static description of a matmul or convolution."""
 
-    operation: Bilinear
     dtype: np.dtype  # of the output
     compute_dtype: np.dtype  # of the operands of each matmul
     left: core.ShapedArray  # types as stored
@@ -61,50 +62,46 @@ class _WideSpec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: _WideSpec, left: jax.Array, right: jax.Array) -> jax.Array:
-    return _forward(spec, left, right)[0]
+def _multiply_wide(spec: _WideSpec, operation: Bilinear, left: jax.Array, right: jax.Array) -> jax.Array:
+    return _forward_wide(spec, operation, left, right)[0]
 
 
-def _forward(spec: _WideSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
+def _forward_wide(spec: _WideSpec, operation: Bilinear, left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
     left, right = left.astype(spec.compute_dtype), right.astype(spec.compute_dtype)
-    compute = functools.partial(spec.operation.compute, preferred=spec.dtype)
-    return _choose_form(spec, compute, left, right), (left, right)
+    out = _choose_form(spec, functools.partial(operation.compute, preferred=spec.dtype), left, right)
+    return out, (operation, left, right)
 
 
-def _backward(spec: _WideSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    left, right = residuals
+def _backward_wide(spec: _WideSpec, residuals: Any, grad: jax.Array) -> tuple[None, jax.Array, jax.Array]:
+    operation, left, right = residuals
     grad = grad.astype(spec.compute_dtype)
     with jax.default_matmul_precision(spec.precision):
-        left_grad = _differentiate(spec, "left", grad, right, spec.left)
-        right_grad = _differentiate(spec, "right", grad, left, spec.right)
-    return left_grad.astype(spec.left.dtype), right_grad.astype(spec.right.dtype)
+        left_grad = _differentiate(spec, operation, "left", grad, right, spec.left)
+        right_grad = _differentiate(spec, operation, "right", grad, left, spec.right)
+    return None, left_grad.astype(spec.left.dtype), right_grad.astype(spec.right.dtype)
 
 
-_product.defvjp(_forward, _backward)
+_multiply_wide.defvjp(_forward_wide, _backward_wide)
 
 
-def _differentiate(spec: _WideSpec, side: Side, grad: jax.Array, other: jax.Array, like: core.ShapedArray) -> jax.Array:
+def _differentiate(
+    spec: _WideSpec, operation: Bilinear, side: Side, grad: jax.Array, other: jax.Array, like: core.ShapedArray
+) -> jax.Array:
     """Computes the gradient of one operand with sums in float32."""
-    compute = spec.operation.compute
 
     def transpose(grad: jax.Array, other: jax.Array) -> jax.Array:
-        if isinstance(compute, Convolution):
-            run = functools.partial(differentiate, spec.operation, side, like=like, dtype=grad.dtype)
+        if isinstance(operation.compute, Convolution):
+            run = functools.partial(differentiate, operation, side, like=like, dtype=grad.dtype)
             return _run_with_sums(spec.sums, run, grad, other)
-        return differentiate(spec.operation, side, grad, other, like, spec.sums, compute.precision)
+        return differentiate(operation, side, grad, other, like, spec.sums, operation.compute.precision)
 
     return _choose_form(spec, transpose, grad, other)
 
 
 def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first."""
     if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
-    # XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
-    # F32" in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For others it casts as well.
-    widen = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
-    with jax.named_scope(PRODUCT_SCOPE):
-        return lax.platform_dependent(*operands, cpu=widen, default=compute)
+    return widen_on_cpu(compute, spec.sums, *operands)
 
 
 def _run_with_sums(dtype: np.dtype, transpose: Callable[..., Any], *operands: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from ._array import (
     is_quantized as is_quantized,
     list_arrays as list_arrays,
     quantize_array as quantize_array,
-    register_with_flax as register_with_flax,
+    register_weights_with_flax as register_weights_with_flax,
 )
 from ._layout import (
     WHY_TABLES_WIDE as WHY_TABLES_WIDE,

@@ -342,18 +342,18 @@ def _suggest_rule(named: str, module: str) -> str:
     )
 
 
-def register_with_flax() -> None:
+def register_weights_with_flax() -> None:
     """Registers quantized weights with `flax.serialization` if it is loaded. Called where weights may meet Flax."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(QuantizedArray):
-        serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_arrays)
+        serialization.register_serialization_state(QuantizedArray, list_arrays, _restore_weight)
 
 
 def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
     return {name: array for name in ARRAYS if (array := getattr(weight, name)) is not None}
 
 
-def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
+def _restore_weight(target: QuantizedArray, state: Any) -> QuantizedArray:
     """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
     is_weight = isinstance(state, dict) and "values" in state
     # An input scale belongs to the saved values, and the target may be of `quantize`, which makes none.
@@ -380,7 +380,7 @@ def _describe_array(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
 
 
-register_with_flax()  # Flax may have been loaded before
+register_weights_with_flax()  # Flax may have been loaded before
 
 
 def _write_static(static: tuple[Any, ...]) -> bytes:

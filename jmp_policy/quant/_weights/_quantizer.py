@@ -14,7 +14,7 @@ from ..._base import PyTree, did_you_mean, is_floating_dtype, list_paths_to, war
 from ...modules import find_adapter, is_flax_object
 from ...policy import Int4, Policy, PolicyMap, default_policy, match_policy, stored_format_of
 from .._numbers import Clip, check_clip
-from ._array import QuantizedArray, quantize_array, register_with_flax
+from ._array import QuantizedArray, quantize_array, register_weights_with_flax
 from ._layout import (
     Layout,
     choose_format,
@@ -167,7 +167,7 @@ def _quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stac
             f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
             "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
         )
-    register_with_flax()
+    register_weights_with_flax()
     params: PyTree = variables.get("params", variables)
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])

@@ -42,20 +42,20 @@ def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
     if isinstance(weight, QuantizedArray):
         return weight.dequantize(dtype)
     dtype = weight.dtype if dtype is None else dtype
-    return _round(weight.array, weight.format, weight.layout, dtype)
+    return _round_weight(weight.array, weight.format, weight.layout, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope(ROUNDING_SCOPE)
-def _round(array: jax.Array, format: StoredFormat, layout: Layout, dtype: Any) -> jax.Array:
+def _round_weight(array: jax.Array, format: StoredFormat, layout: Layout, dtype: Any) -> jax.Array:
     return quantize_array(array, format, layout).dequantize(dtype)
 
 
-@_round.defjvp
-def _straight_through(
+@_round_weight.defjvp
+def _pass_tangent(
     format: StoredFormat, layout: Layout, dtype: Any, primals: tuple, tangents: tuple
 ) -> tuple[jax.Array, jax.Array]:
-    return _round(primals[0], format, layout, dtype), tangents[0].astype(dtype)
+    return _round_weight(primals[0], format, layout, dtype), tangents[0].astype(dtype)
 
 
 def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str = "") -> Any:
