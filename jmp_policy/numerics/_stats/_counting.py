@@ -10,16 +10,7 @@ import numpy as np
 from jax import lax
 
 from ...quant._numbers import dequantize, quantize_mx, quantize_nv
-from ._record import (
-    add_together,
-    add_up,
-    add_up_words,
-    bits_like,
-    bits_of,
-    exponent_bias,
-    mantissa_bits,
-    power_of_two,
-)
+from ._record import add_together, add_up, add_up_words, bits_like, bits_of, exponent_bias, mantissa_bits, power_of_two
 from ._what_if import FloatFormat, Format, IntegerFormat, ScaledFormat, find_exponent, read_units, split_blocks
 
 HISTOGRAM_BINS = 64
