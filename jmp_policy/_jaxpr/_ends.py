@@ -151,7 +151,7 @@ def spell_arguments(
         name, rest = _find_parameter(signature, path)
         number, inside = rest[: len(rest) - len(path[2:])], drop_value_key(path[2:])
         owner = functools.reduce(_step_into, path[:2], given)
-        spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
+        spelled.append(name + jax.tree_util.keystr(number) + _spell_path(owner, inside))
     return spelled
 
 
@@ -181,14 +181,14 @@ def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple
     return "argument", (jax.tree_util.SequenceKey(position), *rest)
 
 
-def _spell(owner: Any, path: KeyPath) -> str:
+def _spell_path(owner: Any, path: KeyPath) -> str:
     """Spells a path inside `owner` as Python code, to append to its name."""
     if not path:
         return ""
     key, value = path[0], _take_key(path[0])
     is_attribute = is_flax_object(owner) and isinstance(value, str)
     here = f".{value}" if is_attribute else jax.tree_util.keystr((key,))
-    return here + _spell(_step_into(owner, key), path[1:])
+    return here + _spell_path(_step_into(owner, key), path[1:])
 
 
 def _step_into(owner: Any, key: Any) -> Any:

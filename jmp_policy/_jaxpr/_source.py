@@ -40,7 +40,7 @@ def find_line(eqn: JaxprEqn) -> str:
 
 def find_calling_line(eqn: JaxprEqn) -> str:
     """Finds the innermost frame outside JAX; returns the empty string without one."""
-    return next((_write_line(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
+    return next((_spell_frame(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
 
 
 def choose_line(frames: Sequence[Any]) -> str:
@@ -48,7 +48,7 @@ def choose_line(frames: Sequence[Any]) -> str:
     own = (frame for frame in frames if not _is_library(frame.file_name))
     others = (frame for frame in frames if _is_from(_LIBRARIES, frame.file_name))
     frame = next(own, None) or next(others, None)
-    return "" if frame is None else _write_line(frame)
+    return "" if frame is None else _spell_frame(frame)
 
 
 def split_line(line: str) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def _find_caller(eqn: JaxprEqn) -> str:
     return next((frame.file_name for frame in _list_frames(eqn) if not _is_from(_JAX, frame.file_name)), "")
 
 
-def _write_line(frame: Any) -> str:
+def _spell_frame(frame: Any) -> str:
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
 
