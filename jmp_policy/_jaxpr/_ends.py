@@ -66,12 +66,12 @@ def observe(
     """
     refuse_casting(caller)
     opened, args, kwargs = open_partials(fun, args, kwargs)
-    watched, reports = register.watch(opened), []
+    given, watched, reports = (args, kwargs), register.watch(opened), list[T]()
 
-    def trace_and_run(pure: Callable[..., Any], *taken: Any) -> Any:
-        call = trace_call(caller, register, pure, *taken, results)
-        is_lifted, signature = pure is not watched, find_signature(opened)
-        arrays, report = run(call._replace(signature=signature, given=(args, kwargs), taken=taken, is_lifted=is_lifted))
+    def trace_and_run(pure: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        call = trace_call(caller, register, pure, args, kwargs, results)
+        names = {"signature": find_signature(opened), "given": given, "taken": (args, kwargs)}
+        arrays, report = run(call._replace(**names, is_lifted=pure is not watched))
         reports.append(report)
         return call.results.put_back(arrays)
 

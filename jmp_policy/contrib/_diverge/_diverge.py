@@ -266,13 +266,13 @@ def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
     for i, other in enumerate(theirs.types):
         candidates = [i, *range(len(mine.types))]
         free = [j for j in candidates if j < len(mine.types) and j not in pairs.values()]
-        found = next((j for j in free if _is_pair(mine.types[j], other)), None) if has_values(other) else None
+        found = next((j for j in free if _is_comparable(mine.types[j], other)), None) if has_values(other) else None
         if found is not None:
             pairs[i] = found
     return pairs
 
 
-def _is_pair(mine: Any, other: Any) -> bool:
+def _is_comparable(mine: Any, other: Any) -> bool:
     return mine.shape == other.shape and has_values(mine) and has_floats(mine) == has_floats(other)
 
 

@@ -5,15 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ..._base import DTypeLike, did_you_mean, parse_dtype
 from ..._jaxpr import REMEDY
-from ...report import (
-    Report,
-    Table,
-    format_bytes,
-    format_count,
-    indent_lines,
-    make_columns,
-    shorten_dtypes,
-)
+from ...report import Report, Table, format_bytes, format_count, indent_lines, make_columns, shorten_dtypes
 
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",

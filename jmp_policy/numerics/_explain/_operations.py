@@ -247,11 +247,7 @@ def _apply_full_precision(module: ModuleInfo) -> ModuleInfo:
 def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:
     """Returns the paths in the order of their first calls, each followed by the modules inside."""
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
-
-    def key(path: str) -> list[int]:
-        return [position[outer] for outer in list_paths_to(path) if outer in modules]
-
-    return sorted(modules, key=key)
+    return sorted(modules, key=lambda path: [position[outer] for outer in list_paths_to(path) if outer in modules])
 
 
 def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> int:

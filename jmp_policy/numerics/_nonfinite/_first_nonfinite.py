@@ -164,7 +164,10 @@ def _run_and_search(
     if not checks:
         return made, search(*lax.stop_gradient(leaves))
     looked_at = [_sum_parts(array) for array in itertools.compress(made, marks)]
-    is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
+    is_finite = all_finite(lax.stop_gradient(looked_at))
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+        # The devices of a `shard_map` must search together, because the program may communicate.
+        is_finite = lax.pmin(vary(is_finite, axes).astype(jnp.int32), axes) == 1
     return made, lax.cond(is_finite, lambda *_: vary_everywhere(none), search, *lax.stop_gradient(leaves))
 
 
@@ -175,12 +178,6 @@ def _sum_parts(array: jax.Array) -> jax.Array:
         return array
     whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.1 has no `partitions`
     return jax.sharding.reshard(array, whole)
-
-
-def _agree(is_finite: jax.Array) -> jax.Array:
-    """Combines over devices inside `shard_map`: all must search together because the program may communicate."""
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    return lax.pmin(vary(is_finite, axes).astype(jnp.int32), axes) == 1 if axes else is_finite
 
 
 def _make_search(

@@ -34,7 +34,7 @@ from ..._jaxpr import (
 )
 from ...policy import parse_format
 from ._measure import PartialStats, StatsSpec
-from ._record import Record, fold, join, merge
+from ._record import Record, fold, join_records, merge
 from ._row import Direction, StatsLayout
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
@@ -100,7 +100,7 @@ class StatsRecorder(Recorder):
         return self.spec.gather(measured)
 
     def join(self, records: Sequence[Record]) -> Record:
-        return join(records)
+        return join_records(records)
 
     def merge(self, one: Record, other: Record) -> Record:
         return merge(one, other)

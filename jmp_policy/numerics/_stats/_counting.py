@@ -11,16 +11,7 @@ from jax import lax
 
 from ...policy import NumberFormat
 from ...quant._numbers import dequantize, quantize_mx, quantize_nv
-from ._record import (
-    add_together,
-    add_up,
-    add_up_words,
-    bits_like,
-    bits_of,
-    exponent_bias,
-    mantissa_bits,
-    power_of_two,
-)
+from ._record import add_together, add_up, add_up_words, bits_like, bits_of, exponent_bias, mantissa_bits, power_of_two
 from ._what_if import find_exponent, read_units, split_blocks
 
 HISTOGRAM_BINS = 64

@@ -175,7 +175,8 @@ class StatsHistory:
         measured = dict.fromkeys(name for _, rows in steps for row in rows for name in row.formats)
         if measured and name not in measured:
             raise ValueError(f"The format {name!r} was not measured. {did_you_mean(name, measured)}")
-        found = _tabulate(steps, direction, lambda rows: _pool_underflow(rows, name))
+        lost = lambda rows: sum(row.formats[name].underflow * row.count for row in rows)
+        found = _tabulate(steps, direction, lambda rows: lost(rows) / max(1, sum(row.count for row in rows)))
         peaks = {(way, row): _find_peak(shares) for way, part in found.items() for row, shares in part.items()}
         chosen = sorted((place for place in peaks if peaks[place] > 0), key=lambda place: -peaks[place])[:MOST_ROWS]
         if peaks and not chosen:
@@ -270,11 +271,6 @@ def _tabulate(steps: Steps, direction: str | None, read: Callable[[list[Row]], f
         for (way, name), group in groups.items():
             panels[way].setdefault(name, [math.nan] * len(steps))[column] = read(group)
     return {way: part for way, part in panels.items() if part}
-
-
-def _pool_underflow(rows: list[Row], format: str) -> float:
-    count = sum(row.count for row in rows)
-    return sum(row.formats[format].underflow * row.count for row in rows) / max(1, count)
 
 
 def _find_exponent(rows: list[Row]) -> float:

@@ -25,7 +25,7 @@ from ._counting import (
     make_empty_extremes,
     measure_exactly,
 )
-from ._record import Record, exponent_bias, join, mantissa_bits
+from ._record import Record, exponent_bias, join_records, mantissa_bits
 from ._what_if import (
     Sums,
     add_squares,
@@ -117,7 +117,7 @@ class StatsSpec:
     def gather(self, looks: Sequence[PartialStats | Record]) -> Record:
         """Finishes several measurements, which are compiled once for all of them. Each becomes a row."""
         if self.dtype != _FLOAT32:
-            return join([look for look in looks if isinstance(look, Record)])
+            return join_records([look for look in looks if isinstance(look, Record)])
         rows = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *looks)
         return jax.vmap(lambda look: self._finish(look, _FLOAT32))(rows)
 

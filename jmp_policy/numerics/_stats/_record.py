@@ -22,7 +22,7 @@ class Record(NamedTuple):
     sums: jax.Array  # float `(..., R, S, 2)`, the high and the low part of each sum
 
 
-def join(records: Sequence[Record]) -> Record:
+def join_records(records: Sequence[Record]) -> Record:
     """Concatenates the rows of records of one `StatsSpec`, with the same leading axes."""
     if len(records) == 1:
         return records[0]

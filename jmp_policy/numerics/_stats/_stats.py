@@ -51,7 +51,9 @@ class Stats(Report, Uncast):
     layout: StatsLayout
 
     def __post_init__(self) -> None:
-        register_with_flax()
+        serialization = sys.modules.get("flax.serialization")  # Flax may be loaded later than this package
+        if serialization is not None and not serialization.is_serializable(Stats):
+            serialization.register_serialization_state(Stats, lambda stats: stats.record._asdict(), _load_arrays)
 
     def merge(self, other: "Stats") -> "Stats":
         """Merges two `Stats` of the same rows: counts and sums add up. Works inside `jit`, too.
@@ -236,21 +238,10 @@ class Stats(Report, Uncast):
 _merge, _fold = (jax.jit(function, inline=True) for function in (merge, fold))
 
 
-def register_with_flax() -> None:
-    """Registers Stats with `flax.serialization`, once, if Flax is loaded."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None and not serialization.is_serializable(Stats):
-        serialization.register_serialization_state(Stats, _save_arrays, _load_arrays)
-
-
-def _save_arrays(stats: Stats) -> dict[str, Any]:
-    return stats.record._asdict()
-
-
 def _load_arrays(target: Stats, state: dict[str, Any]) -> Stats:
     wanted, found = (
         {name: getattr(leaf, "shape", None) for name, leaf in sorted(arrays.items())}
-        for arrays in (_save_arrays(target), state)
+        for arrays in (target.record._asdict(), state)
     )
     if found != wanted:
         raise ValueError(

@@ -145,7 +145,7 @@ class SearchResult(NamedTuple):
     trials: int  # the number of calls of the oracle
 
 
-def find_smallest(oracle: Oracle, count: int, tolerance: float, *, budget: int | None = None) -> SearchResult:
+def find_smallest_set(oracle: Oracle, count: int, tolerance: float, *, budget: int | None = None) -> SearchResult:
     """Finds an accepted set from which no item can be left out. Item 0 is the most suspicious; nan is rejected.
 
     Each trial keeps a prefix of the undecided items and leaves the others out. If the error stays within the tolerance,

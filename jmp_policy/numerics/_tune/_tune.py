@@ -15,7 +15,7 @@ from ..._base import describe, hide_frames, is_floating, sum_arrays, sum_code, s
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
-from ._search import Ranking, SearchResult, Trial, TrialLog, find_low_format, find_smallest, rank_scopes
+from ._search import Ranking, SearchResult, Trial, TrialLog, find_low_format, find_smallest_set, rank_scopes
 from ._subject import Observed, Subject, is_loss
 from ._tuning import Tuning, list_numbers, measure_largest_error
 
@@ -170,7 +170,7 @@ class _Tuner:
             self._log.show(f"tuning {self._subject.name}: {trial}")
             return error
 
-        return find_smallest(measure, len(self._scopes), tolerance, budget=budget)
+        return find_smallest_set(measure, len(self._scopes), tolerance, budget=budget)
 
     def conclude(self, found: SearchResult, tolerance: float, noise: float) -> Tuning:
         kept = self._name(found.kept)

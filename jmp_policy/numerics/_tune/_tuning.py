@@ -177,11 +177,7 @@ class Tuning(Report):
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
         rows = [
-            (
-                scope or "(outside)",
-                f"{ranks[scope]} of {len(ranks)}",
-                _spell_error(self._find_error_without(scope)),
-            )
+            (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _spell_error(self._find_error_without(scope)))
             for scope in self.scopes
         ]
         return [Table(make_columns(self.kept, "suspicion, error without"), rows)] if rows else []

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._record import Record, fold, join, merge
+from jmp_policy.numerics._stats._record import Record, fold, join_records, merge
 
 SPEC = StatsSpec(("float16", "float8_e4m3fn"))
 
@@ -140,10 +140,10 @@ def test_a_hundred_thousand_merges_in_turn_keep_twelve_digits_of_a_sum():
 @pytest.mark.slow
 def test_rows_join_below_each_other():
     first, second = SPEC.empty(2), jax.jit(SPEC.measure)(jnp.ones(3))
-    joined = join([first, second])
+    joined = join_records([first, second])
     assert joined.counts.shape[0] == 3
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf: leaf[2:], joined), second)
-    batched = join([jax.tree.map(lambda leaf: leaf[None], record) for record in (first, second)])
+    batched = join_records([jax.tree.map(lambda leaf: leaf[None], record) for record in (first, second)])
     jax.tree.map(np.testing.assert_array_equal, batched, jax.tree.map(lambda leaf: leaf[None], joined))
 
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from jmp_policy.numerics._tune._search import find_smallest
+from jmp_policy.numerics._tune._search import find_smallest_set
 
 
 def plant(culprits):
@@ -29,7 +29,7 @@ def test_a_useful_ranking_needs_few_trials():
     rng, shares = random.Random(0), []
     for size, number in draw_plantings(100, rng):
         culprits = set(rng.sample(range(min(size, number + rng.randint(0, 3))), number))
-        found = find_smallest(plant(culprits), size, 0.5)
+        found = find_smallest_set(plant(culprits), size, 0.5)
         assert found.kept == culprits
         assert found.is_minimal
         assert found.trials <= bound(size, number)
@@ -43,7 +43,7 @@ def test_a_ranking_that_misleads_finds_all_the_same(order):
     rng, excess = random.Random(1), []
     for size, number in draw_plantings(100, rng):
         culprits = set(rng.sample(range(size), number)) if order == "random" else set(range(size - number, size))
-        found = find_smallest(plant(culprits), size, 0.5)
+        found = find_smallest_set(plant(culprits), size, 0.5)
         assert (found.kept, found.is_minimal) == (culprits, True)
         excess.append(found.trials - math.log2(math.comb(size, number)))
     assert statistics.mean(excess) <= 7  # above the information bound: 6.0 and 1.4
@@ -51,18 +51,18 @@ def test_a_ranking_that_misleads_finds_all_the_same(order):
 
 
 def test_nothing_needed_is_one_trial():
-    found = find_smallest(plant(set()), 96, 0.5)
+    found = find_smallest_set(plant(set()), 96, 0.5)
     assert (found.kept, found.is_minimal, found.trials) == (frozenset(), True, 1)
 
 
 def test_everything_needed_is_found():
-    found = find_smallest(plant(set(range(12))), 12, 0.5)
+    found = find_smallest_set(plant(set(range(12))), 12, 0.5)
     assert found.kept == set(range(12))
     assert found.trials <= 24
 
 
 def test_no_items_are_no_trials():
-    assert find_smallest(plant(set()), 0, 0.5).trials == 0
+    assert find_smallest_set(plant(set()), 0, 0.5).trials == 0
 
 
 @pytest.mark.parametrize("budget", range(1, 20))
@@ -73,7 +73,7 @@ def test_a_budget_is_kept_and_what_it_found_is_within_the_tolerance(budget):
         asked.append(kept)
         return plant({3, 30, 60})(kept)
 
-    found = find_smallest(oracle, 64, 0.5, budget=budget)
+    found = find_smallest_set(oracle, 64, 0.5, budget=budget)
     assert len(asked) == found.trials <= budget
     assert found.kept >= {3, 30, 60}
     assert len(found.kept) == 64 or found.kept in asked
@@ -84,12 +84,12 @@ def test_no_set_is_asked_for_twice():
     rng = random.Random(2)
     for size, number in draw_plantings(30, rng):
         asked, oracle = [], plant(set(rng.sample(range(size), number)))
-        find_smallest(lambda kept, asked=asked, oracle=oracle: asked.append(kept) or oracle(kept), size, 0.5)
+        find_smallest_set(lambda kept, asked=asked, oracle=oracle: asked.append(kept) or oracle(kept), size, 0.5)
         assert len(asked) == len(set(asked))
 
 
 def test_nan_is_too_large():
-    assert find_smallest(lambda kept: 0.0 if 5 in kept else math.nan, 8, 0.5).kept == {5}
+    assert find_smallest_set(lambda kept: 0.0 if 5 in kept else math.nan, 8, 0.5).kept == {5}
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 0.03])
@@ -99,7 +99,7 @@ def test_errors_that_add_up_leave_a_set_of_which_nothing_can_be_left_out(toleran
     for _ in range(20):
         own = sorted((math.exp(rng.gauss(-5, 1.5)) for _ in range(48)), reverse=True)
         oracle = lambda kept, own=own: math.sqrt(sum(e * e for i, e in enumerate(own) if i not in kept))
-        found = find_smallest(oracle, 48, tolerance)
+        found = find_smallest_set(oracle, 48, tolerance)
         assert oracle(found.kept) <= tolerance
         assert all(oracle(found.kept - {item}) > tolerance for item in found.kept)
         best = next(n for n in range(49) if oracle(frozenset(range(n))) <= tolerance)
