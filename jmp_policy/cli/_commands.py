@@ -218,7 +218,7 @@ def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     return load_call(arguments, callable, example=_ARRAY)
 
 
-def _run(
+def _run_report(
     make_report: Callable[[argparse.Namespace], Any],
     arguments: argparse.Namespace,
     has_problem: Callable[[Any], bool] = lambda report: False,
@@ -316,24 +316,24 @@ COMMANDS = {
         "Trace a function without running it. Print the dtype of each operation, and the lines that are likely to lose "
         "precision or time.",
         _AUDIT_EPILOG, _add_audit,
-        lambda arguments: _run(_audit, arguments, lambda report: arguments.strict and report.findings),
+        lambda arguments: _run_report(_audit, arguments, lambda report: arguments.strict and report.findings),
     ),
     "numerics": Command(
         "what the tensors of a function look like, and what number formats would do to them",
         "Run a function once. Print the range of each tensor, and the share of it that would underflow or overflow in "
         "each number format.",
-        _NUMERICS_EPILOG, _add_numerics, functools.partial(_run, _collect),
+        _NUMERICS_EPILOG, _add_numerics, functools.partial(_run_report, _collect),
     ),
     "diverge": Command(
         "which modules make two versions of a function differ",
         "Run two functions of one model once. Print, for each module and named scope, the error that comes in, goes "
         "out, and is introduced if it alone is replaced.",
-        _DIVERGE_EPILOG, _add_diverge, functools.partial(_run, _diverge),
+        _DIVERGE_EPILOG, _add_diverge, functools.partial(_run_report, _diverge),
     ),
     "tune": Command(
         "which modules must stay in float32, found by trying",
         "Find the smallest set of modules and named scopes that must stay in float32 for the loss and gradients of a "
         "function to stay within a tolerance of float32. Print it as a PolicyMap.",
-        _TUNE_EPILOG, _add_tune, lambda arguments: _run(_tune, arguments, lambda report: not report.is_met),
+        _TUNE_EPILOG, _add_tune, lambda arguments: _run_report(_tune, arguments, lambda report: not report.is_met),
     ),
 }  # fmt: skip
