@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -144,84 +145,65 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_audit(arguments: argparse.Namespace) -> int:
+def _audit(arguments: argparse.Namespace) -> Any:
     from ..numerics import audit
 
-    def make_report() -> Any:
-        fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
-        return audit(fun)(*args)
-
-    report = _show_report(make_report, arguments)
-    return 1 if arguments.strict and report.findings else 0
+    fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+    return audit(fun)(*args)
 
 
-def _run_numerics(arguments: argparse.Namespace) -> int:
+def _collect(arguments: argparse.Namespace) -> Any:
     from ..numerics import collect
 
     chosen = {name: getattr(arguments, name) for name in ("formats", "where", "of") if getattr(arguments, name)}
     measure = lambda fun: collect(fun, **chosen)
-
-    def make_report() -> Any:
-        try:
-            measure(len)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        fun, args = load_call(arguments, measure, example=_ARRAY)
-        check_numbers(args, arguments.args, _ARRAY)
-        try:
-            return measure(fun)(*args)[1]
-        except ValueError as error:
-            if not str(error).startswith("where has"):  # patterns can only be checked after tracing
-                raise
-            raise UserError(str(error)) from None
-
-    _show_report(make_report, arguments)
-    return 0
+    try:
+        measure(len)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    fun, args = load_call(arguments, measure, example=_ARRAY)
+    check_numbers(args, arguments.args, _ARRAY)
+    try:
+        return measure(fun)(*args)[1]
+    except ValueError as error:
+        if not str(error).startswith("where has"):  # patterns can only be checked after tracing
+            raise
+        raise UserError(str(error)) from None
 
 
-def _run_diverge(arguments: argparse.Namespace) -> int:
+def _diverge(arguments: argparse.Namespace) -> Any:
     import jmp_policy as jmp
 
     diverge = jmp.contrib.diverge
-
-    def make_report() -> Any:
-        check = lambda fun: diverge(fun, fun)
-        f, args = load_call(arguments, check, example=_ARRAY)
-        check_numbers(args, arguments.args, _ARRAY)
-        if arguments.other.endswith(".npz"):
-            try:
-                return diverge(f, arguments.other)(*args)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{arguments.other}: {error}") from None
-        other = argparse.Namespace(function=arguments.other, args=arguments.args)
-        g, _ = load_call(other, check, example=_ARRAY)
-        return diverge(f, g)(*args)
-
-    _show_report(make_report, arguments)
-    return 0
+    check = lambda fun: diverge(fun, fun)
+    f, args = load_call(arguments, check, example=_ARRAY)
+    check_numbers(args, arguments.args, _ARRAY)
+    if arguments.other.endswith(".npz"):
+        try:
+            return diverge(f, arguments.other)(*args)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{arguments.other}: {error}") from None
+    other = argparse.Namespace(function=arguments.other, args=arguments.args)
+    g, _ = load_call(other, check, example=_ARRAY)
+    return diverge(f, g)(*args)
 
 
-def _run_tune(arguments: argparse.Namespace) -> int:
-    """Returns 1 if no map is within the tolerance."""
+def _tune(arguments: argparse.Namespace) -> Any:
     from ..numerics._tune import tune
 
-    def make_report() -> Any:
-        target, args = _load_target(arguments)
-        check_numbers(args, arguments.args, _ARRAY)
-        metric = None if arguments.metric is None else load_function(arguments.metric)
-        names = ("tolerance", "budget", "has_aux", "loss_scale", "seed")
-        options = {name: getattr(arguments, name) for name in names}
-        try:
-            return tune(target, args, arguments.policy, metric=metric, trials_file=arguments.trials, **options)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        except OSError as error:
-            if arguments.trials is None or error.filename != str(arguments.trials):
-                raise
-            raise UserError(f"--trials {arguments.trials}: {error.strerror}") from None
-
     _check_file("--trials", arguments.trials)
-    return 0 if _show_report(make_report, arguments).is_met else 1
+    target, args = _load_target(arguments)
+    check_numbers(args, arguments.args, _ARRAY)
+    metric = None if arguments.metric is None else load_function(arguments.metric)
+    options = {name: getattr(arguments, name) for name in ("tolerance", "budget", "has_aux", "loss_scale", "seed")}
+    try:
+        return tune(target, args, arguments.policy, metric=metric, trials_file=arguments.trials, **options)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        if arguments.trials is None or error.filename != str(arguments.trials):
+            raise
+        raise UserError(f"--trials {arguments.trials}: {error.strerror}") from None
 
 
 def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
@@ -236,11 +218,15 @@ def _load_target(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     return load_call(arguments, callable, example=_ARRAY)
 
 
-def _show_report(make_report: Callable[[], Any], arguments: argparse.Namespace) -> Any:
-    """Makes a report, writes its files, prints it (as JSON with the machine and the function first), and returns it."""
+def _run_report(
+    make_report: Callable[[argparse.Namespace], Any],
+    arguments: argparse.Namespace,
+    has_problem: Callable[[Any], bool] = lambda report: False,
+) -> int:
+    """Makes a report, writes its files, and prints it as a table or as JSON with the machine and the function first."""
     _check_files(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
-        report = make_report()
+        report = make_report(arguments)
     _write_files(report, arguments)
     if arguments.json:
         from ._doctor import find_machine
@@ -249,7 +235,7 @@ def _show_report(make_report: Callable[[], Any], arguments: argparse.Namespace) 
         print_out(json.dumps(document, indent=2))
     else:
         print_text(report)
-    return report
+    return 1 if has_problem(report) else 0
 
 
 def _add_files(parser: argparse.ArgumentParser, *, page: str, picture: str) -> None:
@@ -329,24 +315,25 @@ COMMANDS = {
         "which operations of a function run in which dtype, and where that loses numbers",
         "Trace a function without running it. Print the dtype of each operation, and the lines that are likely to lose "
         "precision or time.",
-        _AUDIT_EPILOG, _add_audit, _run_audit,
+        _AUDIT_EPILOG, _add_audit,
+        lambda arguments: _run_report(_audit, arguments, lambda report: arguments.strict and report.findings),
     ),
     "numerics": Command(
         "what the tensors of a function look like, and what number formats would do to them",
         "Run a function once. Print the range of each tensor, and the share of it that would underflow or overflow in "
         "each number format.",
-        _NUMERICS_EPILOG, _add_numerics, _run_numerics,
+        _NUMERICS_EPILOG, _add_numerics, functools.partial(_run_report, _collect),
     ),
     "diverge": Command(
         "which modules make two versions of a function differ",
         "Run two functions of one model once. Print, for each module and named scope, the error that comes in, goes "
         "out, and is introduced if it alone is replaced.",
-        _DIVERGE_EPILOG, _add_diverge, _run_diverge,
+        _DIVERGE_EPILOG, _add_diverge, functools.partial(_run_report, _diverge),
     ),
     "tune": Command(
         "which modules must stay in float32, found by trying",
         "Find the smallest set of modules and named scopes that must stay in float32 for the loss and gradients of a "
         "function to stay within a tolerance of float32. Print it as a PolicyMap.",
-        _TUNE_EPILOG, _add_tune, _run_tune,
+        _TUNE_EPILOG, _add_tune, lambda arguments: _run_report(_tune, arguments, lambda report: not report.is_met),
     ),
 }  # fmt: skip

@@ -312,6 +312,10 @@ def intercept_calls(
 
 
 def _describe_call(module: nn.Module, method: str) -> ModuleCall:
+    def describe() -> str:
+        active: ActivePolicy | None = CURRENT.value
+        return "" if active is None else plan_module(module, active.match(module).policy).quantization
+
     name = module.name or type(module).__name__
     return ModuleCall(
         path=path_text(module),
@@ -319,10 +323,5 @@ def _describe_call(module: nn.Module, method: str) -> ModuleCall:
         method=method,
         scope=name if method == "__call__" else f"{name}.{method}",
         module=module,
-        describe_quantization=functools.partial(_describe_quantization, module),
+        describe_quantization=describe,
     )
-
-
-def _describe_quantization(module: nn.Module) -> str:
-    active: ActivePolicy | None = CURRENT.value
-    return "" if active is None else plan_module(module, active.match(module).policy).quantization

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from ..modules import round_result
@@ -92,11 +91,6 @@ def _attend_by_policy(
     return call_with_fields(module, dict.fromkeys(fields, multiply), next_fun)
 
 
-def _choose_accumulate_dtype(module: Any, policy: Policy) -> np.dtype | None:
-    """Returns the accumulate dtype, unless the layer computes in it anyway or its author chose the output dtype."""
-    return find_accumulate_dtype(policy, module.dtype) if are_sums_open(module) else None
-
-
 def _make_fields(module: nn.Module, policy: Policy) -> dict[str, Any]:
     layer = open_layer(module)
     product = None if layer is None else _make_product(module, layer, policy)
@@ -114,7 +108,8 @@ def _make_product(
     module: Any, layer: WeightedLayer, policy: Policy, layout: Layout | None = None
 ) -> LayerProduct | None:
     """Describes the matmul of a layer, or returns `None` if the policy does not change it."""
-    format, accumulate = policy.quantization, _choose_accumulate_dtype(module, policy)
+    format = policy.quantization
+    accumulate = find_accumulate_dtype(policy, module.dtype) if are_sums_open(module) else None
     if isinstance(format, Float8):
         format = None if has_no_state(module, format) else format
     elif format is not None:
@@ -176,7 +171,8 @@ def _call_embed(module: nn.Embed, policy: Policy, own: Callable[..., Any], input
 
 def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], query: jax.Array) -> Any:
     stored = _find_table(module, policy)
-    accumulate = find_accumulate_dtype(policy) if stored is not None else _choose_accumulate_dtype(module, policy)
+    dtype = module.dtype if stored is None else None
+    accumulate = find_accumulate_dtype(policy, dtype) if are_sums_open(module) else None
     if stored is None and accumulate is None:
         return own(query)
     product = LayerProduct(None, None, accumulate, module.promote_dtype, as_tuple=False)

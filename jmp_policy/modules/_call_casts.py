@@ -55,12 +55,8 @@ class WideResults:
         dtype = policy.output_dtype
         if not self._known or dtype is None:
             return out
-
-        def restore_leaf(x: Any) -> Any:
-            wide = self.find(x)
-            return x if wide is None or x.dtype == dtype else wide
-
-        return jax.tree.map(restore_leaf, out, is_leaf=is_flax_object)
+        restore = lambda x: x if (wide := self.find(x)) is None or x.dtype == dtype else wide
+        return jax.tree.map(restore, out, is_leaf=is_flax_object)
 
 
 _RESULTS: contextvars.ContextVar[WideResults | None] = contextvars.ContextVar("_RESULTS", default=None)

@@ -34,14 +34,6 @@ class Float8State(nnx.Variable):
     __slots__ = ("is_new",)  # set until nnx copies it; metadata would be part of the graph definition
 
 
-def make_states(values: dict[str, jax.Array]) -> dict[str, Float8State]:
-    """Makes the state of a layer that has none, maybe in the middle of a step, where it has no gradient yet."""
-    states = {name: Float8State(value) for name, value in values.items()}
-    for state in states.values():
-        object.__setattr__(state, "is_new", True)
-    return states
-
-
 def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: ArrayLike) -> Callable[..., Any]:
     """Marks float8 state so that autodiff combines it by max and returns the state of true gradients."""
 

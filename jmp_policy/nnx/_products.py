@@ -36,7 +36,7 @@ from ..quant._weights import (
     stack_shape,
     table_layout,
 )
-from ._layer_state import Float8State, make_states
+from ._layer_state import Float8State
 from ._layer_table import DEFAULT_PROMOTE, LAYERS, draw_key, find_layer
 from ._shadow import Attributes
 
@@ -242,7 +242,10 @@ def make_float8_attributes(known: Any, facts: LayerFacts, plan: LayerPlan) -> At
     new = new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
-    return {OVERWRITE: make_states(new)}
+    states = {name: Float8State(value) for name, value in new.items()}
+    for state in states.values():  # maybe made in the middle of a step, where they have no gradient yet
+        object.__setattr__(state, "is_new", True)
+    return {OVERWRITE: states}
 
 
 def check_weight(path: str, facts: LayerFacts, plan: LayerPlan, policy: Policy) -> None:

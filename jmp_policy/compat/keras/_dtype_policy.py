@@ -3,8 +3,6 @@
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
-
 from ..._base import DTypeLike, cast_floating, quote
 from ...policy import Policy as JmpPolicy, default_policy, parse_policy
 
@@ -43,12 +41,14 @@ class DTypePolicy:
     @property
     def compute_dtype(self) -> str | None:
         """Name of the compute dtype; `None` if it is inferred from the first input."""
-        return _spell_dtype(self._policy.compute_dtype)
+        dtype = self._policy.compute_dtype
+        return None if dtype is None else str(dtype)
 
     @property
     def variable_dtype(self) -> str | None:
         """Name of the dtype of variables; `None` if it is inferred from the first input."""
-        return _spell_dtype(self._policy.param_dtype)
+        dtype = self._policy.param_dtype
+        return None if dtype is None else str(dtype)
 
     @property
     def quantization_mode(self) -> str | None:
@@ -115,10 +115,6 @@ def _parse_name(name: object) -> JmpPolicy:
             f"'mixed_bfloat16', and the name of any float dtype such as 'float32'. {error}"
         ) from None
     return policy
-
-
-def _spell_dtype(dtype: np.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype)
 
 
 def _family(policy: object) -> type:
