@@ -125,4 +125,6 @@ def find_operand_format(quantization: Quantization, *, is_gradient: bool = False
     if isinstance(quantization, Int8):
         return parse_format("int8")
     is_e5m2 = is_gradient and isinstance(quantization, MXFP8) and quantization.gradients == "e5m2"
-    return parse_format(f"{quantization.kind}{'_e5m2' * is_e5m2}/{quantization.block_size}")
+    size = quantization.block_size
+    blocks = f"/{size}" if size > 0 else ""  # int4 with a scale for each channel is measured in blocks, as int8 is
+    return parse_format(f"{quantization.kind}{'_e5m2' * is_e5m2}{blocks}")
