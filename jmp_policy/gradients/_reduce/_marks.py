@@ -11,7 +11,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..._jaxpr import ENTERED, MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, remember_by_jaxpr, sub_jaxprs
 
-PRODUCTS = MATMULS
 SUMS = having(Fact.SUMS)
 SCATTERED_SUM = "scatter-add"  # operands: the table, the indices and the rows
 MULTIPLICATIONS = frozenset({"div", "mul"})  # only one operand is a cotangent
@@ -161,7 +160,7 @@ class _Walk:
         is_alone = all(self._is_read_for_this(var) for var in eqn.outvars)
         if need is Need.SUMMED and not (is_alone and self._leads_to_sum(eqn)):
             return None
-        if name in PRODUCTS:
+        if name in MATMULS:
             return self._visit_product(eqn, need)
         if name in SUMS:
             self._ask(Need.SUMMED, *eqn.invars)
@@ -241,7 +240,7 @@ class _Walk:
         name = eqn.primitive.name
         if name in SUMS or name == SCATTERED_SUM:
             return True
-        if name in PRODUCTS:
+        if name in MATMULS:
             return all(self._origin(atom) is not Origin.PARAMETER for atom in eqn.invars[:2])
         if name not in MOVES:
             return False

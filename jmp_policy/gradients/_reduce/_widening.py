@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import new_name_stack
 
-from ..._jaxpr import AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
-from ._marks import PRODUCTS, SCATTERED_SUM, Upcasts, find_marks, is_narrower_dtype, is_pairwise
+from ..._jaxpr import MATMULS, AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
+from ._marks import SCATTERED_SUM, Upcasts, find_marks, is_narrower_dtype, is_pairwise
 
 
 def _write_wide_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
@@ -93,7 +93,7 @@ class Widening(Rule):
             for kind, need in zip(traced, context.needs, strict=True)
         ]
         name = eqn.primitive.name
-        if name in PRODUCTS:
+        if name in MATMULS:
             atoms = self._restore(eqn, values, body)
             if kinds == traced:
                 return body.append(eqn, atoms, kinds)
