@@ -50,7 +50,8 @@ def test_integers_are_multiples_of_one(name, largest):
 
 @pytest.mark.parametrize(
     ("quantization", "format", "of_gradients"),
-    [("int8", "int8", "int8"), ("int4/128", "int4", "int4"), ("int4/64", "int4/64", "int4/64"), ("int4/-1", "int4", "int4"),
+    [("int8", "int8", "int8"), ("int4/128", "int4", "int4"), ("int4/64", "int4/64", "int4/64"),
+     ("int4/-1", "int4", "int4"),
      ("float8/16(margin=1)", "float8_e4m3fn", "float8_e5m2"), ("mxfp8", "mxfp8", "mxfp8"),
      ("mxfp8/64(gradients=e5m2)", "mxfp8/64", "mxfp8_e5m2/64"), ("nvfp4(hadamard=true)", "nvfp4", "nvfp4")],
 )  # fmt: skip
