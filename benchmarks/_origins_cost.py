@@ -26,7 +26,7 @@ from benchmarks.autocast import gpt
 from benchmarks.many_modules import seconds
 from examples.gpt.model import GPTConfig
 from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
-from jmp_policy.numerics._nonfinite import search_nonfinite
+from jmp_policy.numerics._first_nonfinite import search_nonfinite
 
 POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}
 

@@ -34,12 +34,12 @@ Packages, each with a list like this one (`help(jmp.optim)`):
 
 import typing as _typing
 
-from ._base import (
+from ._base import (  # importing `_base` also makes its JAX contexts, before anything is compiled
     cast_floating as cast_floating,
     cast_to_full as cast_to_full,
     cast_to_half as cast_to_half,
     half_dtype as half_dtype,
-    load_lazily as _load_lazily,  # importing `_base` also makes its JAX contexts, before anything is compiled
+    load_lazily as _load_lazily,
 )
 from .autocast import autocast as autocast  # the function has the name of its package
 from .gradients import grad as grad, value_and_grad as value_and_grad
@@ -76,8 +76,7 @@ if _typing.TYPE_CHECKING:
     )
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
-    from .numerics._explain import explain as explain
-    from .numerics._tune import Trial as Trial, Tuning as Tuning, tune as tune
+    from .numerics import Trial as Trial, Tuning as Tuning, explain as explain, tune as tune
 
 __version__ = "0.3.0"
 
@@ -88,8 +87,7 @@ _SOURCES = {
     **dict.fromkeys(_LAZY, ""),
     "autocast": "AutocastRules",
     "checkpoints": "convert_state",
-    "numerics._explain": "explain",
-    "numerics._tune": "Trial Tuning tune",
+    "numerics": "Trial Tuning explain tune",
 }
 
 _UNLISTED = "LossScale Trial Tuning checkpoints cli gradients loss_scale modules policy report"

@@ -9,7 +9,7 @@ from public_names import is_public
     [
         ("jmp_policy.loss_scale._scaled_state.metrics", True),
         ("jmp_policy.policy._policy_map.PolicyMap.match", True),
-        ("jmp_policy.optim._steps._step.step", True),
+        ("jmp_policy.optim._step.step", True),
         ("jmp_policy.report._report.Report", True),
         ("jmp_policy.compat.torch.loss_scale_from_state_dict", True),
         ("jmp_policy.compat.keras", True),

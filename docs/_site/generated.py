@@ -20,7 +20,7 @@ import numpy as np
 
 from examples.gpt import __main__ as examples_main
 from jmp_policy import quant
-from jmp_policy.autocast._rewrite import _tables
+from jmp_policy.autocast import _tables
 from jmp_policy.cli import _main
 
 REFERENCE = pathlib.Path(__file__).parent.parent / "reference"

@@ -80,8 +80,13 @@ from ._program import (
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import record_program as record_program
-from ._rewriter import WRITERS as WRITERS, Rewriter as Rewriter, Rewritten as Rewritten
-from ._rule import Context as Context, Rule as Rule
+from ._rewriter import (
+    WRITERS as WRITERS,
+    Context as Context,
+    Rewriter as Rewriter,
+    Rewritten as Rewritten,
+    Rule as Rule,
+)
 from ._source import (
     AUTOCAST as AUTOCAST,
     LIST_WEIGHTS as LIST_WEIGHTS,

@@ -6,7 +6,23 @@ from .._base import load_lazily as _load_lazily
 from ._autocast import autocast as autocast
 
 if _typing.TYPE_CHECKING:
-    from ._rewrite import AutocastRules as AutocastRules
+    from ._rules import AutocastRules as AutocastRules
+
+    # for other packages of the library
+    # isort: off
+    # fmt: off
+    from ._casting import make_casting_rule  # noqa: F401
+    from ._place import AS_TRACED, EquationPlace, Functions, check_policy, root_policy  # noqa: F401
+    from ._tables import FULL, FULL_IN_FLOAT16, FUNCTIONS, INFER, LOW, WIDE  # noqa: F401
+    # fmt: on
+    # isort: on
 else:  # loads the tables when they are first used
-    _SOURCES = {"_rewrite": "AutocastRules"}
-    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals())
+    _SOURCES = {
+        "_rules": "AutocastRules",
+    }
+    _INTERNAL = {
+        "_casting": "make_casting_rule",
+        "_place": "AS_TRACED EquationPlace Functions check_policy root_policy",
+        "_tables": "FULL FULL_IN_FLOAT16 FUNCTIONS INFER LOW WIDE",
+    }
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals(), internal=_INTERNAL)

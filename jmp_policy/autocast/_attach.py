@@ -62,19 +62,10 @@ from ..modules import (
     resolve_policy,
 )
 from ..policy import Policy, PolicyMap, PolicySpec, list_policies
-from ._rewrite import (
-    NO_WEIGHT,
-    WHY_BACKWARD,
-    AutocastRules,
-    CastingRule,
-    EquationPlace,
-    WeightFinder,
-    WeightUse,
-    check_policy,
-    explain_unused_functions,
-    make_casting_rule,
-    root_policy,
-)
+from ._casting import CastingRule, make_casting_rule
+from ._place import EquationPlace, check_policy, explain_unused_functions, root_policy
+from ._rules import AutocastRules
+from ._weights import NO_WEIGHT, WHY_BACKWARD, WeightFinder, WeightUse
 
 CUSTOM_RULES = ("opaque", "inside")
 

@@ -11,7 +11,7 @@ from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
     from ._attach import Weights
-    from ._rewrite import AutocastRules
+    from ._rules import AutocastRules
 
 
 CustomRules = Literal["opaque", "inside"]

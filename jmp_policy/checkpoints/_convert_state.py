@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base import describe, did_you_mean, escape_controls, is_floating, is_half, list_paths_to, round_to_half
 from ..loss_scale import DynamicLossScale
-from ..quant._weights import ARRAYS, is_quantized
+from ..quant import ARRAYS, is_quantized
 from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories
 from ._values import (
     Misfit,

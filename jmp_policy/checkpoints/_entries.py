@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._base import OVERWRITE, is_half, name_state
-from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
-from ..quant._weights import is_quantized
+from ..optim import COMPENSATED, COPIES, SPLIT, Storage
+from ..quant import is_quantized
 
 Path = tuple[str, ...]
 Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`

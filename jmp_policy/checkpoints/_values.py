@@ -12,10 +12,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from .._base import describe, is_array, is_floating_dtype
-from ..optim._moments import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
+from ..optim import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
 from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
-from ..quant import QuantizedArray
-from ..quant._weights import ARRAYS, Layout, describe_arrays, is_quantized, list_arrays, quantize_array
+from ..quant import ARRAYS, Layout, QuantizedArray, describe_arrays, is_quantized, list_arrays, quantize_array
 from ._entries import Entry, Pair, Path
 
 

@@ -189,7 +189,7 @@ def _diverge(arguments: argparse.Namespace) -> Any:
 
 
 def _tune(arguments: argparse.Namespace) -> Any:
-    from ..numerics._tune import tune
+    from ..numerics import tune
 
     _check_file("--trials", arguments.trials)
     target, args = _load_target(arguments)

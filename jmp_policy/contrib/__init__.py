@@ -15,6 +15,7 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 
 if _typing.TYPE_CHECKING:
+    from ._bit_tuning import BitRow as BitRow, BitTuning as BitTuning
     from ._certify import Certificate as Certificate, certify as certify
     from ._diverge import (
         Divergence as Divergence,
@@ -24,14 +25,15 @@ if _typing.TYPE_CHECKING:
         diverge as diverge,
         record as record,
     )
-    from ._layer_by_layer import awq as awq, gptq as gptq
-    from ._tune_bits import BitRow as BitRow, BitTuning as BitTuning, tune_bits as tune_bits
+    from ._gptq_awq import awq as awq, gptq as gptq
+    from ._tune_bits import tune_bits as tune_bits
 else:  # none of them needs another
     _SOURCES = {
+        "_bit_tuning": "BitRow BitTuning",
         "_certify": "Certificate certify",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
-        "_layer_by_layer": "awq gptq",
-        "_tune_bits": "BitRow BitTuning tune_bits",
+        "_gptq_awq": "awq gptq",
+        "_tune_bits": "tune_bits",
     }
     __getattr__, __dir__ = _load_lazily(
         __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate Divergence OutputErrors ScopeErrors Worst"

@@ -251,7 +251,7 @@ def _reduce_gradients(
     """Calls `compute` with its gradients reduced in `dtype`, or if it is None in the reduce dtype of a policy."""
 
     def compute_in(dtype: DTypeLike, on_opaque: Literal["error", "warn"] | None) -> tuple[Any, PyTree]:
-        from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
+        from ._reduce_in import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
         return reduce_gradients_in(dtype, compute, list_parameters(args), on_opaque, args, kwargs)
 

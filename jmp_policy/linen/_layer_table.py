@@ -6,7 +6,7 @@ import inspect
 from flax import linen as nn
 
 from .._base import remember_weakly
-from ..quant._layers import WeightedLayer, find_layer_row, is_own
+from ..quant import WeightedLayer, find_layer_row, is_own
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),

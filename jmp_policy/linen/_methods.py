@@ -41,7 +41,7 @@ from ..modules import (
     widen_policy,
 )
 from ..policy import Policy, PolicyMap
-from ..quant._products import has_float8, warn_of_odd_rows
+from ..quant import has_float8, warn_of_odd_rows
 from ._active_policy import (
     CLASS_POLICY,
     CURRENT,

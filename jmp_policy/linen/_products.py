@@ -11,32 +11,32 @@ from flax import linen as nn
 
 from ..modules import round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
-from ..quant import QuantizedArray, embedding_lookup
-from ..quant._layers import (
+from ..quant import (
+    ROUNDING,
+    FakeQuantized,
     LayerProduct,
+    Layout,
     Multiply,
     Promote,
+    QuantizedArray,
     WeightedLayer,
     attend,
     attention_format_of,
-    find_accumulate_dtype,
-    multiply_padded,
-)
-from ..quant._products import ROUNDING, label_einsum
-from ..quant._weights import (
-    FakeQuantized,
-    Layout,
+    embedding_lookup,
     fake_quantize,
+    find_accumulate_dtype,
     kernel_layout,
+    label_einsum,
+    multiply_padded,
     prepare_weight,
     reason_unquantized,
     table_layout,
 )
-from ._cache import attend_by_cache
-from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._layer_table import LAYERS, are_sums_open, is_promotion_open, layer_of, open_layer
+from ._place import PARAMETER_WRAPPERS, temporarily_set
 from ._quantized import (
     MULTIPLIES,
+    attend_by_cache,
     call_with_fields,
     check_is_rewritable,
     declare_state,

@@ -6,30 +6,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._base import OVERWRITE, Args, remember_weakly
 from ..policy import Float8, Policy, PolicyMap, StoredFormat, list_policies, stored_format_of
-from ..quant import QuantizedArray
-from ..quant._layers import LayerFacts, LayerPlan, plan_layer
-from ..quant._products import State, needs_state, new_state
-from ..quant._weights import (
+from ..quant import (
+    CACHED,
+    SCALE,
     WEIGHT_NAMES,
+    CacheSlot,
     FakeQuantized,
+    LayerFacts,
+    LayerPlan,
     Layout,
     Misread,
+    QuantizedArray,
+    State,
+    attend_to_slots,
     fake_quantize,
     is_quantized,
     match_format,
+    needs_state,
+    new_state,
+    plan_layer,
     prepare_weight,
     weight_layout,
 )
 from ._active_policy import CURRENT
-from ._fields import temporarily_set
 from ._layer_table import are_sums_open, is_default, layer_of, open_layer, rewritten_by
-from ._place import is_applied_inside, path_of, path_text
+from ._place import is_applied_inside, path_of, path_text, temporarily_set
 
 MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a Flax method that multiplies by its quantized weight runs."""
@@ -252,3 +260,74 @@ def declare_state(module: nn.Module, format: Float8) -> State:
         make = jnp.ones if name.endswith("scale") else jnp.zeros
         state[name] = module.variable(OVERWRITE, name, make, initial.shape, initial.dtype).value
     return state
+
+
+_COLLECTION = "cache"
+
+
+def check_cache(module: nn.MultiHeadDotProductAttention, format: np.dtype | None) -> None:
+    """Raises a `ValueError` if the decode cache of a bound attention module has another format, or dtype, than it."""
+    if not module.has_variable(_COLLECTION, CACHED[0]):
+        return
+    found = module.get_variable(_COLLECTION, CACHED[0]).dtype
+    has_scales = module.has_variable(_COLLECTION, CACHED[0] + SCALE)
+    dtype = module.dtype if format is None else format
+    if dtype is None or (found == np.dtype(dtype) and has_scales == (format is not None)):
+        return
+    name, path = np.dtype(dtype).name, path_text(module) or type(module).__name__
+    stores = f"the layer computes in {name}" if format is None else f"it is stored in {name} with scales"
+    is_castable = format is None and not has_scales
+    cast = f", or cast it, jmp_policy.cast_floating(cache, {name!r})" if is_castable else ""
+    raise ValueError(
+        f"The cache of {path!r} is {found}{' with scales' if has_scales else ''}, but under its policy {stores}. Make "
+        f"the cache under the same policy, model.init(...)['cache']{cast}."
+    )
+
+
+def attend_by_cache(
+    module: nn.MultiHeadDotProductAttention, format: np.dtype | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the method of an attention layer with its cache in a format."""
+    if format is None:
+        return next_fun
+    CURRENT.value.note_cache()
+    if not module.decode:
+        return next_fun
+
+    def call_attention(*args: Any, **kwargs: Any) -> Any:
+        check_cache(module, format)
+        slots: dict[str, CacheSlot] = {}
+        is_made = module.has_variable(_COLLECTION, CACHED[0])
+        declare = functools.partial(_declare_cache, module, module.variable, format, slots if is_made else None)
+        attend = attend_to_slots(module.attention_fn, slots)
+        with temporarily_set(module, {"variable": declare, "attention_fn": attend}):
+            return next_fun(*args, **kwargs)
+
+    return call_attention
+
+
+def _declare_cache(
+    module: nn.Module,
+    variable: Callable[..., Any],
+    format: np.dtype,
+    slots: dict[str, CacheSlot] | None,
+    collection: str,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+) -> Any:
+    """Replaces `Module.variable`: makes keys and values in a format, with scales beside them; later reads them."""
+    if collection != _COLLECTION or name not in CACHED:
+        return variable(collection, name, init_fn, *init_args)
+    shape, dtype = init_args  # of the zeros that Flax would store
+    values = variable(collection, name, jnp.zeros, shape, format)
+    scale = variable(collection, name + SCALE, jnp.zeros, (*shape[:-1], 1), jnp.float32)
+    if slots is None:
+        return values
+
+    def store(new_values: Any, new_scale: Any) -> None:
+        values.value, scale.value = new_values, new_scale
+
+    index = module.get_variable(collection, "cache_index")
+    slots[name] = CacheSlot(values.value, scale.value, index, dtype, store)
+    return slots[name]

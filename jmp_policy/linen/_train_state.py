@@ -7,7 +7,7 @@ from flax.training import train_state
 from .. import optim
 from .._base import OVERWRITE
 from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
-from ..optim._steps import overwrite_state
+from ..optim import overwrite_state
 
 
 class TrainState(train_state.TrainState):

@@ -16,7 +16,7 @@ from ._layer_state import Float8State as Float8State  # also registers its name 
 from ._optimizer import Optimizer as Optimizer
 
 if "jmp_policy.quant" in _sys.modules:  # it was loaded before Flax
-    from ..quant._weights import register_weights_with_flax as _register_with_flax
+    from ..quant import register_weights_with_flax as _register_with_flax
 
     _register_with_flax()
 if _typing.TYPE_CHECKING:

@@ -12,9 +12,7 @@ from flax import nnx
 from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_module
 from ..policy import Policy, PolicyMap, match_policy
-from ..quant import QuantizedArray
-from ..quant._layers import LayerFacts, LayerPlan
-from ..quant._weights import is_quantized
+from ..quant import LayerFacts, LayerPlan, QuantizedArray, is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad

@@ -10,9 +10,8 @@ from flax import nnx
 from .._base import IN_FULL_PRECISION, OVERWRITE, hide_frames, remember_on_class
 from ..modules import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
-from ..quant._layers import explain_unused_cache, plan_layer
-from ..quant._weights import WEIGHT_NAMES
-from ._cache import cache_format_of
+from ..quant import WEIGHT_NAMES, explain_unused_cache, plan_layer
+from ._layer_state import cache_format_of
 from ._layer_table import read_layer
 from ._methods import list_public_methods, run_method
 from ._module_spec import (

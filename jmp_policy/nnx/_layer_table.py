@@ -8,9 +8,17 @@ import jax
 from flax import nnx
 
 from .._base import remember_weakly
-from ..quant._layers import LayerFacts, Multiply, WeightedLayer, find_layer_row
-from ..quant._products import ROUNDING, label_einsum
-from ..quant._weights import Layout, kernel_layout, table_layout
+from ..quant import (
+    ROUNDING,
+    LayerFacts,
+    Layout,
+    Multiply,
+    WeightedLayer,
+    find_layer_row,
+    kernel_layout,
+    label_einsum,
+    table_layout,
+)
 from ._shadow import Attributes
 
 Shape = tuple[int, ...]

@@ -27,8 +27,8 @@ from ..modules import (
     widen_policy,
 )
 from ..policy import Policy
-from ..quant._products import warn_of_odd_rows
-from ._cache import check_layer_cache
+from ..quant import warn_of_odd_rows
+from ._layer_state import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 

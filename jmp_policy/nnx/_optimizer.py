@@ -8,7 +8,7 @@ from flax import nnx
 from .. import optim
 from .._base import PyTree, split_state
 from ..loss_scale import find_scaled_state, has_scaled_state
-from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, warn_of_half_params
+from ..optim import ParameterUpdate, fill_zeros, overwrite_state, warn_of_half_params
 from ._layer_state import Float8State
 
 

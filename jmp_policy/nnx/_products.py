@@ -15,23 +15,24 @@ from jax.typing import DTypeLike
 from .._base import OVERWRITE, Args, remember_on_class
 from ..modules import make_subclass, read_wide, round_result
 from ..policy import Float8, Policy, Quantization, stored_format_of
-from ..quant import QuantizedArray, dot_product_attention, embedding_lookup
-from ..quant._layers import (
+from ..quant import (
     LayerFacts,
     LayerPlan,
     LayerProduct,
     Multiply,
     Promote,
+    QuantizedArray,
     WeightedLayer,
     attend,
     attention_format_of,
-    has_fewer_bits,
-    multiply_wide,
-)
-from ..quant._products import needs_state, new_state
-from ..quant._weights import (
+    dot_product_attention,
+    embedding_lookup,
     fake_quantize,
+    has_fewer_bits,
     match_format,
+    multiply_wide,
+    needs_state,
+    new_state,
     prepare_weight,
     stack_shape,
     table_layout,

@@ -16,39 +16,67 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 
 if _typing.TYPE_CHECKING:
-    from ._audit import (
+    from ._audit import audit as audit
+    from ._audit_report import (
         FINDINGS as FINDINGS,
         AuditReport as AuditReport,
         AuditRow as AuditRow,
         Finding as Finding,
         Matmul as Matmul,
-        audit as audit,
     )
-    from ._explain import Explanation as Explanation
-    from ._nonfinite import NonfiniteOrigin as NonfiniteOrigin, first_nonfinite as first_nonfinite
-    from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
-    from ._stats import (
-        FormatShares as FormatShares,
-        Row as Row,
-        Stats as Stats,
-        StatsHistory as StatsHistory,
-        collect as collect,
-    )
-    from ._traffic import Collective as Collective, Collectives as Collectives, collectives as collectives
+    from ._collect import collect as collect
+    from ._collectives import collectives as collectives
+    from ._collectives_report import Collective as Collective, Collectives as Collectives
+    from ._explanation import Explanation as Explanation
+    from ._first_nonfinite import first_nonfinite as first_nonfinite
+    from ._origin import NonfiniteOrigin as NonfiniteOrigin
+    from ._predict import predict as predict
+    from ._prediction import Prediction as Prediction, Reason as Reason
+    from ._stats import Stats as Stats
+    from ._stats_history import StatsHistory as StatsHistory
+    from ._stats_row import FormatShares as FormatShares, Row as Row
+
+    # for other packages of the library
+    # isort: off
+    # fmt: off
+    from ._explain import explain  # noqa: F401
+    from ._first_nonfinite import search_nonfinite  # noqa: F401
+    from ._remedies import reaches_pole  # noqa: F401
+    from ._tune import check_budget, name_metric, tune  # noqa: F401
+    from ._tune_search import Ranking, Subject, Trial, TrialLog, is_loss  # noqa: F401
+    from ._tuning import CHOSEN, Tuning  # noqa: F401
+    # fmt: on
+    # isort: on
 else:  # `optim` uses one of these and should not load the others
     _SOURCES = {
-        "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
-        "_explain": "Explanation",
-        "_nonfinite": "NonfiniteOrigin first_nonfinite",
-        "_predict": "Prediction Reason predict",
-        "_stats": "FormatShares Row Stats StatsHistory collect",
-        "_traffic": "Collective Collectives collectives",
+        "_audit": "audit",
+        "_audit_report": "AuditReport AuditRow FINDINGS Finding Matmul",
+        "_collect": "collect",
+        "_collectives": "collectives",
+        "_collectives_report": "Collective Collectives",
+        "_explanation": "Explanation",
+        "_first_nonfinite": "first_nonfinite",
+        "_origin": "NonfiniteOrigin",
+        "_predict": "predict",
+        "_prediction": "Prediction Reason",
+        "_stats": "Stats",
+        "_stats_history": "StatsHistory",
+        "_stats_row": "FormatShares Row",
+    }
+    _INTERNAL = {
+        "_explain": "explain",
+        "_first_nonfinite": "search_nonfinite",
+        "_remedies": "reaches_pole",
+        "_tune": "check_budget name_metric tune",
+        "_tune_search": "Ranking Subject Trial TrialLog is_loss",
+        "_tuning": "CHOSEN Tuning",
     }
     _MOVED = "Certificate Divergence OutputErrors ScopeErrors Worst certify diverge record"
     __getattr__, __dir__ = _load_lazily(
         __name__,
         _SOURCES,
         globals(),
+        internal=_INTERNAL,
         unlisted="AuditReport AuditRow Collective Collectives Explanation FINDINGS Finding FormatShares Matmul "
         "NonfiniteOrigin Prediction Reason Row Stats",
         elsewhere={name: f"contrib.{name}" for name in _MOVED.split()},

@@ -24,49 +24,69 @@ Half-precision parameters:
 import typing as _typing
 
 from .._base import load_lazily as _load_lazily
-from ._steps import (
-    LossScaledState as LossScaledState,
-    SkippedStep as SkippedStep,
-    accumulate as accumulate,
-    clip_by_global_norm as clip_by_global_norm,
-    find_origin as find_origin,
-    global_norm as global_norm,
-    loss_scaled as loss_scaled,
-    minimize as minimize,
-    raise_if_stuck as raise_if_stuck,
-    skip_nonfinite as skip_nonfinite,
-    step as step,
-)
+from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
+from ._minimize import minimize as minimize
+from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin, raise_if_stuck as raise_if_stuck
+from ._step import step as step
+from ._transformation import LossScaledState as LossScaledState
 
 if _typing.TYPE_CHECKING:
-    from ._half import (
-        KahanState as KahanState,
+    from ._cast_state import cast_state as cast_state
+    from ._master_weights import (
         MasterWeightsState as MasterWeightsState,
         SplitWeightsState as SplitWeightsState,
-        StochasticRoundingState as StochasticRoundingState,
-        kahan as kahan,
         master_params as master_params,
         master_weights as master_weights,
-        stochastic_rounding as stochastic_rounding,
         with_master_params as with_master_params,
     )
-    from ._moments import (
-        QuantizedMomentsState as QuantizedMomentsState,
-        cast_state as cast_state,
-        quantize_state as quantize_state,
-    )
+    from ._quantize_state import quantize_state as quantize_state
+    from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
+    from ._stochastic_rounding import (
+        KahanState as KahanState,
+        StochasticRoundingState as StochasticRoundingState,
+        kahan as kahan,
+        stochastic_rounding as stochastic_rounding,
+    )
+
+    # for other packages of the library
+    # isort: off
+    # fmt: off
+    from ._half_parameters import Storage  # noqa: F401
+    from ._master_weights import COPIES, SPLIT  # noqa: F401
+    from ._moment_blocks import MomentBlocks, Shape, dequantize_moment, quantize_moment  # noqa: F401
+    from ._moment_codes import find_role, list_roles  # noqa: F401
+    from ._quantize_state import CODES  # noqa: F401
+    from ._step import fill_zeros, overwrite_state, warn_of_half_params  # noqa: F401
+    from ._stochastic_rounding import COMPENSATED  # noqa: F401
+    from ._transformation import ParameterUpdate  # noqa: F401
+    # fmt: on
+    # isort: on
 else:  # most training loops need only the steps
     _SOURCES = {
-        "_half": "KahanState MasterWeightsState SplitWeightsState StochasticRoundingState kahan master_params "
-        "master_weights stochastic_rounding with_master_params",
-        "_moments": "QuantizedMomentsState cast_state quantize_state",
+        "_cast_state": "cast_state",
+        "_master_weights": "MasterWeightsState SplitWeightsState master_params master_weights with_master_params",
+        "_quantize_state": "quantize_state",
+        "_quantized_update": "QuantizedMomentsState",
         "_state_report": "MomentRow StateReport state_report",
+        "_stochastic_rounding": "KahanState StochasticRoundingState kahan stochastic_rounding",
+    }
+    _INTERNAL = {
+        "_half_parameters": "Storage",
+        "_master_weights": "COPIES SPLIT",
+        "_moment_blocks": "MomentBlocks Shape dequantize_moment quantize_moment",
+        "_moment_codes": "find_role list_roles",
+        "_quantize_state": "CODES",
+        "_step": "fill_zeros overwrite_state warn_of_half_params",
+        "_stochastic_rounding": "COMPENSATED",
+        "_transformation": "ParameterUpdate",
     }
     __getattr__, __dir__ = _load_lazily(
         __name__,
         _SOURCES,
         globals(),
+        internal=_INTERNAL,
         unlisted="KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState SkippedStep "
         "SplitWeightsState StateReport StochasticRoundingState",
         elsewhere={"pmean": "sharding.pmean"},

@@ -10,15 +10,10 @@ import numpy as np
 
 from .._base import PyTree, is_array, is_floating_dtype
 from ..report import Column, Plain, Report, Table, find_row, format_bytes, make_columns, make_plain, shorten_dtypes
-from ._moments import (
-    MomentBlocks,
-    QuantizedMomentsState,
-    choose_sides,
-    is_embedding,
-    list_moments,
-    map_moments,
-    show_path,
-)
+from ._moment_blocks import MomentBlocks, choose_sides
+from ._moment_codes import list_moments, map_moments
+from ._quantize_state import is_embedding, show_path
+from ._quantized_update import QuantizedMomentsState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,26 +1,28 @@
 """Policies, policies by path, their strings, and quantized formats as data."""
 
 from ._block_formats import (
+    MULTIPLE as MULTIPLE,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
-    BlockFormat as BlockFormat,
-    needs_rng as needs_rng,
-)
-from ._float8_format import (
-    MULTIPLE as MULTIPLE,
     ODD_ROWS as ODD_ROWS,
+    BlockFormat as BlockFormat,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
     Float8 as Float8,
+    needs_rng as needs_rng,
 )
 from ._formats import (
     KINDS as KINDS,
     PER_CHANNEL as PER_CHANNEL,
     Int4 as Int4,
     Int8 as Int8,
+    NumberFormat as NumberFormat,
     Quantization as Quantization,
     StoredFormat as StoredFormat,
+    find_format as find_format,
+    find_operand_format as find_operand_format,
+    parse_format as parse_format,
     parse_quantization as parse_quantization,
     stored_format_of as stored_format_of,
 )
@@ -37,12 +39,6 @@ from ._get_policy import (
 )
 from ._grammar import parse_policy as parse_policy
 from ._map_keys import Key as Key, covers_path as covers_path, spell_key as spell_key
-from ._number_formats import (
-    NumberFormat as NumberFormat,
-    find_format as find_format,
-    find_operand_format as find_operand_format,
-    parse_format as parse_format,
-)
 from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin
 from ._policy_map import (
     MapRule as MapRule,

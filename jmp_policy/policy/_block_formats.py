@@ -1,9 +1,191 @@
-"""Block-scaled formats MXFP8, MXFP4 and NVFP4. Data only."""
+"""The base class of quantized formats, which checks and spells their fields; `Float8` and its recipes. Data only."""
 
 import dataclasses
-from typing import ClassVar, Literal
+import typing
+from typing import Any, ClassVar, Literal, cast
 
-from ._float8_format import CheckedFormat
+from .._base import did_you_mean, quote
+
+MULTIPLE = 16  # hardware multiplies 8-bit floats only if all matmul sizes are multiples of this
+ODD_ROWS = f"the number of its rows is not a multiple of {MULTIPLE}"
+
+
+class CheckedFormat:
+    """Base class of quantized formats. Checks each field by its type, and spells those that differ from the default."""
+
+    kind: ClassVar[str]  # the name in policy strings
+    slash: ClassVar[str] = ""  # the field that a number after a slash sets
+    least: ClassVar[dict[str, int]] = {}  # the least values of the fields that cannot be 0
+    also: ClassVar[dict[str, int]] = {}  # lower values of fields with a meaning of their own
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(cast(Any, self)):
+            name, value = field.name, getattr(self, field.name)
+            example = f"For example: {type(self).__name__}({name}={field.default or 1})."
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(self).__name__}().")
+            if typing.get_origin(field.type) is Literal:
+                check_word(self, name, typing.get_args(field.type))
+            if field.type is not int:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
+            if value < (least := self.least.get(name, 0)) and value != self.also.get(name):
+                raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(cast(Any, self))
+        given = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
+        slash = f"/{given.pop(self.slash)}" if self.slash in given else ""
+        options = ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
+        return f"{self.kind}{slash}" + (f"({options})" if options else "")
+
+
+def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
+    """Raises unless a field is one of the known words."""
+    value = getattr(format, name)
+    if not isinstance(value, str) or value not in known:
+        example = f"For example: {type(format).__name__}({name}={known[-1]!r})."
+        raise ValueError(f"Unknown {name} {quote(value)}. {did_you_mean(value, known)} {example}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentScaling:
+    """Recipe that computes scales from the current values. No state is kept.
+
+    Args:
+      granularity: `"tensor"` for one scale per operand, or `"row"` for one scale per row of the left operand and per
+        column of the right operand, that is per slice along the axes that are not summed over.
+
+    Raises:
+      ValueError: the granularity is neither.
+
+    Source: NVIDIA Transformer Engine's `Float8CurrentScaling`; torchao's `float8` training (tensorwise and rowwise).
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.CurrentScaling()), str(jmp.quant.CurrentScaling("row"))
+    ('current', 'current/row')
+    """
+
+    granularity: str = "tensor"
+
+    def __post_init__(self) -> None:
+        check_word(self, "granularity", ("tensor", "row"))
+
+    def __str__(self) -> str:
+        return "current" if self.granularity == "tensor" else f"current/{self.granularity}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling:
+    """Recipe that computes scales from the largest magnitudes (amax) of earlier steps, kept as model state.
+
+    Each operand is read only once, because it is not measured before it is scaled. Values too large for the scale of
+    their step saturate.
+
+    The state is trained beside the parameters, under `jax.jit`: its gradient is its next value. In linen it is the
+    collection `_overwrite_with_gradient` that `model.init` returns beside `"params"`. Pass both to `value_and_grad`,
+    `tx.init` and `optim.step`, or to `linen.TrainState` as `params`; the `update` of plain optax would treat the state
+    as parameters. With `nn.scan` and `nn.vmap`, list `_overwrite_with_gradient` in `variable_axes`. In nnx it is
+    `nnx.Float8State`, which `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` update.
+
+    Args:
+      amax: `"max"` for the largest amax of the history, or `"most_recent"` for the last.
+      delay: number of steps until a measured amax takes effect. 1: the scale is computed from the history when it is
+        used, as in Flax. 2: the scale that the previous step stored is used, as in Keras.
+
+    Raises:
+      ValueError: an argument is none of these.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
+    `DelayedScaling`.
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.DelayedScaling()), str(jmp.quant.DelayedScaling("most_recent", delay=2))
+    ('delayed', 'delayed/most_recent/2')
+    """
+
+    amax: str = "max"
+    delay: int = 1
+
+    def __post_init__(self) -> None:
+        check_word(self, "amax", ("max", "most_recent"))
+        if type(self.delay) is not int or self.delay not in (1, 2):
+            raise ValueError(f"delay is 1 or 2, got {self.delay!r}. For example: DelayedScaling(delay=2).")
+
+    def __str__(self) -> str:
+        amax = "" if self.amax == "max" else f"/{self.amax}"
+        return f"delayed{amax}" if self.delay == 1 else f"delayed{amax}/{self.delay}"
+
+
+Recipe = CurrentScaling | DelayedScaling
+
+_DELAYED = [DelayedScaling(amax, delay) for amax in ("max", "most_recent") for delay in (1, 2)]
+_RECIPES: dict[str, Recipe] = {str(x): x for x in (*_DELAYED, CurrentScaling(), CurrentScaling("row"))}
+
+
+def parse_recipe(spec: object) -> Recipe:
+    """Reads a recipe from an instance or a string.
+
+    >>> parse_recipe("current / ROW"), parse_recipe("delayed/2")
+    (CurrentScaling(granularity='row'), DelayedScaling(amax='max', delay=2))
+    """
+    if isinstance(spec, Recipe):
+        return spec
+    text = "/".join(word.strip() for word in spec.lower().split("/")) if isinstance(spec, str) else ""
+    recipe = _RECIPES.get(text.replace("delayed/max", "delayed").replace("current/tensor", "current"))
+    if recipe is None:
+        raise ValueError(f"Unknown recipe {quote(spec)}. {did_you_mean(spec, _RECIPES)} For example: 'current/row'.")
+    return recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(CheckedFormat):
+    """Training in float8: e4m3 matmuls in the forward pass, e5m2 times e4m3 in the backward pass.
+
+    Weights stay in the parameter dtype: the operands of each matmul are scaled, saturated and rounded when it runs.
+    Matmuls whose sizes are not multiples of 16, or that are too small to gain, stay in the compute dtype;
+    `jmp_policy.explain` lists them. Only reverse-mode derivatives of first order are supported.
+
+    Args:
+      recipe: source of the scales: a `DelayedScaling`, a `CurrentScaling`, or the string of one.
+      amax_history_length: number of steps in the history of a delayed scale.
+      margin: scales leave a factor of `2**margin` of headroom below the largest value of the format.
+      weight_grad: if True, the weight gradient is computed in float8 too; otherwise in the compute dtype.
+      min_size: weights with fewer elements stay in the compute dtype. For small layers the casts cost more time than
+        the 8-bit matmul saves. The break-even size depends on the device.
+      attention: as for `Int8`; only with `CurrentScaling`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type or an unknown value, or `attention` has delayed scaling.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
+    `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.Float8(amax_history_length=16)), str(jmp.quant.Float8("current/row", margin=1))
+    ('float8/16', 'float8(recipe=current/row,margin=1)')
+    """
+
+    kind = "float8"
+    slash = "amax_history_length"
+    least = {"amax_history_length": 1}  # noqa: RUF012
+
+    recipe: Recipe | str = DelayedScaling()
+    amax_history_length: int = 1024
+    margin: int = 0
+    weight_grad: bool = True
+    min_size: int = 2**14
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", parse_recipe(self.recipe))
+        super().__post_init__()
+        if self.attention and isinstance(self.recipe, DelayedScaling):
+            raise ValueError(
+                f"attention keeps no state, which the recipe {str(self.recipe)!r} needs. "
+                "For example: Float8(recipe='current', attention=True)."
+            )
 
 
 class _Blocks(CheckedFormat):

@@ -26,7 +26,7 @@ from ..report import (
     make_columns,
     plot_bars,
 )
-from ._weights import QuantizedArray
+from ._array import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,23 +11,12 @@ from jax import lax
 
 from .._base import DTypeLike, is_floating_dtype
 from ..policy import MXFP8, BlockFormat, Float8, Int8, Quantization, needs_rng, parse_quantization
-from ._products import (
-    Bilinear,
-    Call,
-    Sharding,
-    State,
-    block_product,
-    describe_convolution,
-    describe_dot_general,
-    describe_einsum,
-    float8_product,
-    is_matmul,
-    multiply_quantized,
-    needs_state,
-    new_state,
-    reason_not_float8,
-)
-from ._weights import FakeQuantized, Layout, QuantizedArray, StoredWeight, block_length, fake_quantize, table_layout
+from ._array import QuantizedArray
+from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum, is_matmul
+from ._float8_product import State, float8_product, needs_state, new_state, reason_not_float8
+from ._layout import Layout, block_length, table_layout
+from ._product import block_product, multiply_quantized
+from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 
 def dot_general(

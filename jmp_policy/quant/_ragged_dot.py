@@ -18,20 +18,14 @@ from jax import lax
 
 from .._base import DTypeLike, quote
 from ..policy import MXFP8, Int8, Quantization
+from ._array import QuantizedArray
+from ._bilinear import RaggedDot, label_ragged_dot, make_ragged_dot, vary_together
+from ._float8_product import float8_product, why_sizes_wide
+from ._layout import Layout, block_length
 from ._numbers import measure_amax, measure_row_amax, quantize_symmetric
 from ._operations import check_floating, parse_product_format
-from ._products import (
-    RaggedDot,
-    float8_product,
-    label_ragged_dot,
-    make_ragged_dot,
-    multiply_integers,
-    multiply_rows,
-    vary_together,
-    why_sizes_wide,
-    wide_product,
-)
-from ._weights import Layout, QuantizedArray, block_length
+from ._product import multiply_integers, multiply_rows
+from ._wide_product import wide_product
 
 
 def ragged_dot(

@@ -9,7 +9,7 @@ from jax import lax
 from programs import trace
 
 import jmp_policy as jmp
-from jmp_policy.autocast._rewrite import _tables
+from jmp_policy.autocast import _tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

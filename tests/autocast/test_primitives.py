@@ -17,8 +17,7 @@ from meshes import make_mesh
 from programs import trace
 
 import jmp_policy as jmp
-from jmp_policy.autocast import autocast
-from jmp_policy.autocast._rewrite import _tables
+from jmp_policy.autocast import _tables, autocast
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from programs import trace
 
 import jmp_policy as jmp
-from jmp_policy.autocast._rewrite import _residuals
+from jmp_policy.autocast import _residuals
 
 HALVES = ["bfloat16", "float16"]
 EYE = jnp.eye(64)

@@ -2,8 +2,8 @@
 
 from jmp_policy._jaxpr import PRIMITIVES
 from jmp_policy._jaxpr._rewriter import WRITERS
-from jmp_policy.autocast._rewrite import _tables
-from jmp_policy.autocast._rewrite._tables import Precision
+from jmp_policy.autocast import _tables
+from jmp_policy.autocast._tables import Precision
 
 TABLES = {precision: getattr(_tables, precision.name) for precision in Precision}
 

@@ -15,7 +15,7 @@ from quantized_models import square
 
 from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
 from jmp_policy._jaxpr import walk
-from jmp_policy.quant._weights import Layout
+from jmp_policy.quant._layout import Layout
 
 POLICY = "int8_from_mixed_bfloat16"
 FORMATS = ["int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)"]

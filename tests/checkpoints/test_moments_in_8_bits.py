@@ -15,7 +15,7 @@ from saved_states import SAVERS, assert_same
 
 import jmp_policy as jmp
 from jmp_policy.optim import loss_scaled, master_weights, quantize_state
-from jmp_policy.optim._moments._moment_codes import list_moments
+from jmp_policy.optim._moment_codes import list_moments
 
 SHAPES = {"block": {"w": (64, 16)}, "w": (64, 24), "b": (24,)}
 OPTIMIZERS = {"adamw": lambda: optax.adamw(1e-2), "lion": lambda: optax.lion(1e-3), "adan": lambda: optax.adan(1e-2)}

@@ -203,7 +203,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def inspect(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("jmp_policy.numerics._audit._audit._Inspector", inspect)
+    monkeypatch.setattr("jmp_policy.numerics._audit._Inspector", inspect)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["audit", "audited_module:good", "--args", "audited_module:arguments"])
 

@@ -129,6 +129,6 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def describe(*_):
         raise ValueError("a bug")
 
-    monkeypatch.setattr("jmp_policy.numerics._stats._collect._describe_line", describe)
+    monkeypatch.setattr("jmp_policy.numerics._collect._describe_line", describe)
     with pytest.raises(ValueError, match="a bug"):
         main(PRODUCT)

@@ -17,7 +17,7 @@ from pages import assert_prints, read_blocks
 from public_names import find_public_names, list_exported
 
 import jmp_policy as jmp
-from jmp_policy.autocast._rewrite import _tables
+from jmp_policy.autocast import _tables
 from jmp_policy.cli._commands import COMMANDS
 
 REFERENCE = generated.REFERENCE

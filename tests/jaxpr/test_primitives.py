@@ -12,16 +12,18 @@ from jax import lax
 from jmp_policy import NoOpLossScale, grad
 from jmp_policy._jaxpr import CALLED, DEVICE_SUMS, PRIMITIVES, Fact, _cost, _primitives, having
 from jmp_policy._jaxpr._rewriter import WRITERS
-from jmp_policy.autocast._rewrite import _precision
-from jmp_policy.gradients._reduce import _marks as reduction_tables
-from jmp_policy.numerics import audit
-from jmp_policy.numerics._audit import _audit
-from jmp_policy.numerics._explain import _operations
-from jmp_policy.numerics._nonfinite import _extremes
-from jmp_policy.numerics._predict import _flow as prediction_flow
-from jmp_policy.numerics._traffic import _traced
-from jmp_policy.optim._moments import _elementwise
-from jmp_policy.sharding import _reads
+from jmp_policy.autocast import _precision
+from jmp_policy.gradients import _reduce_marks as reduction_tables
+from jmp_policy.numerics import (
+    _audit,
+    _explain as _operations,
+    _extremes,
+    _predict_flow as prediction_flow,
+    _traced,
+    audit,
+)
+from jmp_policy.optim import _moment_codes as _elementwise
+from jmp_policy.sharding import _gather_params as _reads
 
 ALL_PRIMITIVES = """
 import gc, jax, jax.lax, jax.extend.core.primitives

@@ -16,7 +16,7 @@ from programs import program_text
 
 import jmp_policy as jmp
 from jmp_policy.quant import QuantizedArray, quantize, quantize_array
-from jmp_policy.quant._weights._layout import Layout
+from jmp_policy.quant._layout import Layout
 
 X = jnp.linspace(-2.0, 2.0, 2 * 3 * 8).reshape(2, 3, 8)
 IMAGE = jnp.linspace(-2.0, 2.0, 2 * 4 * 4 * 8).reshape(2, 4, 4, 8)

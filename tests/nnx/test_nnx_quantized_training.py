@@ -14,7 +14,7 @@ from programs import assert_costs_no_more, cost
 import jmp_policy as jmp
 from benchmarks._targets import cpu
 from jmp_policy.quant import quantize, quantize_array
-from jmp_policy.quant._weights._layout import table_layout
+from jmp_policy.quant._layout import table_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

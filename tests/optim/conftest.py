@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jmp_policy.optim._moments import _quantized_update
+from jmp_policy.optim import _quantized_update
 
 
 @pytest.fixture(autouse=True)

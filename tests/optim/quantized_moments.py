@@ -10,14 +10,7 @@ import numpy as np
 import optax
 from optax import contrib
 
-from jmp_policy.optim._moments._moment_codes import (
-    DYNAMIC,
-    MU,
-    UNSIGNED_FLOAT,
-    find_step,
-    list_roles,
-    map_moments,
-)
+from jmp_policy.optim._moment_codes import DYNAMIC, MU, UNSIGNED_FLOAT, find_step, list_roles, map_moments
 
 
 def _matrices(params: Any) -> Any:

@@ -6,7 +6,7 @@ from unittest import mock
 
 from jax import lax
 
-from jmp_policy.optim._steps import _loss_scaled
+from jmp_policy.optim import _loss_scaled
 
 FORMS = ("branch", "select")
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from programs import cost, operations
 
-from jmp_policy.optim._moments._moment_codes import DYNAMIC, UNSIGNED_FLOAT, DynamicCode, UnsignedFloatCode
+from jmp_policy.optim._moment_codes import DYNAMIC, UNSIGNED_FLOAT, DynamicCode, UnsignedFloatCode
 
 CODES = {"dynamic": DYNAMIC, "unsigned_float": UNSIGNED_FLOAT}
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.optim._steps._minimize import call_without_casts
+from jmp_policy.optim._minimize import call_without_casts
 
 HALF = jnp.float16
 W = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)

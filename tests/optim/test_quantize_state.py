@@ -23,8 +23,8 @@ from quantized_moments import (
 )
 
 from jmp_policy import optim
-from jmp_policy.optim._moments._moment_blocks import number_positions
-from jmp_policy.optim._moments._quantized_update import _hash
+from jmp_policy.optim._moment_blocks import number_positions
+from jmp_policy.optim._quantized_update import _hash
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 

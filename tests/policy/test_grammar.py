@@ -24,7 +24,7 @@ from jmp_policy.policy import (
     Int8,
     parse_quantization,
 )
-from jmp_policy.policy._float8_format import parse_recipe
+from jmp_policy.policy._block_formats import parse_recipe
 from jmp_policy.policy._grammar import parse_policy
 from jmp_policy.policy._policy import PRECISIONS
 

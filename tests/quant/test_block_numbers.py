@@ -14,15 +14,7 @@ from meshes import make_mesh
 from programs import cost
 from properties import examples
 
-from jmp_policy.quant._numbers._block_numbers import (
-    Blocks,
-    dequantize,
-    draw_noise,
-    pack,
-    quantize_mx,
-    quantize_nv,
-    unpack,
-)
+from jmp_policy.quant._block_numbers import Blocks, dequantize, draw_noise, pack, quantize_mx, quantize_nv, unpack
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn}
 ROUNDINGS = ["up", "floor"]

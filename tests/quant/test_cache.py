@@ -12,7 +12,7 @@ from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmp_policy as jmp
-from jmp_policy.quant._layers import CacheSlot
+from jmp_policy.quant._attention import CacheSlot
 
 FORMATS = ["int8", "float8_e4m3fn"]
 HEADS, DEPTH, FEATURES, TOKENS, BATCH = 2, 8, 16, 12, 3

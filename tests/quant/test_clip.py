@@ -7,7 +7,7 @@ import pytest
 import quant_reference as reference
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._numbers._numbers import _FRACTIONS, choose_peak
+from jmp_policy.quant._numbers import _FRACTIONS, choose_peak
 
 LENGTH = 64
 quantized = jax.jit(quantize_array, static_argnums=1, static_argnames="clip")

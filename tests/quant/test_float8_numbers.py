@@ -10,7 +10,7 @@ import pytest
 from float8_reference import FORMATS, LARGEST, TWO_AXES, computed, fresh_state, rolled, scale_from
 
 from jmp_policy.quant import Float8
-from jmp_policy.quant._numbers._numbers import compute_scale, measure_amax, saturate
+from jmp_policy.quant._numbers import compute_scale, measure_amax, saturate
 
 TINY = np.finfo(np.float32).tiny
 Float8 = functools.partial(Float8, amax_history_length=3, min_size=0)

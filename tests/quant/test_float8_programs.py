@@ -10,7 +10,7 @@ from float8_reference import NHWC, TWO_AXES
 from programs import program_text
 
 from jmp_policy.quant import Float8, conv_general_dilated, einsum, float8_state
-from jmp_policy.quant._products._float8_product import needs_state
+from jmp_policy.quant._float8_product import needs_state
 
 Float8 = functools.partial(Float8, amax_history_length=4, min_size=0)
 DELAYED, CURRENT = Float8(), Float8("current")

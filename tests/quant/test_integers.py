@@ -8,13 +8,8 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._numbers import unpack
-from jmp_policy.quant._numbers._numbers import (
-    measure_amax,
-    measure_bounds,
-    quantize_asymmetric,
-    quantize_symmetric,
-)
+from jmp_policy.quant._block_numbers import unpack
+from jmp_policy.quant._numbers import measure_amax, measure_bounds, quantize_asymmetric, quantize_symmetric
 
 LENGTH, BLOCK = 33, 11
 FORMATS = ("int8", f"int4/{BLOCK}")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jmp_policy import quant
-from jmp_policy.quant._numbers._numbers import measure_amax, measure_bounds
+from jmp_policy.quant._numbers import measure_amax, measure_bounds
 
 BAD = [np.nan, np.inf, -np.inf]
 POLICIES = ["int8", "int8(activations=false)", "int4", "float8(recipe=current)", "float8(recipe=current/row)", "float8"]

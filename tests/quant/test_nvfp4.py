@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 from jmp_policy.quant import NVFP4, dot_general, einsum
-from jmp_policy.quant._numbers._block_numbers import make_hadamard
+from jmp_policy.quant._block_numbers import make_hadamard
 
 DIMENSIONS = (((1,), (0,)), ((), ()))
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -14,7 +14,7 @@ from properties import examples
 from quant_reference import HALF, find_ties, fresh, rounded_rows
 
 from jmp_policy.quant import conv_general_dilated, dot_general, einsum, embedding_lookup, quantize_array
-from jmp_policy.quant._weights._layout import Layout, table_layout
+from jmp_policy.quant._layout import Layout, table_layout
 
 EPS = 2.0**-22  # a sum of integers becomes a float32 and is multiplied twice
 ROWS = (((1,), (0,)), ((), ()))

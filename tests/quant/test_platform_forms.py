@@ -10,7 +10,7 @@ from jax import export
 from quant_reference import TINY, edge_columns, fresh
 
 from jmp_policy.quant import dot_general, quantize_array
-from jmp_policy.quant._numbers._numbers import _measure_by_bits, _round_behind_barrier, measure_amax
+from jmp_policy.quant._numbers import _measure_by_bits, _round_behind_barrier, measure_amax
 
 ROWS = (((1,), (0,)), ((), ()))
 X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32)))

@@ -12,8 +12,8 @@ from meshes import find_devices
 from quant_reference import fresh
 
 from jmp_policy.quant import Int8, conv_general_dilated, dot_general, embedding_lookup, quantize_array
-from jmp_policy.quant._weights._layout import Layout, kernel_layout, table_layout
-from jmp_policy.quant._weights._weight import FakeQuantized
+from jmp_policy.quant._layout import Layout, kernel_layout, table_layout
+from jmp_policy.quant._quantizer import FakeQuantized
 
 ROWS = (((1,), (0,)), ((), ()))
 FORMATS = ("int8", "int8(activations=false)", "int4/8")

@@ -10,7 +10,7 @@ from flax.core import FrozenDict, freeze, meta
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.quant._weights._weight import match_format
+from jmp_policy.quant._quantizer import match_format
 
 KERNEL = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)
 

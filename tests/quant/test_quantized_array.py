@@ -17,7 +17,7 @@ from quant_reference import fresh
 
 import jmp_policy as jmp
 from jmp_policy.quant import QuantizedArray, quantize_array
-from jmp_policy.quant._weights._layout import Layout, kernel_layout, table_layout
+from jmp_policy.quant._layout import Layout, kernel_layout, table_layout
 
 FORMATS = (
     "int8",

@@ -11,7 +11,7 @@ from jax import export, lax
 
 import jmp_policy as jmp
 from jmp_policy.quant._operations import OPERATIONS
-from jmp_policy.quant._products._wide_product import wide_product
+from jmp_policy.quant._wide_product import wide_product
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
 PRODUCTS = {

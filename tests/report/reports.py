@@ -20,10 +20,10 @@ from jmp_policy.numerics import (
     Reason,
     Stats,
 )
-from jmp_policy.numerics._explain import Explanation, ModuleRow
-from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
+from jmp_policy.numerics._explanation import Explanation, ModuleRow
+from jmp_policy.numerics._stats_measure import StatsSpec
+from jmp_policy.numerics._stats_record import Record
+from jmp_policy.numerics._stats_row import StatsLayout, TensorInfo
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
 

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from reports import NAMES, REPORTS
 
 import jmp_policy as jmp
-from jmp_policy.numerics._tune import Tuning
+from jmp_policy.numerics._tuning import Tuning
 from jmp_policy.report import Column, Report, Table
 from jmp_policy.report._report import draw_table, is_fitting, measure_width, wrap_note
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_policy.sharding._reads import find_reads
+from jmp_policy.sharding._gather_params import find_reads
 
 HALF = {jnp.dtype(jnp.bfloat16)}
 W, X = jnp.ones((4, 4)), jnp.ones((4, 4), jnp.bfloat16)

@@ -1,4 +1,3 @@
 """Certificates: interval analysis of a small function's jaxpr."""
 
-from ._certificate import Certificate as Certificate
-from ._certify import certify as certify
+from ._certificate import Certificate as Certificate, certify as certify

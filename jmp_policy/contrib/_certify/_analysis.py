@@ -39,8 +39,7 @@ from ._faults import (
     make_fault,
 )
 from ._interpreter import MOST_ITERATIONS, Interpreter
-from ._intervals import INF, OPEN_LIMITS, RULES, Interval, bound_dtype, hull, is_real
-from ._rounding import find_eps, round_interval
+from ._intervals import INF, OPEN_LIMITS, RULES, Interval, bound_dtype, find_eps, hull, is_real, round_interval
 
 _MOST_REFINED = 128
 """Maximum number of operations before a `select_n` that are bounded again for the elements that it selects."""

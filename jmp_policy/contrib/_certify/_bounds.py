@@ -10,8 +10,7 @@ from jax.extend.core import JaxprEqn
 from ..._base import is_floating_dtype
 from ..._jaxpr import Fact, array_dtype, having
 from ._faults import Around, Fault
-from ._intervals import INF, Interval, hull
-from ._rounding import next_above
+from ._intervals import INF, Interval, hull, next_above
 
 Layout = tuple[int | None, ...]
 """For each axis of an array, the axis of another array that it goes along; None if its elements repeat along it."""

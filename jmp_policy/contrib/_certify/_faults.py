@@ -8,8 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import is_floating_dtype
 from ..._jaxpr import Step, find_line, find_origin, split_line
-from ._intervals import INF, Interval, is_in_bounds
-from ._rounding import find_tiny
+from ._intervals import INF, Interval, find_tiny, is_in_bounds
 
 Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
 """The enclosing equations, as in `Step`."""

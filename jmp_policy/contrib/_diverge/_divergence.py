@@ -14,7 +14,7 @@ from jax.core import Tracer
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ...report import REFERENCE_LINE, Plain, Report, Table, make_columns, make_figure, make_finite, make_plain
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
-from ._plan import RowLayout, TableLayout
+from ._run import RowLayout, TableLayout
 from ._scopes import is_inside
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 from jmp_policy.contrib._certify._faults import find_invalid
-from jmp_policy.contrib._certify._intervals import INF, RULES, Interval
-from jmp_policy.contrib._certify._rounding import round_interval
+from jmp_policy.contrib._certify._intervals import INF, RULES, Interval, round_interval
 
 UNARY = {
     name: getattr(lax, name)

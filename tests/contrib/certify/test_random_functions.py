@@ -8,7 +8,7 @@ from certified import draw
 from random_functions import make_function
 
 from jmp_policy.contrib import certify
-from jmp_policy.contrib._certify._certify import list_inputs
+from jmp_policy.contrib._certify._certificate import list_inputs
 from jmp_policy.contrib._certify._interpreter import FaultSearch
 
 

@@ -25,10 +25,10 @@ from flax import nnx, serialization
 
 import jmp_policy as jmp
 from jmp_policy import contrib, quant
-from jmp_policy.contrib._layer_by_layer._awq import round_with_input_scales, take_blocks
-from jmp_policy.contrib._layer_by_layer._matrix import add_input_scale, measure_inputs
+from jmp_policy.contrib._gptq_awq import round_with_input_scales, take_blocks
+from jmp_policy.contrib._layer_by_layer import add_input_scale, measure_inputs
+from jmp_policy.quant._layout import Layout
 from jmp_policy.quant._numbers import Quantized, to_numbers
-from jmp_policy.quant._weights import Layout
 
 
 def round_in_float64(weight, scales, block):

@@ -25,11 +25,11 @@ from flax import nnx
 
 import jmp_policy as jmp
 from jmp_policy import contrib, quant
-from jmp_policy.contrib._layer_by_layer._gptq import Rounding, round_by_hessian
-from jmp_policy.contrib._layer_by_layer._passes import read_inputs
+from jmp_policy.contrib._gptq_awq import Rounding, round_by_hessian
+from jmp_policy.contrib._layer_by_layer import read_inputs
+from jmp_policy.quant._bilinear import describe_convolution, describe_dot_general, describe_einsum
+from jmp_policy.quant._layout import Layout
 from jmp_policy.quant._numbers import to_numbers
-from jmp_policy.quant._products import describe_convolution, describe_dot_general, describe_einsum
-from jmp_policy.quant._weights import Layout
 
 
 def round_columns(weight, hessian, damping, rounding):

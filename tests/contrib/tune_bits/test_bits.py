@@ -14,9 +14,9 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.contrib._tune_bits import _choice
-from jmp_policy.contrib._tune_bits._layers import Layer, Model
-from jmp_policy.numerics._tune import Subject
+from jmp_policy.contrib import _tune_bits as _choice
+from jmp_policy.contrib._bit_tuning import Layer, Model
+from jmp_policy.numerics._tune_search import Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
 FORMATS = [INT8, INT4, "bfloat16"]

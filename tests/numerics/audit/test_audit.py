@@ -17,7 +17,7 @@ from planted import bf16, f16, f32
 
 import jmp_policy as jmp
 from jmp_policy.numerics import FINDINGS, audit
-from jmp_policy.numerics._audit._report import REMEDIES
+from jmp_policy.numerics._audit_report import REMEDIES
 
 W = f32(8, 8)
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

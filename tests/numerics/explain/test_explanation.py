@@ -7,7 +7,7 @@ import re
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy.numerics._explain import Explanation, ModuleRow
+from jmp_policy.numerics._explanation import Explanation, ModuleRow
 
 MIXED = jmp.get_policy("mixed_bfloat16")
 ROOT = ModuleRow("", "Net", MIXED, "default", (), ("float32",), ("float32",), ("bfloat16",), 0, 0, ())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jmp_policy._jaxpr import find_half_sum, walk
-from jmp_policy.numerics._explain._operations import computes, list_read_dtypes
+from jmp_policy.numerics._explain import computes, list_read_dtypes
 
 X = jnp.ones(3)
 

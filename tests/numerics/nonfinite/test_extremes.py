@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jmp_policy._jaxpr import evaluate, record_program
-from jmp_policy.numerics._nonfinite._extremes import (
+from jmp_policy.numerics._extremes import (
     INFINITY,
     NEVER,
     Extremes,

@@ -12,7 +12,7 @@ from faults import FAULTS, assert_is, assert_ranges_are
 from oracle import find_origin
 
 from jmp_policy.numerics import first_nonfinite
-from jmp_policy.numerics._nonfinite import search_nonfinite
+from jmp_policy.numerics._first_nonfinite import search_nonfinite
 
 EAGER = ("turn of a while", "trap of where")
 

@@ -16,7 +16,7 @@ from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
-from jmp_policy.numerics._nonfinite._remedies import Words, read_words, write_words
+from jmp_policy.numerics._remedies import Words, read_words, write_words
 
 
 def divide(x, y):

@@ -9,7 +9,7 @@ from jax.scipy.special import digamma, gammaln
 
 import jmp_policy as jmp
 from jmp_policy._jaxpr import walk
-from jmp_policy.numerics._nonfinite._remedies import Words, find_op_roles, find_remedy, read_words, write_words
+from jmp_policy.numerics._remedies import Words, find_op_roles, find_remedy, read_words, write_words
 
 ZERO = np.array([0.0, 2.0], np.float32)
 W = np.arange(9, dtype=np.float32).reshape(3, 3)

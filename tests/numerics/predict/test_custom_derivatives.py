@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import jmp_policy as jmp
 from jmp_policy.numerics import collect, predict
-from jmp_policy.numerics._predict._predict import keep_in_float32
+from jmp_policy.numerics._predict import keep_in_float32
 
 HALF = "params=float32,compute=float16,output=float32"
 W = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmp_policy.numerics import collect
-from jmp_policy.numerics._predict._losses import (
+from jmp_policy.numerics._predict_losses import (
     MOST_ERROR,
     choose_scale,
     estimate_error,

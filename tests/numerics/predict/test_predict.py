@@ -15,7 +15,7 @@ from planted_models import KINDS, MOST_ERROR, make_model, try_model
 
 import jmp_policy as jmp
 from jmp_policy.numerics import StatsHistory, collect, predict
-from jmp_policy.numerics._stats._choice import find_program
+from jmp_policy.numerics._stats_choice import find_program
 
 HALF = "params=float32,compute=float16,output=float32"
 QUICK, SLOW = range(3), range(3, 40)

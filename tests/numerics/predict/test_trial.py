@@ -14,9 +14,9 @@ import jmp_policy.nnx
 from jmp_policy._jaxpr import float_dtype, walk
 from jmp_policy._jaxpr._source import ModulePaths, Modules
 from jmp_policy.numerics import collect
-from jmp_policy.numerics._predict._flow import list_operations
-from jmp_policy.numerics._predict._trial import try_policy
-from jmp_policy.numerics._stats._choice import find_program
+from jmp_policy.numerics._predict_flow import list_operations
+from jmp_policy.numerics._predict_trial import try_policy
+from jmp_policy.numerics._stats_choice import find_program
 
 X = jnp.ones((4, 8))
 HALF = "params=float32,compute=float16,output=float32"

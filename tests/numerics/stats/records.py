@@ -5,10 +5,10 @@ import math
 import ml_dtypes
 import numpy as np
 
-from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS
-from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import StatsLayout, TensorInfo
+from jmp_policy.numerics._stats_counting import FIRST_EXPONENT, HISTOGRAM_BINS
+from jmp_policy.numerics._stats_measure import StatsSpec
+from jmp_policy.numerics._stats_record import Record
+from jmp_policy.numerics._stats_row import StatsLayout, TensorInfo
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn")
 SHAPE = (4, 8)

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
-from jmp_policy.numerics._stats._counting import FIRST_EXPONENT, HISTOGRAM_BINS, measure_exactly
-from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._record import Record
+from jmp_policy.numerics._stats_counting import FIRST_EXPONENT, HISTOGRAM_BINS, measure_exactly
+from jmp_policy.numerics._stats_measure import StatsSpec
+from jmp_policy.numerics._stats_record import Record
 from jmp_policy.policy import parse_format
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

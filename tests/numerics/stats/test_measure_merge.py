@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.numerics._stats._record import Record, fold, join_records, merge
+from jmp_policy.numerics._stats_measure import StatsSpec
+from jmp_policy.numerics._stats_record import Record, fold, join_records, merge
 
 SPEC = StatsSpec(("float16", "float8_e4m3fn"))
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 from jmp_policy.numerics import collect
-from jmp_policy.numerics._stats._measure import StatsSpec
+from jmp_policy.numerics._stats_measure import StatsSpec
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 SAMPLE = 4096

@@ -14,9 +14,9 @@ from jax import lax
 from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
 
 from jmp_policy.numerics import Row, Stats
-from jmp_policy.numerics._stats._counting import HISTOGRAM_BINS
-from jmp_policy.numerics._stats._record import Record
-from jmp_policy.numerics._stats._row import StatsLayout
+from jmp_policy.numerics._stats_counting import HISTOGRAM_BINS
+from jmp_policy.numerics._stats_record import Record
+from jmp_policy.numerics._stats_row import StatsLayout
 
 PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
 LAYOUT = make_layout(*map(make_site, PATHS))

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
-from jmp_policy.numerics._stats._history import MOST_ROWS
+from jmp_policy.numerics._stats_history import MOST_ROWS
 from jmp_policy.report import BEFORE, FORMAT_STYLES
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

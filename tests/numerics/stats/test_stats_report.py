@@ -8,7 +8,7 @@ import pytest
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats
-from jmp_policy.numerics._stats._row import StatsLayout
+from jmp_policy.numerics._stats_row import StatsLayout
 
 
 def make_stats(sites, tensors, formats=("float16", "bfloat16")):

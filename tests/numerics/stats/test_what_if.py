@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.numerics._stats._measure import StatsSpec
-from jmp_policy.quant._numbers._block_numbers import dequantize, quantize_mx, quantize_nv
+from jmp_policy.numerics._stats_measure import StatsSpec
+from jmp_policy.quant._block_numbers import dequantize, quantize_mx, quantize_nv
 
 INTEGERS = {"int8": (127, 128), "int4": (7, 128), "int8/64": (127, 64), "int4/32": (7, 32)}
 

@@ -13,7 +13,7 @@ from meshes import make_mesh
 from properties import examples
 
 from jmp_policy.numerics import Collective, Collectives, collectives
-from jmp_policy.numerics._traffic._hlo import find_group, parse_module, partition
+from jmp_policy.numerics._hlo import find_group, parse_module, partition
 
 DATA = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 

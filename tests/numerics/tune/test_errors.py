@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.numerics._tune._tuning import FLOOR, measure_largest_error
+from jmp_policy.numerics._tuning import FLOOR, measure_largest_error
 
 
 def relative(got, wanted, least=0.0):

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from jmp_policy.numerics._tune._search import find_smallest_set
+from jmp_policy.numerics._tune_search import find_smallest_set
 
 
 def plant(culprits):

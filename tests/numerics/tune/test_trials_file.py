@@ -8,7 +8,7 @@ import pytest
 from tuned_net import ARGS, HALF, net
 
 import jmp_policy as jmp
-from jmp_policy.numerics._tune import _tune
+from jmp_policy.numerics import _tune
 
 
 class Counted:

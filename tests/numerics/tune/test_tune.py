@@ -13,8 +13,8 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics._tune import _search
-from jmp_policy.numerics._tune._tune import _make_subject
+from jmp_policy.numerics import _tune_search as _search
+from jmp_policy.numerics._tune import _make_subject
 from jmp_policy.policy import make_map
 
 HALF = "params=float32,compute=float16,output=none"

@@ -1,0 +1,120 @@
+"""Follows weights through a jaxpr, to the matmuls and convolutions that read them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
+from ..quant import WHY_TABLES_WIDE
+from ._place import EquationPlace
+from ._precision import PRODUCTS
+from ._weight_products import Product
+
+Names = frozenset[int]
+"""The numbers of the weights that a value consists of; empty for a value that is not a weight."""
+
+NO_WEIGHT: Names = frozenset()
+A_WEIGHT: Names = frozenset([0])
+
+WEIGHT_PRODUCTS = PRODUCTS | {"ragged_dot_general"}
+"""Primitives that are quantized if one operand is a weight."""
+
+_FOLLOWED = (having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"convert_element_type"}) - {"gather", "tile"}
+"""Primitives whose output is a weight if all their floating operands are. A `gather` reads rows of a table."""
+
+
+WHY_BACKWARD = "its backward pass was traced inside of autocast: write grad(autocast(f)) instead of autocast(grad(f))"
+
+
+def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
+    """Returns the weights in each output of an equation without sub-jaxprs, given those in its operands."""
+    if eqn.primitive.name not in _FOLLOWED or not any(names):
+        return [NO_WEIGHT] * len(eqn.outvars)
+    if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
+        return list(names)
+    sizes = {math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])}
+    repeats = eqn.primitive.name == "broadcast_in_dim" and len(sizes) > 1
+    floating = [own for own, atom in zip(names, eqn.invars, strict=True) if is_float(atom)]
+    joined = NO_WEIGHT if repeats else _join_weights(floating)
+    return [joined if is_float(var) else NO_WEIGHT for var in eqn.outvars]
+
+
+def _join_weights(names: Sequence[Names]) -> Names:
+    """Returns all weights, or none if one of the values is not a weight."""
+    return NO_WEIGHT.union(*names) if all(names) else NO_WEIGHT
+
+
+class WeightUse(NamedTuple):
+    """An equation that reads weights and does more than moving them."""
+
+    names: Names
+    product: Product | str  # its quantized form, or the reason to leave it
+    is_product: bool  # True for a matmul or convolution
+    is_lookup: bool = False  # True if it reads rows of a table
+
+
+class WeightFinder(NamedTuple):
+    """Finds the uses of weights in a jaxpr."""
+
+    # Returns the quantized form of a matmul, or the reason to leave it.
+    find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], Product | str]
+    contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]  # as in `Rule`
+    enters: Callable[[JaxprEqn, EquationPlace], bool]  # true for equations whose sub-jaxprs are rewritten
+
+    def find(self, program: Jaxpr, names: Sequence[Names], place: EquationPlace) -> tuple[list[WeightUse], list[Names]]:
+        """Returns the uses, and the weights in the outputs of a jaxpr, given those in its arguments."""
+        known: dict[Atom, Names] = dict(zip(program.invars, names, strict=True))
+        uses: list[WeightUse] = []
+        for eqn, here in zip(program.eqns, self.contexts(place, program), strict=True):
+            read = _look_up(known, eqn.invars)
+            if not any(read):
+                continue
+            bodies = sub_jaxprs(eqn)
+            if bodies and self.enters(eqn, here):
+                found = [self._find_inside(body, known, here) for body in bodies]
+                uses += [use for inside, _ in found for use in inside]
+                outputs = [leaving for body, (_, leaving) in zip(bodies, found, strict=True) if body.outputs]
+                known.update(zip(eqn.outvars, map(_join_weights, zip(*outputs, strict=True)), strict=False))
+            else:
+                known.update(zip(eqn.outvars, follow_weights(eqn, read), strict=True))
+                uses += self._find_use(eqn, read, [known[var] for var in eqn.outvars], here)
+        return uses, _look_up(known, program.outvars)
+
+    def _find_inside(
+        self, body: SubJaxpr, known: dict[Atom, Names], place: EquationPlace
+    ) -> tuple[list[WeightUse], list[Names]]:
+        """Does the same for a sub-jaxpr."""
+        entering = _look_up(known, [outer for outer, _ in body.inputs])
+        changed: list[WeightUse] = []
+        while True:
+            uses, leaving = self.find(body.program, entering, place)
+            again = list(entering)
+            for i in body.carry if body.outputs else ():
+                again[i] = _join_weights([entering[i], leaving[i - body.carry.start]])
+            if again == entering:
+                return changed + uses, leaving
+            lost = [own for own, kept in zip(entering, again, strict=True) if own and not kept]
+            changed += [WeightUse(own, "a loop carries it and changes it", False) for own in lost]
+            entering = again
+
+    def _find_use(
+        self, eqn: JaxprEqn, read: Sequence[Names], made: Sequence[Names], place: EquationPlace
+    ) -> list[WeightUse]:
+        name, weights = eqn.primitive.name, NO_WEIGHT.union(*read)
+        if name in WEIGHT_PRODUCTS:
+            return [WeightUse(weights, self.find_product(eqn, read, place), True)]
+        if any(made):
+            return []
+        if name == "gather" and read[0]:
+            return [WeightUse(weights, WHY_TABLES_WIDE, False, True)]
+        line = find_line(eqn)
+        reason = f"{name} reads it{line and f' in {line}'}"
+        if name in CUSTOM:
+            reason += "; custom_rules='inside' quantizes its forward pass"
+        return [WeightUse(weights, reason, False)]
+
+
+def _look_up(known: dict[Atom, Names], atoms: Sequence[Atom]) -> list[Names]:
+    return [NO_WEIGHT if isinstance(atom, Literal) else known.get(atom, NO_WEIGHT) for atom in atoms]

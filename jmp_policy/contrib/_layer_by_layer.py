@@ -1,0 +1,435 @@
+"""One matrix of a weight, and its rounding for the inputs that it gets."""
+
+import base64
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from .._base import JsonLog, Kwargs, PyTree, describe, escape_controls, sum_arrays, sum_program, warn_user
+from ..modules import Method, check_batches, require_adapter
+from ..policy import Int4, Int8, Policy, PolicyMap
+from ..quant import (
+    Bilinear,
+    Convolution,
+    Layout,
+    QuantizedArray,
+    Quantizer,
+    apply_quantizer,
+    block_length,
+    is_matmul,
+    observe_products,
+    pack,
+    stack_shape,
+)
+
+
+class InputStatistics(NamedTuple):
+    """Float32 sums over the rows that a matrix multiplies, for each group of a convolution."""
+
+    hessian: jax.Array  # (groups, inputs, inputs): of the products of two inputs
+    magnitude: jax.Array  # (groups, inputs): of the magnitudes of the inputs
+
+
+@jax.jit
+def measure_inputs(rows: jax.Array) -> InputStatistics:
+    """Computes the statistics of rows `(groups, rows, inputs)`."""
+    rows = rows.astype(jnp.float32)
+    return InputStatistics(jnp.einsum("gmk,gml->gkl", rows, rows, precision="highest"), jnp.abs(rows).sum(1))
+
+
+class Rounded(NamedTuple):
+    """Arrays of a rounded matrix, named as in `QuantizedArray`."""
+
+    values: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+    input_scale: jax.Array | None = None
+
+    @classmethod
+    def decode(cls, line: dict[str, Any]) -> "Rounded":
+        """Reads the arrays from a JSON object."""
+        decode = lambda dtype, shape, text: jnp.asarray(np.frombuffer(base64.b64decode(text), dtype).reshape(shape))
+        arrays: dict[str, Any] = {name: line[name] and decode(*line[name]) for name in cls._fields}
+        return cls(**arrays)
+
+    def encode(self) -> dict[str, Any]:
+        """Returns the arrays as a JSON object."""
+        encode = lambda part: [str(part.dtype), part.shape, base64.b64encode(np.asarray(part).tobytes()).decode()]
+        return {name: None if part is None else encode(part) for name, part in self._asdict().items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A way to round matrices for the inputs that they get.
+
+    Weights and values are `(groups, inputs, inner, channels)`, scales and zero points `(groups, blocks, channels)` in
+    stored order, input scales `(inputs,)`. `inner` are outputs that share scales with the inputs, else 1. Only
+    convolutions have more than one group.
+    """
+
+    name: str  # of the public function
+    round_groups: Callable[[jax.Array, InputStatistics, Int4 | Int8, int], Rounded]  # the integer is the block
+    settings: dict[str, Any]  # further entries of the header of the file
+    scales_inputs: bool = False  # the result has input scales, which `Int4` alone stores
+
+
+def add_input_scale(weight: QuantizedArray) -> QuantizedArray:
+    """Adds an input scale of ones to an int4 weight."""
+    channels = weight.layout.channels
+    assert isinstance(weight.format, Int4)
+    length = block_length(weight.layout, weight.format)
+    shape = (*weight.scale.shape[: -1 - channels], length, *[1] * channels)
+    return dataclasses.replace(weight, input_scale=jnp.ones(shape, jnp.float32))
+
+
+@dataclasses.dataclass
+class Weight:
+    """A weight, perhaps a stack of matrices: floating, and rounded as far as the passes have come."""
+
+    path: str
+    array: jax.Array
+    stored: QuantizedArray
+
+
+class Matrix(NamedTuple):
+    weight: Weight
+    place: int  # in the stack
+
+    def read(self) -> jax.Array:
+        """Returns the floating matrix."""
+        return _flatten(self.weight.array, self.weight.stored)[self.place].astype(jnp.float32)
+
+    def read_stored(self) -> QuantizedArray:
+        return jax.tree.map(lambda leaf: _flatten(leaf, self.weight.stored)[self.place], self.weight.stored)
+
+    def store(self, made: Rounded) -> None:
+        """Replaces the stored matrix by one of the same shapes."""
+        stored = self.weight.stored
+        new = {}
+        for name, part in made._asdict().items():
+            if part is not None:
+                whole = getattr(stored, name)
+                flat = _flatten(whole, stored).at[self.place].set(part)
+                new[name] = flat.reshape(whole.shape)
+        self.weight.stored = dataclasses.replace(stored, **new)
+
+
+def _flatten(leaf: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """Returns an array of a weight with the axes of its stack as one."""
+    depth = len(stack_shape(weight.shape, weight.layout))
+    return leaf.reshape(-1, *leaf.shape[depth:])
+
+
+def round_matrix(
+    calibration: Calibration, matrix: Matrix, statistics: InputStatistics, inner: int
+) -> tuple[Rounded, float]:
+    """Returns the stored arrays of a matrix, and its error relative to nearest; nearest if that is not larger."""
+    path, nearest = matrix.weight.path, matrix.read_stored()
+    layout, format, name = nearest.layout, nearest.format, calibration.name
+    assert isinstance(format, Int4 | Int8)
+    hessian = statistics.hessian
+    if not bool(jnp.isfinite(hessian).all()):
+        raise ValueError(
+            f"The inputs of the weight {path!r} are not all finite, or their squares overflow float32, so {name} "
+            "cannot round it. Leave such batches out. For example: [x for x in batches if np.isfinite(x).all()]."
+        )
+    groups, inputs, _ = hessian.shape
+    split = lambda weight: jnp.moveaxis(weight.reshape(inputs, inner, groups, -1), 2, 0)
+    block = layout.length if isinstance(format, Int8) else block_length(layout, format)
+    weight = split(matrix.read())
+    made = calibration.round_groups(weight, statistics, format, block)
+    values = jnp.moveaxis(made.values, 0, 2).reshape(-1, block, *nearest.shape[len(layout.contracted) :])
+    is_packed = isinstance(format, Int4)
+    values = pack(values.astype(jnp.uint4), -1 - layout.channels) if is_packed else values.reshape(nearest.shape)
+    join = lambda part: jnp.moveaxis(part, 0, 1).reshape(nearest.scale.shape)
+    new = Rounded(values, join(made.scale), None if made.zero_point is None else join(made.zero_point))
+    if nearest.input_scale is not None:
+        assert made.input_scale is not None
+        new = new._replace(input_scale=jnp.repeat(made.input_scale, inner).reshape(nearest.input_scale.shape))
+    rounded = dataclasses.replace(nearest, **new._asdict())
+    error, before = (
+        float(measure_error(split(one.dequantize(jnp.float32)) - weight, hessian)) for one in (rounded, nearest)
+    )
+    if math.isnan(error):
+        raise ValueError(
+            f"The Hessian of the weight {path!r} is singular: its inputs depend on each other, or there are fewer rows "
+            f"of them than the {inputs} inputs of the layer. Pass more batches or more damping. "
+            f"For example: {name}(..., damping=0.01)."
+        )
+    if error < before:
+        return new, error / before
+    return Rounded(*(getattr(nearest, name) for name in Rounded._fields)), 1.0
+
+
+@jax.jit
+def measure_error(change: jax.Array, hessian: jax.Array) -> jax.Array:
+    """Returns the square error of the outputs for a change of a weight, `(groups, inputs, ...)`."""
+    change = change.reshape(*change.shape[:2], -1)
+    return jnp.sum(change * jnp.matmul(hessian, change, precision="highest"))
+
+
+def quantize_layer_by_layer(
+    calibration: Calibration,
+    model: Any,
+    batches: Iterable[Any],
+    variables: PyTree,
+    method: Method,
+    kwargs: Kwargs,
+    options: dict[str, Any],
+    file: str | os.PathLike[str] | None,
+    progress: bool | None,
+) -> Any:
+    """Quantizes a model as `gptq` and `awq` say; `options` are arguments of `quantize`."""
+    name = calibration.name
+    example = f"{name}(with_policy(Net(), 'int4_from_mixed_bfloat16'), batches, variables=variables)"
+    adapter = require_adapter(model, f"{name} takes a Flax module, got {describe(model)}. For example: {example}.")
+    policy = adapter.policy_of(model)
+    if policy is None:
+        raise ValueError(
+            f"{name} quantizes by the policy of a model, and {describe(model)} has none. "
+            f"For example: {name}(with_policy(model, 'int4_from_mixed_bfloat16'), batches)."
+        )
+    check_batches(name, batches)
+    batches = list(batches)
+    if not batches:
+        raise ValueError(f"{name} was given no batches. For example: {name}(model, [x], variables=variables).")
+    target = adapter.bind(model, variables)
+    weights, is_linen = sum_arrays(adapter.find_weights(target)), adapter.quantize is None
+    if is_linen:
+        model, target = target.unbind()
+    quantizer = _Quantizer(calibration, policy, options["clip"], options["input_clips"] or {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the last call of `apply_quantizer` warns
+        marked = apply_quantizer(target, quantizer, options["stacked"])
+    if calibration.scales_inputs and not quantizer.matrices:
+        return marked  # nothing is stored in int4
+    bound = adapter.bind(model, marked) if is_linen else marked
+
+    def run(batch: Any) -> None:
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        adapter.run(bound, inputs, method, kwargs, lambda call, next_fun, args, kwargs: next_fun(*args, **kwargs))
+
+    header = (
+        {}
+        if file is None
+        else {
+            "method": name,
+            "policy": str(policy),
+            **calibration.settings,
+            "weights": weights,
+            "batches": sum_arrays(batches),
+            "arguments": f"method={getattr(method, '__name__', method)}, {sum_arrays(kwargs)}",
+            "traced program": sum_program(lambda: run(batches[0])),  # with statistics of the model
+        }
+    )
+    log = JsonLog(None if file is None else Path(file), header, "matrices", f"{name}(..., file={{!r}})", name)
+    done = log.read(lambda stored, lines: {line["matrix"]: Rounded.decode(line) for line in lines})
+    if done is None:
+        log.start()
+    passes = _Passes(quantizer.matrices, run)
+    uses = passes.find_uses(batches[0])
+    _check_uses(name, quantizer.matrices, uses)
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    for count, (number, times) in enumerate(uses.items(), 1):
+        matrix = quantizer.matrices[number]
+        if done is not None and number in done:
+            matrix.store(done[number])
+            continue
+        statistics = passes.measure(number, times, batches)
+        if statistics is None:
+            continue
+        made, share = round_matrix(calibration, matrix, statistics, passes.inner)
+        matrix.store(made)
+        log.add({"matrix": number, "path": matrix.weight.path, **made.encode()})
+        if is_shown:
+            line = f"{name}: {count} of {len(uses)}, {matrix.weight.path}: {share:.2g} of the error of nearest"
+            print(escape_controls(line), file=sys.stderr)
+    return apply_quantizer(target, quantizer, options["stacked"])
+
+
+class _Quantizer(Quantizer):
+    """Rounds weights to nearest at first, with marks; when called again, returns them as the passes rounded them.
+
+    A mark is the number of a matrix. It lies in `tensor_scale`, which integers do not use, so that whatever slices or
+    shares a weight hands on its marks.
+    """
+
+    def __init__(self, calibration: Calibration, given: Policy | PolicyMap, clip: Any, input_clips: Any) -> None:
+        super().__init__(given, clip, input_clips)
+        self.matrices: list[Matrix] = []
+        self._calibration = calibration
+        self._weights: dict[tuple[str, str], Weight] = {}
+
+    def quantize_weight(
+        self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
+    ) -> QuantizedArray | None:
+        key = module, name
+        stored = super().quantize_weight(module, name, array, layout, policy, unfit)
+        if key in self._weights:
+            return self._weights[key].stored
+        if stored is None or not layout.channels:  # tables are read row by row
+            return stored
+        path, calibration = "/".join(filter(None, key)), self._calibration
+        if calibration.scales_inputs and isinstance(stored.format, Int8):
+            return stored
+        if not isinstance(stored.format, Int4 | Int8):
+            raise ValueError(
+                f"{calibration.name} rounds to int4 and int8, and the weight {path!r} has the format "
+                f"{str(stored.format)!r}. Leave it out by a rule of the map, and quantize it afterwards. "
+                f"For example: PolicyMap({{{module!r}: 'mixed_bfloat16'}}, 'int4_from_mixed_bfloat16')."
+            )
+        if calibration.scales_inputs:
+            stored = add_input_scale(stored)
+        weight = self._weights[key] = Weight(path, array, stored)
+        stack = stack_shape(array.shape, layout)
+        first = len(self.matrices)
+        self.matrices += [Matrix(weight, place) for place in range(math.prod(stack))]
+        marks = jnp.arange(first, len(self.matrices)).reshape(stack)
+        return dataclasses.replace(stored, tensor_scale=marks)
+
+
+class _Enough(Exception):
+    """Ends a run: the rest of the model does not matter."""
+
+
+class _Passes:
+    """Runs a model with marked weights, and puts each rounded matrix in the place of the marked one."""
+
+    def __init__(self, matrices: Sequence[Matrix], run: Callable[[Any], None]) -> None:
+        self._matrices, self._run_model = matrices, run
+        self._uses: collections.Counter[int] = collections.Counter()
+        self._inputs: dict[int | None, str] = {}  # checksums for matrices that are used once
+        self._number: int | None = None
+        self._left = 0
+        self._statistics: InputStatistics | None = None
+        self.inner = 1
+
+    def find_uses(self, batch: Any) -> dict[int, int]:
+        """Returns how often a run uses each matrix, in the order of first uses. Only readable inputs count."""
+        self._number = None
+        self._run(batch)
+        return dict(self._uses)
+
+    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> InputStatistics | None:
+        """Returns the statistics of the inputs of one matrix, or None if no run used it."""
+        before, self._number = self._number, number
+        if self._statistics is not None and uses == 1 and self._inputs.get(before) == self._inputs[number]:
+            return self._statistics  # as the query, key and value of an attention: one matrix is enough
+        self._statistics = None
+        for batch in batches:
+            self._left = uses
+            self._run(batch)
+        return self._statistics
+
+    def _run(self, batch: Any) -> None:
+        with jax.disable_jit(), observe_products(self._observe), contextlib.suppress(_Enough):
+            self._run_model(batch)
+
+    def _observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
+        """Reads the inputs of a matmul, and returns the weight to multiply by."""
+        marks = weight.tensor_scale if isinstance(weight, QuantizedArray) else None
+        if marks is None or isinstance(marks, Tracer) or not isinstance(weight.format, Int4 | Int8):
+            return weight
+        with jax.disable_jit(False):
+            numbers = np.asarray(marks).ravel().tolist()
+            weight = self._replace(weight, numbers)
+            is_wanted = self._number is None or self._number in numbers
+            found = read_inputs(operation, left, weight) if is_wanted and not isinstance(left, Tracer) else None
+            if found is None:
+                return weight
+            rows, self.inner = found
+            if self._number is None:
+                self._uses.update(numbers)
+                for number, inputs in zip(numbers, rows, strict=True):
+                    self._inputs[number] = sum_arrays((inputs, self.inner, self._uses[number]))
+                return weight
+            new = measure_inputs(rows[numbers.index(self._number)])
+            self._statistics = new if self._statistics is None else jax.tree.map(jnp.add, self._statistics, new)
+        self._left -= 1
+        if self._left == 0:
+            raise _Enough
+        return weight
+
+    def _replace(self, weight: QuantizedArray, numbers: Sequence[int]) -> QuantizedArray:
+        stored = [self._matrices[number].read_stored() for number in numbers]
+        new = {
+            name: jnp.stack([getattr(one, name) for one in stored]).reshape(getattr(weight, name).shape)
+            for name in Rounded._fields
+            if getattr(weight, name) is not None
+        }
+        return dataclasses.replace(weight, **new)
+
+
+def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, int] | None:
+    """Returns the rows that a weight multiplies, `(matrices, groups, rows, inputs)`, in its order of inputs.
+
+    A convolution has a row per patch, and a matrix per group of features. The second result is the number of outputs
+    that share scales with the inputs. Returns None if the scales lie otherwise along the inputs.
+    """
+    layout = weight.layout
+    if isinstance(operation.compute, Convolution):
+        return _read_patches(dict(operation.compute.options), left, weight)
+    before = weight.ndim - layout.channels - len(layout.contracted)
+    batch, shared, channels = (
+        operation.right[:before],
+        operation.right[before : weight.ndim - layout.channels],
+        operation.right[weight.ndim - layout.channels :],
+    )
+    summed = tuple(label for label in shared if label not in operation.out)
+    inner = shared[len(summed) :]
+    fits = (
+        is_matmul(operation, left.shape, weight.shape)
+        and shared == summed + inner
+        and set(batch) <= set(operation.left) & set(operation.out)
+        and not set(operation.left) & {*inner, *channels}
+        and not set(channels) - set(operation.out)
+    )
+    width = math.prod(layout.contracted[len(summed) :])
+    block = layout.length if isinstance(weight.format, Int8) else block_length(layout, weight.format)
+    if not fits or (block % width and width % block):
+        return None
+    rows = [label for label in operation.left if label not in (*batch, *summed)]
+    moved = lax.transpose(left, [operation.left.index(label) for label in (*batch, *rows, *summed)])
+    inputs = layout.length // width
+    matrices = math.prod(weight.shape[:before])
+    return moved.reshape(matrices, 1, -1, inputs), width
+
+
+def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, int] | None:
+    numbers: lax.ConvDimensionNumbers = options["dimension_numbers"]
+    *spatial, inputs, _ = weight.shape
+    is_in_order = tuple(numbers.rhs_spec) == (weight.ndim - 1, weight.ndim - 2, *range(weight.ndim - 2))
+    if not is_in_order or weight.layout.channels != 1 or options.get("batch_group_count", 1) != 1:
+        return None
+    kept: dict[str, Any] = {
+        name: options.get(name) for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    }
+    patches = lax.conv_general_dilated_patches(
+        lax.transpose(left, numbers.lhs_spec), spatial, **kept, precision=lax.Precision.HIGHEST
+    )
+    groups = options.get("feature_group_count", 1)
+    examples = patches.reshape(len(patches), groups, inputs, math.prod(spatial), -1)
+    return examples.transpose(1, 0, 4, 3, 2).reshape(1, groups, -1, weight.layout.length), 1
+
+
+def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
+    unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
+    named = ", ".join(map(repr, unseen))
+    why = "they are not called, run inside of vmap or remat, or compute with a function that no policy replaces"
+    if not uses:
+        raise ValueError(f"{name} cannot read the inputs of any weight ({named or 'there are tables alone'}): {why}.")
+    if unseen:
+        warn_user(f"{name} rounds {named} to nearest and cannot read their inputs: {why}")

@@ -1,0 +1,284 @@
+"""The findings of an audit, and its report: a table of operations, and findings."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from .._base import DTypeLike, did_you_mean, parse_dtype
+from .._jaxpr import REMEDY
+from ..report import Report, Table, format_bytes, format_count, indent_lines, make_columns, shorten_dtypes
+
+FINDINGS = {
+    "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
+    "accidental-promotion": "float32 for no reason but the dtype of a constant, a parameter or an array that the "
+    "program makes, where half would follow",
+    "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
+    "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
+    "round-trip-cast": "half precision widened and narrowed again with nothing computed between",
+    "float16-exp": "an exponential in float16, which overflows at 11.1",
+    "float16-log": "a logarithm in float16, whose argument may have been rounded to zero",
+    "float16-softmax": "a softmax in float16: small probabilities become zero",
+    "float16-norm": "the root of a sum of squares in float16: squares overflow at 256, and are zero below 2.4e-4",
+    "half-logits": "a loss computed from logits in half precision",
+    "log-of-softmax": "the logarithm of a softmax that was rounded to half precision: log(0) is -inf",
+    "log-of-sigmoid": "the logarithm of a sigmoid that was rounded to half precision: log(0) is -inf",
+    "half-gradient": "a gradient that is summed in half precision over the uses of a weight",
+    "half-update": "an update added to a parameter in half precision: a small one changes nothing",
+    "rounded-by-rule": "float32 that autocast rounds because of residuals='half' or a narrow rule of AutocastRules",
+    "infinite-constant": "a finite constant that is infinite in half precision",
+    "half-all-reduce": "a sum over devices in half precision",
+}
+"""The names of findings, and their descriptions."""
+
+REMEDIES = {
+    "float32-matmul": "cast what it reads, or give the layer a dtype",
+    "accidental-promotion": "cast the float32 operand, or widen the other one where that is meant",
+    "half-reduction": REMEDY,
+    "half-cumulative": "cast to float32 first",
+    "round-trip-cast": "leave both casts out",
+    "float16-exp": "cast to float32 first",
+    "float16-log": "cast to float32 first",
+    "float16-softmax": "cast to float32 first",
+    "float16-norm": "square and sum in float32",
+    "half-logits": "cast the logits to float32",
+    "log-of-softmax": "use jax.nn.log_softmax of float32 logits",
+    "log-of-sigmoid": "use jax.nn.log_sigmoid of float32 logits",
+    "half-gradient": "cast the weight at each use, inside of a loop, after a lookup; or add in float32",
+    "half-update": "wrap the optimizer in master_weights, kahan or stochastic_rounding",
+    "rounded-by-rule": "leave the rule out, or give it fewer scopes, where the digits count",
+    "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
+    "half-all-reduce": "cast to float32 before, and back after",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditRow:
+    """The operations of one kind, in one dtype, at one place.
+
+    Attributes:
+      path: the module names and `jax.named_scope`s around them, joined by `/`; the root's is the empty string.
+      operation: the name of the primitive.
+      dtype: the widest floating dtype that they read; of a conversion, `"float32->bfloat16"`.
+      backward: whether they belong to a backward pass.
+      count: the number of operations, in all iterations of a loop.
+      flops: additions and multiplications, of all iterations and devices.
+      bytes: the sum of their inputs and outputs: an upper bound, since XLA fuses operations.
+
+    >>> from jmp_policy.numerics import AuditReport, AuditRow
+    >>> product = AuditRow("head", "dot_general", "bfloat16", backward=False, count=2, flops=768, bytes=272)
+    >>> print(AuditReport((product,), (), ()))
+    module  operation    dtype  pass     count  flops  bytes
+    ────────────────────────────────────────────────────────
+    head    dot_general  bf16   forward      2    768  272 B
+    <BLANKLINE>
+    no findings
+    """
+
+    path: str
+    operation: str
+    dtype: str
+    backward: bool
+    count: int
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The matmuls or convolutions of one source line, in one dtype and place; outer products do not count.
+
+    Attributes:
+      operation: the name of the primitive.
+      dtypes: the dtypes of its operands.
+      dtype: the widest of them, in which it runs.
+      source: the user's line that it comes from.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      backward: whether it belongs to a backward pass.
+      count: the number of matmuls; a line in a loop, or in a function that is called again, has many.
+      flops: additions and multiplications of all of them.
+
+    >>> from jmp_policy.numerics import AuditReport, Matmul
+    >>> product = Matmul("dot_general", ("float32", "bfloat16"), "float32", "train.py:12 (loss)", "head", False, 2, 768)
+    >>> AuditReport((), (), (product,)).assert_matmuls_in("bfloat16")
+    Traceback (most recent call last):
+    AssertionError: 2 of 2 matmuls are not in bfloat16:
+      train.py:12 (loss): dot_general in head reads float32 and bfloat16, 2 times
+    """
+
+    operation: str
+    dtypes: tuple[str, ...]
+    dtype: str
+    source: str
+    path: str
+    backward: bool
+    count: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A likely loss of precision or time.
+
+    Attributes:
+      id: its name, a key of `numerics.FINDINGS`.
+      message: a description, and a fix.
+      source: the user's line that it comes from, `"file.py:12 (function)"`.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      dtypes: the dtypes that take part.
+      backward: whether it is in a backward pass.
+      count: the number of equations of that line that have it.
+
+    >>> from jmp_policy.numerics import Finding
+    >>> message = "an exponential in float16, which overflows at 11.1 (exp); cast to float32 first"
+    >>> print(Finding("float16-exp", message, "train.py:12 (loss)", "head", ("float16",), backward=False, count=1))
+    train.py:12 (loss): float16-exp in head: an exponential in float16, which overflows at 11.1 (exp); cast to float32
+    first
+    """
+
+    id: str
+    message: str
+    source: str
+    path: str
+    dtypes: tuple[str, ...]
+    backward: bool
+    count: int
+
+    def __str__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.source}: {self.id}{where}{', backward' if self.backward else ''}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AuditReport(Report):
+    """Result of `numerics.audit`: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each place, operation and dtype, in the order of the program.
+      findings: likely losses of precision or time, in the order of the program.
+      matmuls: the matmuls and convolutions.
+      uncounted_loops: the lines of `while` loops, whose operations are counted for one iteration.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
+    >>> [finding.id for finding in report.findings], report.flops, report.bytes
+    (['float16-exp'], 144, 160)
+    >>> report.matmul_shares
+    {'float16': 1.0}
+    >>> report
+    <AuditReport: 2 rows, 1 matmuls, 1 findings; print it for the table>
+    >>> report.assert_no("float16-softmax")
+    """
+
+    rows: tuple[AuditRow, ...]
+    findings: tuple[Finding, ...]
+    matmuls: tuple[Matmul, ...]
+    uncounted_loops: tuple[str, ...] = ()
+
+    _properties = ("flops", "bytes")
+
+    @property
+    def flops(self) -> int:
+        """Additions and multiplications of all rows."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def matmul_shares(self) -> dict[str, float]:
+        """Share of the flops of `matmuls`, by dtype."""
+        work = dict.fromkeys((matmul.dtype for matmul in self.matmuls), 0)
+        for matmul in self.matmuls:
+            work[matmul.dtype] += matmul.flops
+        total = max(1, sum(work.values()))  # an empty matrix has no flops
+        return {dtype: flops / total for dtype, flops in work.items()}
+
+    def assert_matmuls_in(self, dtype: DTypeLike) -> None:
+        """Checks that every matmul and convolution runs in a dtype, forward and backward.
+
+        Args:
+          dtype: any spelling of a dtype that `get_policy` reads.
+
+        Raises:
+          AssertionError: one runs in another dtype, and the message has its line; or there is none.
+          ValueError: `dtype` is not a floating dtype.
+        """
+        wanted = str(parse_dtype(dtype))
+        if not self.matmuls:
+            raise AssertionError(f"The program has neither a matmul nor a convolution, in {wanted} or another dtype.")
+        others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
+        if others:
+            counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
+            lines = indent_lines(map(_describe_matmul, others))
+            raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
+
+    def assert_no(self, *ids: str) -> None:
+        """Checks that the audit has no finding of these names, or no finding at all if called without names.
+
+        Raises:
+          AssertionError: there is a finding; the message has the lines.
+          ValueError: a name is not in `numerics.FINDINGS`.
+        """
+        for name in ids:
+            if name not in FINDINGS:
+                raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
+        found = [finding for finding in self.findings if not ids or finding.id in ids]
+        if found:
+            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{indent_lines(found)}")
+
+    def _summarize(self) -> str:
+        return f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
+        dearest = self._keep_largest(self.rows, lambda row: (row.flops, row.bytes))
+        return [*tables, _make_operation_table(dearest)] if self.rows or width is None else tables
+
+    def _list_notes(self) -> list[str]:
+        notes = self._note_left_out(self.rows, "rows of less work")
+        notes += [f"{line}: the body of this while loop counts once." for line in self.uncounted_loops]
+        return [*notes, *map(str, self.findings)] if self.findings else [*notes, "no findings"]
+
+
+_EXAMPLE = "For example: report.assert_no('float32-matmul')."
+
+
+def _count_matmuls(matmuls: Iterable[Matmul]) -> int:
+    return sum(matmul.count for matmul in matmuls)
+
+
+def _describe_matmul(matmul: Matmul) -> str:
+    where = f" in {matmul.path}" if matmul.path else ""
+    direction = "backward " if matmul.backward else ""
+    times = f", {matmul.count} times" if matmul.count > 1 else ""
+    return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}{times}"
+
+
+def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
+    """Returns a table with the number and work of matmuls in each dtype."""
+    total = sum(matmul.flops for matmul in matmuls)
+    rows = []
+    for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
+        group = [matmul for matmul in matmuls if matmul.dtype == dtype]
+        backward = _count_matmuls(matmul for matmul in group if matmul.backward)
+        counts = str(_count_matmuls(group) - backward), str(backward)
+        work = sum(matmul.flops for matmul in group)
+        rows.append((dtype, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
+    return Table(make_columns("matmuls in", "forward, backward, flops, of all"), rows)
+
+
+def _make_operation_table(rows: Iterable[AuditRow]) -> Table:
+    cells = [
+        (
+            row.path,
+            row.operation,
+            "->".join(shorten_dtypes([dtype]) for dtype in row.dtype.split("->")),
+            "backward" if row.backward else "forward",
+            str(row.count),
+            format_count(row.flops),
+            format_bytes(row.bytes),
+        )
+        for row in rows
+    ]
+    return Table(make_columns("module, operation, dtype, pass", "count, flops, bytes"), cells)

@@ -1,0 +1,206 @@
+"""One step of an optimizer, from gradients to new parameters."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.extend.core import Var
+
+from .._base import PyTree, is_half, join_state, keeps_small_updates, next_state, split_state, warn_once
+from ..loss_scale import find_scaled_state, has_scaled_state
+from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
+
+MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
+
+
+def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
+    """Puts zeros in the place of float8 state. They make no update, and add nothing to the norm of a tree."""
+    return join_state(rest, jax.tree.map(jnp.zeros_like, state))
+
+
+def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Returns the next float8 state, or `state` itself if the step between two optimizer states was skipped."""
+    if state is None:
+        return None
+    if isinstance(state, optax.LookaheadParams):
+        return optax.LookaheadParams(*[overwrite_state(state.fast, gradient, before, after)] * 2)
+    # In the middle of `optax.MultiSteps` the amaxes of microbatches combine by maximum.
+    new = next_state(state, gradient, _is_first(before))
+    if not has_scaled_state(after):
+        return new
+    finite = find_scaled_state(after).grads_finite
+    return jax.tree.map(lambda new, old: lax.select(finite, new, old), new, state)
+
+
+def _is_first(opt_state: PyTree) -> Any:
+    """True if the step has no earlier microbatch. A step ends when all groups of parameters have taken theirs."""
+    is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
+    nodes = filter(is_multi_steps, jax.tree.leaves(opt_state, is_leaf=is_multi_steps))
+    return functools.reduce(jnp.logical_and, [node.mini_step == 0 for node in nodes] or [True])
+
+
+def zero_float0(grads: PyTree) -> PyTree:
+    """Replaces `float0` gradients by integer zeros."""
+    return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.int32) if _is_float0(g) else g, grads)
+
+
+def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
+    """Replaces the leaves of `tree` with a `float0` gradient by the leaves of `otherwise`."""
+    if not any(map(_is_float0, jax.tree.leaves(grads))):
+        return tree
+    return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
+
+
+def _is_float0(grad: object) -> bool:
+    return getattr(grad, "dtype", None) == jax.dtypes.float0
+
+
+State = TypeVar("State")
+Params = TypeVar("Params")
+
+
+def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
+    """Warns once for an optimizer that adds its updates to half-precision parameters, which rounds small ones away."""
+    leaves = jax.tree.leaves_with_path(params)
+    if not any(is_half(leaf) for _, leaf in leaves) or keeps_small_updates(state):
+        return
+    trained = zip(leaves, _list_trained(tx, params, state), strict=True)
+    path, leaf = next((pair for pair, is_trained in trained if is_trained and is_half(pair[1])), ((), None))
+    if leaf is None:
+        return
+    name = f" {jax.tree_util.keystr(path, simple=True, separator='/')!r}" if path else ""
+    warn_once(
+        tx.init,
+        f"The parameter{name} is stored in {leaf.dtype}; an update below 2**{-2 - int(jnp.finfo(leaf.dtype).nmant)} of "
+        "it changes nothing, and moments in float16 underflow. Wrap the optimizer in master_weights, kahan or "
+        "stochastic_rounding, and choose the dtype of moments by cast_state. "
+        "For example: loss_scaled(optim.master_weights(optax.adamw(1e-3)), scale).",
+    )
+
+
+def _list_trained(tx: Transformation, params: PyTree, state: PyTree) -> list[bool]:
+    """Returns for each parameter if its update depends on gradients; it does not if `optax.partition` freezes it."""
+    try:
+        program = jax.make_jaxpr(lambda grads: tx.update(grads, state, params)[0])(params).jaxpr
+    except Exception:  # it needs more arguments, or an axis that only the step has
+        return [True] * len(jax.tree.leaves(params))
+    reached = set(program.invars)
+    for eqn in program.eqns:
+        if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+            reached.update(eqn.outvars)
+    return [isinstance(atom, Var) and atom in reached for atom in program.outvars]
+
+
+def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
+    """Updates the parameters.
+
+    If `tx` is `loss_scaled` or `skip_nonfinite`, a non-finite step skips update and application together, so that every
+    bit of the parameters stays, and a finite step writes no array of updates. Transformations for half-precision
+    parameters round them here. For any other transformation this is `tx.update` and `optax.apply_updates`.
+
+    Args:
+      tx: an optax transformation.
+      grads: true gradients, a tree like `params`. The parameter of a `float0` gradient, as for integers, does not
+        change.
+      opt_state: the state of `tx`.
+      params: the parameters; their dtypes are kept. Float8 state among them takes the value of its gradient. `tx` sees
+        zeros for it, and an optimizer inside `loss_scaled` or `skip_nonfinite` nothing.
+      **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`.
+
+    Returns:
+      `(params, opt_state)`.
+
+    Raises:
+      ValueError: gradients do not have the shapes of their parameters; or `tx` is an optax transformation with a
+        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside).
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
+    >>> params = {"w": jnp.ones(2)}
+    >>> params, opt_state = jmp.optim.step(tx, {"w": jnp.array([1.0, jnp.nan])}, tx.init(params), params)
+    >>> params["w"].tolist(), bool(opt_state.grads_finite)
+    ([1.0, 1.0], False)
+    """
+    check_transformation(tx, "tx")
+    _check_shapes(grads, params)
+    with explain_step_errors(grads, params):
+        real_grads = zero_float0(grads)
+        if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
+            new_params, after = tx.update.step(real_grads, opt_state, params, extra)
+            return restore_float0(grads, new_params, params), after
+        (rest, state), (rest_grads, gradient) = split_state(params), split_state(real_grads)
+        filled, filled_grads = fill_zeros(rest, state), fill_zeros(rest_grads, gradient)
+        after: Any
+        if isinstance(tx.update, ParameterUpdate):
+            new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
+        else:
+            LossScaledState._check_outermost(opt_state, in_step=True)
+            update: Any = with_extra_args(tx).update
+            updates, after = update(filled_grads, opt_state, filled, **extra)
+            new_params = optax.apply_updates(filled, updates)
+        new_params = join_state(new_params, overwrite_state(state, gradient, opt_state, after))
+        return restore_float0(grads, new_params, params), after
+
+
+def _check_shapes(grads: PyTree, params: PyTree) -> None:
+    if jax.tree.structure(grads) != jax.tree.structure(params):  # as for lookahead; else optax raises
+        return
+    for (path, grad), param in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        shape, expected = np.shape(grad), np.shape(param)
+        if expected != shape and expected != shape[1:]:  # some optimizers take one per example
+            raise ValueError(
+                f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
+                f"shape {shape}, but the parameter has the shape {expected}. Differentiate the same "
+                "parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
+
+
+@contextlib.contextmanager
+def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
+    """Adds notes to errors about trees that differ in structure or dtype, and about arguments that are missing."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if jax.tree.structure(grads) != jax.tree.structure(params):
+            error.add_note(
+                f"The gradients are a {type(grads).__name__} and the parameters a {type(params).__name__} of another "
+                "structure. Differentiate the same parameters, for example: loss, grads = "
+                "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
+        note = (
+            "This optimizer needs extra arguments. Pass them to optim.step, or to update of an nnx.Optimizer; "
+            "optim.minimize and linen.TrainState pass none. For example: loss, grads = "
+            "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
+            "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
+        )
+        # `optax.novograd` and `optax.apply_if_finite` choose between values that must have one dtype.
+        half = next((x.dtype for x in jax.tree.leaves(params) if is_half(x)), None)
+        if half is not None and "cond branches must have equal output types" in str(error):
+            text = (
+                f"This optimizer needs parameters, gradients and state of one dtype, and parameters are {half} here. "
+                "Give it float32 parameters. Write loss_scaled(master_weights(optax.novograd(1e-3)), loss_scale)."
+            )
+            if text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
+        # `step` calls itself under `loss_scaled`.
+        if "required keyword-only argument" in str(error) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:
+    """Casts `new` to the dtypes of `old`. Under wider gradients, an optimizer promotes its state."""
+
+    def like(old_leaf: Any, new_leaf: Any) -> Any:
+        dtype = getattr(old_leaf, "dtype", None)
+        if dtype is None or getattr(new_leaf, "dtype", None) == dtype:
+            return new_leaf
+        return lax.convert_element_type(new_leaf, dtype)
+
+    return jax.tree.map(like, old, new)

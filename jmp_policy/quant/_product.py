@@ -1,0 +1,350 @@
+"""Matmuls and convolutions with quantized weights, and block-scaled matmuls with their derivatives."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType
+
+from .._base import ROUNDING_SCOPE, vary
+from ..policy import NVFP4, BlockFormat, Int8, needs_rng
+from ._array import QuantizedArray
+from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
+from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand
+from ._numbers import Quantized, fence_on_cpu, measure_row_amax, narrow_sums, quantize_symmetric, to_numbers
+from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
+
+_BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
+ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
+
+# Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
+_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
+
+
+@contextlib.contextmanager
+def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
+    """Calls `observe(operation, left, weight)` before each matmul by a quantized weight: it returns the weight."""
+    token = _OBSERVER.set(observe)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
+    """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
+    observe = _OBSERVER.get()
+    return weight if observe is None else observe(operation, left, weight)
+
+
+def multiply_quantized(
+    operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None = None
+) -> jax.Array:
+    """Computes `operation(left, weight)` with a quantized weight, and straight-through derivatives.
+
+    - `Int8` with activations: each row of `left` is quantized, or all of it by one static scale; int8 values are
+      multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
+    - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
+    - Otherwise the weight is dequantized to the dtype of `left`.
+
+    Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
+    """
+    weight = observe_product(operation, left, weight)
+    if isinstance(weight, QuantizedArray):
+        weight = jax.tree.map(lax.stop_gradient, weight)
+    if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
+        right = weight if isinstance(weight, QuantizedArray) else weight.array
+        return block_product(operation, left, right, weight.format, key)
+    if not is_integer_product(operation, weight):
+        return operation.compute(left, fake_quantize(weight, left.dtype))
+    # Rounded outside of the function with the custom derivative, which would round again.
+    if isinstance(weight, QuantizedArray):
+        right, rounded = None, weight
+    else:
+        right = weight.array
+        rounded = dataclasses.replace(weight, array=lax.stop_gradient(right)).quantize()
+    rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
+    return multiply_integers(operation, left, right, rows, rounded)
+
+
+def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
+    """True if the operation multiplies blocks, because the weight's blocks span all of its summed axes."""
+    if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
+        return False
+    blocked = {axis % weight.ndim for axis in weight.layout.axes}
+    lies_along = set(operation.summed_axes(operation.right)) == blocked
+    order = _find_order(operation)
+    is_stored_so = operation.right == (*order.batch, *order.summed, *order.columns)
+    return lies_along and is_stored_so and is_matmul(operation, left.shape, weight.shape)
+
+
+def is_integer_product(operation: Bilinear, weight: Any) -> bool:
+    """True if the operation multiplies integers: inputs are quantized, and each sum has one scale."""
+    if not isinstance(weight, QuantizedArray | FakeQuantized):
+        return False
+    if not isinstance(weight.format, Int8) or not weight.format.activations:
+        return False
+    shared = {axis % weight.ndim for axis in weight.layout.axes}
+    # A convolution with batch groups sums over examples, which have different scales.
+    batch_groups = dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1)
+    return set(operation.summed_axes(operation.right)) <= shared and batch_groups == 1
+
+
+def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
+    """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
+    summed, clip = operation.summed_axes(operation.left), weight.input_clip
+    if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
+        return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
+    amax = measure_row_amax(left, summed)
+    if clip is not None:
+        # Clipping would hide an infinity. All clips of a stack are equal; they are repeated to be sliced with it.
+        amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)
+    return quantize_symmetric(left, amax)
+
+
+@jax.custom_jvp
+def multiply_integers(
+    operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
+) -> jax.Array:
+    """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
+    sums = _sum_integers(operation, rows.values, weight.values)
+    dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if dtype == jnp.bfloat16:  # float16 would overflow
+        sums = narrow_sums(sums)
+    # One by one: the product of both scales may underflow or overflow.
+    scaled = sums * operation.align_scale(rows.scale, operation.left)
+    scaled = scaled * operation.align_scale(weight.scale, operation.right)
+    return scaled.astype(dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def _sum_integers(operation: Bilinear, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Multiplies into int32 and casts to float32 in one program: cuDNN has no int8 convolution without that cast."""
+    multiply = lambda left, right: operation.compute(left, right, jnp.int32).astype(jnp.float32)
+    if not _has_odd_groups(operation, right.shape):
+        return multiply(left, right)
+    # XLA for GPUs pads the channels of int8 convolutions to multiples of 4, and then mixes groups (jax 0.10.2, 0.11.2).
+    # bfloat16 has all integers of int8.
+    as_floats = lambda left, right: operation.compute(left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), np.float32)
+    return lax.platform_dependent(left, right, cuda=as_floats, default=multiply)
+
+
+def _has_odd_groups(operation: Bilinear, right: tuple[int, ...]) -> bool:
+    """True for a grouped convolution whose groups have inputs or outputs that are not a multiple of 4."""
+    options = dict(getattr(operation.compute, "options", ()))
+    groups = options.get("feature_group_count", 1)
+    if groups == 1:
+        return False
+    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+    return bool(inputs % 4 or outputs // groups % 4)
+
+
+@functools.partial(multiply_integers.defjvp, symbolic_zeros=True)
+def _differentiate_integers(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """Multiplies each tangent by the dequantized other operand, and adds both."""
+    operation, left, right, rows, weight = primals
+    _, left_tangent, right_tangent, *_ = tangents
+    out = multiply_integers(*primals)
+    # Both tangents are computed in the dtype of the input, also for a wide output.
+    operation = without_preferred_dtype(operation)
+    parts = []
+    if not isinstance(left_tangent, SymbolicZero):
+        is_stored = isinstance(weight, QuantizedArray)
+        numbers = weight.dequantize(left.dtype) if is_stored else to_numbers(weight).astype(left.dtype)
+        parts.append(operation.compute(left_tangent, numbers if right is None else _replace_value(right, numbers)))
+    if right is not None and not isinstance(right_tangent, SymbolicZero):
+        numbers = _replace_value(left, to_numbers(rows).astype(left.dtype))
+        parts.append(operation.compute(numbers, right_tangent.astype(left.dtype)))
+    return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
+
+
+@jax.custom_jvp
+def _replace_value(original: jax.Array, rounded: jax.Array) -> jax.Array:
+    """Returns `rounded` with the derivative of `original`."""
+    return rounded
+
+
+_replace_value.defjvp(lambda primals, tangents: (_replace_value(*primals), tangents[0].astype(primals[1].dtype)))
+
+
+def block_product(
+    operation: Bilinear,
+    left: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    format: BlockFormat,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Computes `operation(left, weight)` with both operands in blocks, and likewise in the backward pass.
+
+    The caller has checked `reason_unquantized` and `is_matmul`. The gradient of a floating weight is summed in float32.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
+    """
+    multiply: Any = functools.partial(_multiply_in_order, operation, format)
+    if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
+        # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
+        numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
+        (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)
+    return multiply(left, weight, key)
+
+
+def _multiply_in_order(
+    operation: Bilinear,
+    format: BlockFormat,
+    left: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    key: jax.Array | None,
+) -> jax.Array:
+    order = _find_order(operation)
+    axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
+    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
+    rows = _merge_axes(vary(left, axes), operation.left, order.batch, order.rows, order.summed)
+    if isinstance(weight, QuantizedArray):
+        stored = jax.tree.map(lambda x: vary(lax.stop_gradient(x), axes), weight)
+        lead = math.prod(weight.shape[: len(order.batch)])
+        right = jax.tree.map(lambda x: x.reshape(lead, *x.shape[-2:]), stored.read_blocks())
+    else:
+        right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
+    dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    out: jax.Array = multiply_rows(format, dtype, rows, right, key)
+    lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
+    made = (*order.batch, *order.rows, *order.columns)
+    out = out.reshape([lengths[label] for label in made])
+    places = [made.index(label) for label in operation.out]
+    return out if places == sorted(places) else lax.transpose(out, places)
+
+
+class _Order(NamedTuple):
+    """Labels of a matmul by role; `rows` in the order of the input, the others in the order of the weight."""
+
+    batch: Labels
+    rows: Labels
+    summed: Labels
+    columns: Labels
+
+
+def _find_order(operation: Bilinear) -> _Order:
+    left, right, out = operation.left, operation.right, operation.out
+    shared = [label for label in right if label in left]
+    return _Order(
+        batch=tuple(label for label in shared if label in out),
+        rows=tuple(label for label in left if label not in right),
+        summed=tuple(label for label in shared if label not in out),
+        columns=tuple(label for label in right if label not in left),
+    )
+
+
+def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
+    """Merges the axes of each of three groups of labels into one."""
+    order = [labels.index(label) for group in groups for label in group]
+    moved = x if order == sorted(order) else lax.transpose(x, order)
+    lengths = dict(zip(labels, x.shape, strict=True))
+    return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_rows(
+    format: BlockFormat,
+    dtype: np.dtype,
+    rows: jax.Array,
+    weight: jax.Array | Blocks,
+    key: jax.Array | None = None,
+    groups: RaggedDot | None = None,
+) -> jax.Array:
+    """Multiplies `(batch, rows, inputs)` by `(batch, inputs, outputs)`; a stored weight has no gradient.
+
+    With `groups` it multiplies `(rows, inputs)` by `(groups, inputs, outputs)`.
+    """
+    return _forward_blocks(format, dtype, rows, weight, key, groups, for_gradient=False)[0]
+
+
+def _forward_blocks(
+    format: BlockFormat,
+    dtype: np.dtype,
+    rows: jax.Array,
+    weight: jax.Array | Blocks,
+    key: jax.Array | None,
+    groups: RaggedDot | None,
+    for_gradient: bool = True,
+) -> tuple[jax.Array, Any]:
+    if for_gradient and key is None and needs_rng(format):
+        raise ValueError(
+            f"{str(format)!r} rounds gradients stochastically, and a matmul that is differentiated has no key. Pass "
+            f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "
+            f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding_rngs(model, nnx.Rngs({ROUNDING}=0)) in "
+            "nnx; or quant.dot_general(..., key=key)."
+        )
+    inputs, is_stored = round_operand(rows, None, format, -1, "input"), isinstance(weight, Blocks)
+    right = weight if isinstance(weight, Blocks) else round_operand(weight, None, format, -2, "weight")
+    # Only the gradient of the weight needs the rows; the dtype is enough for their own.
+    residuals = (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key, groups)
+    return _multiply_blocks(inputs, right, (-1, -2), dtype, groups), residuals
+
+
+def _backward_blocks(format: BlockFormat, dtype: np.dtype, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    rows, weight, key, groups = residuals
+    keys, block = (None, None) if key is None else jax.random.split(key), format.block_size
+    numbers = dequantize(weight, 1) if isinstance(weight, Blocks) else weight
+    grads = round_operand(pad_axes(grad, (grad.ndim - 1,), block), keys[0], format, -1, "gradient")
+    columns = round_operand(pad_axes(numbers, (2,), block), None, format, -1, "weight")
+    rows_grad = _multiply_blocks(grads, columns, (-1, -1), jnp.float32, groups).astype(rows.dtype)
+    if isinstance(weight, Blocks):
+        return rows_grad, None, None, None
+    if groups is None:
+        rows, grad = pad_axes(rows, (1,), block), pad_axes(grad, (1,), block)
+    else:
+        places, groups = groups.pad(block)
+        rows, grad = (jnp.take(x, places, axis=0, mode="fill", fill_value=0) for x in (rows, grad))
+    if isinstance(format, NVFP4) and format.hadamard:
+        rows, grad = mix_rows(rows, block), mix_rows(grad, block)
+    inputs = round_operand(rows, None, format, -2, "input")
+    grads = round_operand(grad, keys[1], format, -2, "gradient")
+    weight_grad = _multiply_blocks(inputs, grads, (-2, -2), jnp.float32, groups)
+    return rows_grad, weight_grad.astype(weight.dtype), None, None
+
+
+multiply_rows.defvjp(_forward_blocks, _backward_blocks)
+
+
+def _multiply_blocks(
+    left: Blocks, right: Blocks, axes: tuple[int, int], dtype: Any, groups: RaggedDot | None
+) -> jax.Array:
+    """Sums products over an axis of each operand, -1 or -2, with float32 accumulation."""
+    if groups is not None:  # in bfloat16, which represents elements times scales exactly
+        numbers = (dequantize(*operand, jnp.bfloat16) for operand in zip((left, right), axes, strict=True))
+        sums = np.dtype(np.float32)
+        multiply = functools.partial(groups.contract, axes=axes, preferred_element_type=sums)
+        return widen_on_cpu(multiply, sums, *numbers).astype(dtype)
+    left = left if axes[0] == -1 else _transpose(left)
+    right = right if axes[1] == -2 else _transpose(right)
+    if not left.values.shape[2]:  # a weight gradient without rows; `scaled_dot` would divide by zero
+        return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _BATCHED_MATMUL)
+    left, right = fence_on_cpu((left, right))
+    out = lax.scaled_dot(
+        left.values,
+        right.values,
+        lhs_scale=left.scale,
+        rhs_scale=right.scale,
+        dimension_numbers=_BATCHED_MATMUL,
+        preferred_element_type=jnp.float32,
+    )
+    # `scaled_dot` loses the varying axes of `shard_map`.
+    out = fence_on_cpu(vary(out, tuple(varying_axes(left.values, right.values))))
+    with jax.named_scope(ROUNDING_SCOPE):
+        for scale in (left.tensor_scale, right.tensor_scale):  # one by one: their product may underflow
+            out = out if scale is None else out * scale
+    return out.astype(dtype)
+
+
+def _transpose(blocks: Blocks) -> Blocks:
+    return jax.tree.map(lambda x: lax.transpose(x, (0, 2, 1)), blocks)
