@@ -169,13 +169,14 @@ class Attachment:
         has_own_dtype = has_written_dtype(base, attributes, is_open)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
             self._layers[here] = find_wider_dtype(attributes["dtype"] if has_own_dtype else None, policy)
+        new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
 
         # Decide once what the policy does to its matmul, and make the attributes that an expert would write for that.
         facts = read_layer(base, attributes)
         plan = plan_layer(facts, policy, policy.compute_dtype)
         check_weight(here, facts, plan, policy)
-        new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
         new_attributes |= make_product_attributes(base, attributes, policy, facts, plan)
+        new_state = make_float8_attributes(state, facts, plan)
         layer_class = choose_layer_class(base, facts.layer, plan)
 
         # Decide what a call does. An author's dtype wins over a rule: a cast to another one first would lose precision.
@@ -202,7 +203,7 @@ class Attachment:
         )
 
         # Copy the module with this spec in its class. The modules inside may have got its open dtype.
-        new_attributes |= make_float8_attributes(state, facts, plan)
+        new_attributes |= new_state
         if source is DtypeSource.LINEN_MODULE:
             new_attributes |= make_linen_attributes(attributes, spec)
         inside = _Around(policy, attributes["dtype"] if is_open else None, rewritten)
