@@ -18,7 +18,7 @@ EXPENSIVE = {
     "jmp_policy/quant/_array.py": "its example stores a weight in each block format",
     "jmp_policy/policy/_block_formats.py": "its example trains in float8",
     "jmp_policy/numerics/_tune.py": "its example runs a whole search",
-    "jmp_policy/contrib/_tune_bits/": "an example runs a whole search",
+    "jmp_policy/contrib/_tune_bits.py": "an example runs a whole search",
     "tests/contrib/tune_bits/": "a trial compiles a model in several formats",
     "tests/contrib/layer_by_layer/": "the first test of a format compiles its rounding",
     "examples/gpt/": "an example trains a small GPT",

@@ -34,7 +34,8 @@ def test_a_package_loads_no_more_of_our_modules_than_this(package):
     assert int(run(code)) <= MOST_MODULES[package]
 
 
-LATER = ("_jaxpr", "numerics", "quant", "report", "linen._adapter", "nnx._products", "optim._half", "optim._moments")
+LATER = ("_jaxpr", "numerics", "quant", "report", "linen._adapter", "nnx._products")
+LATER += ("optim._half_parameters", "optim._moment", "optim._quantize", "optim._state_report")
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_the_function_has_the_name_of_its_package_and_loads_it_when_it_is_needed
     code = (
         "import sys, jmp_policy as jmp\nassert 'jmp_policy._jaxpr' not in sys.modules\n"
         "jmp.autocast(abs, 'float16')\nassert 'jmp_policy._jaxpr' in sys.modules and 'flax' not in sys.modules\n"
-        "from jmp_policy.autocast import AutocastRules\nfrom jmp_policy.autocast._rewrite import _tables\n"
+        "from jmp_policy.autocast import AutocastRules\nfrom jmp_policy.autocast import _tables\n"
         "assert callable(jmp.autocast) and _tables.LOW and AutocastRules is jmp.AutocastRules\n"
         "assert {'autocast', 'AutocastRules'} <= set(dir(jmp))"
     )

@@ -16,13 +16,13 @@ PUBLIC = {name for module in (jmp, jmp.quant) for name in dir(module)}
 
 BEYOND = {
     "modules": {"Method", "check_batches", "find_adapter", "find_lifting_adapter", "require_adapter"},
-    "numerics._tune": {"CHOSEN", "Ranking", "Subject", "Trial", "TrialLog", "Tuning"}
+    "numerics": {"CHOSEN", "Ranking", "Subject", "Trial", "TrialLog", "Tuning"}
     | {"check_budget", "is_loss", "name_metric"},
     "policy": {"PolicySpec", "assign_policies", "make_map", "parse_quantization", "stored_format_of"},
-    "quant._numbers": {"Clip", "Quantized", "choose_best", "choose_bounds", "choose_peak", "pack"}
-    | {"quantize_asymmetric", "quantize_symmetric", "to_numbers"},
-    "quant._products": {"Bilinear", "Convolution", "is_matmul", "observe_products"},
-    "quant._weights": {"Layout", "Quantizer", "apply_quantizer", "block_length", "stack_shape"},
+    "quant": {"Clip", "Quantized", "choose_best", "choose_bounds", "choose_peak", "pack"}
+    | {"quantize_asymmetric", "quantize_symmetric", "to_numbers"}
+    | {"Bilinear", "Convolution", "is_matmul", "observe_products"}
+    | {"Layout", "Quantizer", "apply_quantizer", "block_length", "stack_shape"},
 }
 """Names that `contrib` imports and that are neither public nor of `_base`, `_jaxpr` or `report`."""
 
@@ -46,11 +46,22 @@ def test_it_imports_public_names_and_few_others():
     assert beyond == BEYOND
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in CONTRIB.iterdir() if path.name[:2] not in ("__", "RE")))
-def test_a_folder_imports_no_other_folder(folder):
-    names = {one.to.relative_to(CONTRIB).parts[0] for path in (CONTRIB / folder).glob("*.py") for one in imported(path)
-             if CONTRIB in one.to.parents}  # fmt: skip
-    assert names <= {folder}
+TOOLS = [{"_certify"}, {"_diverge"}, {"_gptq_awq.py", "_layer_by_layer.py"}, {"_bit_tuning.py", "_tune_bits.py"}]
+"""The folder or the files of each tool."""
+
+
+def test_every_file_belongs_to_a_tool():
+    parts = {path.relative_to(CONTRIB).parts[0] for path in CONTRIB.rglob("*.py")}
+    assert parts - {"__init__.py"} == set().union(*TOOLS)
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=min)
+def test_a_tool_imports_no_other_tool(tool):
+    paths = [path for path in CONTRIB.rglob("*.py") if path.relative_to(CONTRIB).parts[0] in tool]
+    used = {
+        one.to.relative_to(CONTRIB).parts[0] for path in paths for one in imported(path) if CONTRIB in one.to.parents
+    }
+    assert used <= tool
 
 
 @pytest.mark.slow
