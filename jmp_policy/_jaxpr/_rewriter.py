@@ -1,4 +1,4 @@
-"""The interface of a rewriting rule."""
+"""Rewrites a jaxpr by a rule for each equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result of `tune_bits`: a policy map, the format of each layer, and the loss over bits per weight."""
+"""Result of `tune_bits`, and the layers that it measures and predicts."""
 
 import dataclasses
 import math

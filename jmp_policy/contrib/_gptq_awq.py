@@ -1,4 +1,4 @@
-"""GPTQ: rounds a weight so that the outputs of its layer change least."""
+"""GPTQ and AWQ: round a weight so that the outputs of its layer change least for the inputs that data gives it."""
 
 import dataclasses
 import functools

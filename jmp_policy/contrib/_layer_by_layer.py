@@ -1,4 +1,4 @@
-"""One matrix of a weight, and its rounding for the inputs that it gets."""
+"""Passes through a model, layer by layer, that round each matrix of a weight for its inputs."""
 
 import base64
 import collections

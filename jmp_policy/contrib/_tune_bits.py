@@ -1,4 +1,4 @@
-"""Finds a format for each layer, so that the loss rises little and weights take a given number of bits."""
+"""`tune_bits`: a format for each layer, so that the loss rises little and weights take a given number of bits."""
 
 import heapq
 import itertools

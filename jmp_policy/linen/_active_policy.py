@@ -18,7 +18,8 @@ from .._base import ACTIVE_POLICY, IN_FULL_PRECISION, remember_on_class
 from ..modules import describe_written_dtypes, widen_policy
 from ..policy import MapRule, Match, Policy, PolicyMap
 from ..quant import explain_unused_cache
-from ._place import AUTOCAST_EXAMPLE, ModulePlace, calling, path_of
+from ._fields import AUTOCAST_EXAMPLE
+from ._place import ModulePlace, calling, path_of
 
 CLASS_POLICY = "_jmp_class_policy"
 """The attribute of a made class that holds its `ClassPolicy`."""

@@ -16,9 +16,10 @@ from ..modules import Adapter, Hook, Method, ModelInfo, ModuleCall, ModuleInfo, 
 from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
 from ..quant import WEIGHT_NAMES, is_quantized
 from ._active_policy import CLASS_POLICY, CURRENT, NOTES, ActivePolicy, ClassPolicy
+from ._fields import AUTOCAST_EXAMPLE, written_dtype
 from ._interceptor import is_bridge
 from ._methods import intercept_calls, make_boundary_class, unpolicied_class
-from ._place import AUTOCAST_EXAMPLE, ROOT, ModulePlace, calling, explain_unknown, path_of, path_text, written_dtype
+from ._place import ROOT, ModulePlace, calling, explain_unknown, path_of, path_text
 from ._quantized import plan_module
 
 

@@ -35,10 +35,8 @@ from ..modules import (
 from ..policy import Policy, match_policy, stored_format_of
 from ..quant import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
-from ._place import (
+from ._fields import (
     PARAMETER_WRAPPERS,
-    add_paths_to_jit_keys,
-    calling,
     find_dtype_fields,
     has_open_dtype,
     is_filled_in,
@@ -46,11 +44,11 @@ from ._place import (
     mark_dtype,
     mark_param_dtype,
     needs_param_dtype,
-    path_text,
     read_authors_dtype,
     temporarily_set,
     written_dtype,
 )
+from ._place import add_paths_to_jit_keys, calling, path_text
 from ._products import multiply_by_policy
 from ._quantized import check_cache, name_misread_weight, read_quantized_param
 

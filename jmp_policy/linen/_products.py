@@ -32,8 +32,8 @@ from ..quant import (
     reason_unquantized,
     table_layout,
 )
+from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._layer_table import LAYERS, are_sums_open, is_promotion_open, layer_of, open_layer
-from ._place import PARAMETER_WRAPPERS, temporarily_set
 from ._quantized import (
     MULTIPLIES,
     attend_by_cache,

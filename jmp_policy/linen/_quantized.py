@@ -1,4 +1,4 @@
-"""Quantized weights and float8 state among the variables of linen modules: reading, describing, and errors."""
+"""Quantized weights, float8 state and 8-bit caches among the variables of linen modules."""
 
 import functools
 from collections.abc import Callable
@@ -36,8 +36,9 @@ from ..quant import (
     weight_layout,
 )
 from ._active_policy import CURRENT
+from ._fields import temporarily_set
 from ._layer_table import are_sums_open, is_default, layer_of, open_layer, rewritten_by
-from ._place import is_applied_inside, path_of, path_text, temporarily_set
+from ._place import is_applied_inside, path_of, path_text
 
 MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a Flax method that multiplies by its quantized weight runs."""

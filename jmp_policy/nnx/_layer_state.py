@@ -1,4 +1,4 @@
-"""State that policies add to float8 layers of nnx: scales and amax histories."""
+"""State that policies add to nnx layers: scales and amax histories of float8, and the decode cache in 8 bits."""
 
 import functools
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Loss of one tensor in a format, and the loss scale that saves most scopes."""
+"""Loss of one tensor in a format, the loss scale that saves most scopes, and masks, which may be lost."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The tuned function or module, and its runs under a policy."""
+"""The tuned function or module with its runs under a policy, and the search for a small set of scopes in float32."""
 
 import dataclasses
 import functools

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from .._base import PyTree, is_floating_dtype, list_paths_to, quote
+from ._elementwise import find_constants
 from ._moment_blocks import Shape, choose_sides, place_alike, quantize_moment, scale_shape
-from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, find_constants, find_step, map_moments
+from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, find_step, map_moments
 from ._quantized_update import QuantizedMomentsState, QuantizedUpdate
 from ._stochastic_rounding import check_key
 from ._transformation import Transformation, check_not_loss_scaled, check_not_outermost, check_transformation

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from .._base import PyTree
+from ._elementwise import describe_mixing, find_mixing
 from ._half_parameters import widen_half
 from ._moment_blocks import (
     Chunks,
@@ -26,7 +27,7 @@ from ._moment_blocks import (
     read_sides,
     scramble,
 )
-from ._moment_codes import UNSIGNED_FLOAT, MomentCode, describe_mixing, find_mixing, find_step, list_roles
+from ._moment_codes import UNSIGNED_FLOAT, MomentCode, find_step, list_roles
 from ._step import keep_dtypes
 from ._stochastic_rounding import fold_in_devices
 from ._transformation import Transformation, with_extra_args

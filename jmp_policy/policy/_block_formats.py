@@ -1,4 +1,4 @@
-"""The base class of quantized formats, which checks and spells their fields; `Float8` and its recipes. Data only."""
+"""Float8 and block-scaled formats, their recipes, and the base class that checks their fields. Data only."""
 
 import dataclasses
 import typing

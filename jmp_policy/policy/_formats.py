@@ -1,4 +1,4 @@
-"""Quantized formats of a policy, and their strings. Data only."""
+"""Quantized formats of a policy with their strings, and the table of number formats. Data only."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`dot_product_attention`: attention whose two matmuls are in 8 bits."""
+"""`dot_product_attention`, whose two matmuls are in 8 bits, and the decode cache in 8 bits."""
 
 import dataclasses
 import functools

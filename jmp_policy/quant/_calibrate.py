@@ -1,4 +1,4 @@
-"""Calibration: chooses where to clip the inputs of layers that quantize them to integers."""
+"""`quantize` stores the weights of a model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its layers."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Matmuls of Flax layers under a policy: quantized, in float8, or with an accumulate dtype."""
+"""Plans and matmuls of Flax layers under a policy: quantized, in float8, or with an accumulate dtype."""
 
 import dataclasses
 import functools

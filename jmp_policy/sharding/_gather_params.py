@@ -1,4 +1,4 @@
-"""The dtypes in which a function reads its parameters, found in its jaxpr."""
+"""Gathers sharded parameters in the dtypes in which a function reads them."""
 
 import functools
 from collections.abc import Callable, Iterator

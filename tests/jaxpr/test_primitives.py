@@ -22,8 +22,8 @@ from jmp_policy.numerics import (
     _traced,
     audit,
 )
-from jmp_policy.optim import _moment_codes as _elementwise
-from jmp_policy.sharding import _gather_params as _reads
+from jmp_policy.optim import _elementwise
+from jmp_policy.sharding import _gather_params
 
 ALL_PRIMITIVES = """
 import gc, jax, jax.lax, jax.extend.core.primitives
@@ -81,7 +81,7 @@ TABLES = {
     "operations of explain": (_operations.STRUCTURAL, (MOVERS - {"gather"}) | ANNOTATIONS),
     "constants of autocast": (_precision._CHOOSING, (MOVERS - {"gather"}) | ANNOTATIONS),
     "reduce_dtype": (reduction_tables.MOVES, ALL | DEVICE_SUMS),
-    "reads of gather_params": (_reads.MOVES, ALL),
+    "reads of gather_params": (_gather_params.MOVES, ALL),
     "moves of predict": (prediction_flow._MOVES, ALL),
     "optimizers": (_elementwise._ELEMENTWISE, ANNOTATIONS),
     "origins": (_extremes._MOVES, ANNOTATIONS | {"tile", "transpose", "reshape", "rev"}),
@@ -121,7 +121,7 @@ def test_audit_finds_behind_a_stack_what_it_finds_without(finding):
 def test_a_parameter_that_is_stacked_or_padded_is_read_in_half():
     half = {jnp.dtype(jnp.bfloat16)}
     for move in (stacked, lambda w: jnp.pad(w, 1), lambda w: jnp.tile(w, (2, 1))):
-        assert _reads.find_reads(lambda w, move=move: move(w).astype(jnp.bfloat16), X) == [half]
+        assert _gather_params.find_reads(lambda w, move=move: move(w).astype(jnp.bfloat16), X) == [half]
 
 
 def test_a_gradient_behind_a_scatter_that_sets_is_followed():

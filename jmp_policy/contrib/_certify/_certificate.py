@@ -1,4 +1,4 @@
-"""`Certificate`: the result of `contrib.certify`."""
+"""`certify`, and its result: a proof that nothing overflows, or an input that breaks the function."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Interval arithmetic in real numbers: bounds of a primitive's result, from bounds of its operands."""
+"""Interval arithmetic: bounds of a result from bounds of its operands, in real numbers and rounded."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Finds the values that leave each scope of a function, and the recorded values that belong to them."""
+"""Records the values that leave each scope, and finds the recorded values that belong to those of another."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Chooses the values of two aligned programs to compare, and describes their rows."""
+"""Chooses the values of two aligned programs to compare, and runs both programs."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence

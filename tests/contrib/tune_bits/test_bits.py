@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.contrib import _tune_bits as _choice
+from jmp_policy.contrib import _tune_bits
 from jmp_policy.contrib._bit_tuning import Layer, Model
 from jmp_policy.numerics._tune_search import Subject
 
@@ -137,7 +137,7 @@ def test_the_front_is_that_of_all_choices(seed):
     rng = random.Random(seed)
     bits = [[rng.randint(1, 9) * size for _ in range(3)] for size in (1, 4, 4, 16, 5)]
     predicted = [[rng.random() for _ in range(3)] for _ in bits]
-    front = _choice.find_front(bits, predicted)
+    front = _tune_bits.find_front(bits, predicted)
     total = lambda table, formats: sum(row[index] for row, index in zip(table, formats, strict=True))
     every = list(itertools.product(range(3), repeat=5))
     for choice in front:
@@ -153,9 +153,9 @@ def test_a_thinned_front_loses_little(monkeypatch):
     rng = random.Random(0)
     bits = [[n * rng.randint(900, 1100) for n in (4, 8, 16)] for _ in range(40)]
     predicted = [[rng.random() * n for n in (16, 4, 0.1)] for _ in bits]
-    whole = _choice.find_front(bits, predicted)
+    whole = _tune_bits.find_front(bits, predicted)
     monkeypatch.setattr(_choice, "_MOST_CHOICES", 200)
-    thin = _choice.find_front(bits, predicted)
+    thin = _tune_bits.find_front(bits, predicted)
     assert len(thin) < len(whole) / 2
     for limit in range(whole[0].bits + 5000, whole[-1].bits, 5000):
         exact, near = (next(c for c in reversed(front) if c.bits <= limit).predicted for front in (whole, thin))

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics import _tune_search as _search
+from jmp_policy.numerics import _tune_search
 from jmp_policy.numerics._tune import _make_subject
 from jmp_policy.policy import make_map
 
@@ -162,7 +162,7 @@ def test_culprits_whose_numbers_all_fit_are_found():
 @pytest.mark.slow
 def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     """Only so many kinds of operations are measured, and the search goes on without."""
-    monkeypatch.setattr(_search, "MOST_ROWS", 0)
+    monkeypatch.setattr(_tune_search, "MOST_ROWS", 0)
 
     def net(x, weights):
         with jax.named_scope("first"):
