@@ -154,7 +154,7 @@ def test_a_thinned_front_loses_little(monkeypatch):
     bits = [[n * rng.randint(900, 1100) for n in (4, 8, 16)] for _ in range(40)]
     predicted = [[rng.random() * n for n in (16, 4, 0.1)] for _ in bits]
     whole = _tune_bits.find_front(bits, predicted)
-    monkeypatch.setattr(_choice, "_MOST_CHOICES", 200)
+    monkeypatch.setattr(_tune_bits, "_MOST_CHOICES", 200)
     thin = _tune_bits.find_front(bits, predicted)
     assert len(thin) < len(whole) / 2
     for limit in range(whole[0].bits + 5000, whole[-1].bits, 5000):
