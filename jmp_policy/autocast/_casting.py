@@ -206,12 +206,13 @@ class CastingRule(EquationWriter):
         return len(eqns), [self._mark_place(result, place, [logits]) for result in results]
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
-        # A scope may have other dtypes, and another matmul precision.
+        # Whose rule: a scope may have other dtypes, and another matmul precision.
         scope = context.scope
         rule = self if scope is None else self._find_rule_of(scope)
         if rule is not self:
             return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
+        # Read: the precision of the operation, and what is known of its operands.
         precision = self._precisions.find(eqn, values, context)
         is_crossing = has_sums = has_weights = False
         for _, (dtype, state) in values:
@@ -219,6 +220,7 @@ class CastingRule(EquationWriter):
                 is_crossing |= bool(state.narrow) or state.backward or state.scope is not None
                 has_sums |= state.level is SUM_LEVEL
                 has_weights |= state.weight
+        # Decide: the quantized form of a matmul, or the reason to leave it.
         product: Any = ""
         weights = list[Names]()
         if has_weights:
@@ -228,10 +230,12 @@ class CastingRule(EquationWriter):
             is_open = not context.backward and self._is_cast_in(eqn)
             format = attention_format_of(self.quantization) if is_open else None
             product = describe_attention_product(eqn, format, self.sums)
+        # Cast operands at boundaries of scopes and passes; round the float32 sums that this operation does not keep.
         if is_crossing:
             values = [self._cast_at_boundary(v, precision, eqn, body, context, i) for i, v in enumerate(values)]
         if has_sums and precision in _ROUNDING and not keeps_sums(eqn, values):
             values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
+        # Write the operation, then mark its results: where they were made, and which of them are weights still.
         if not isinstance(product, str):
             results = self._write_weight_product(product, eqn, values, body)
         elif eqn.primitive.name == "convert_element_type" and is_castable(eqn):

@@ -93,6 +93,9 @@ class _HalfParametersUpdate(ParameterUpdate):
         return params, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        #  params, memory --decode--> wide --inner.update--> wide + wide_updates --encode--> target, new memory
+        #     |                                                                                |
+        #     `---- updates = target - params, in float32: the caller adds them, and lands on `target` in most cases
         wide, wide_grads = self._wide(updates, state, params)
         wide_updates, inner_state = with_extra_args(self._inner).update(wide_grads, state[0], wide, **extra)
         wide = optax.apply_updates(wide, wide_updates)
@@ -102,7 +105,7 @@ class _HalfParametersUpdate(ParameterUpdate):
         subtract = lambda p, t, _: widen(t) - widen(p)
         updates = map_half(subtract, params, target, wide_updates, otherwise=lambda p, t, update: update)
         # A float32 sum misses its target if a parameter shrinks to a small fraction of itself in one step, and at -0.0.
-        # The memory must match the parameter that results.
+        # The memory must match the parameter that results, so it is made again of the wide values there.
         with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
             landed = optax.apply_updates(params, updates)
         bits = lambda x: lax.bitcast_convert_type(x, jnp.uint16)

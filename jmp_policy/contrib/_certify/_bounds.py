@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
@@ -21,7 +21,7 @@ class Relation(NamedTuple):
 
     # "max": it is the largest of these x, "min": the smallest, "above": at least each of them, "square": at least
     # factor * x**2, "root": at least factor * abs(x), "reciprocal": its magnitude is at most 1 / (factor * abs(x)).
-    kind: str
+    kind: Literal["max", "min", "above", "square", "root", "reciprocal"]
     term: int  # of the other array
     layout: Layout
     factor: float = 1.0
@@ -245,7 +245,7 @@ def _relate(eqn: JaxprEqn, operands: Sequence[Bounds], layouts: Sequence[Layout 
     if name == "abs":
         return Relation("root", term, here)
     if name in ("reduce_max", "reduce_min") and not (x.relation and x.relation.kind == "root"):
-        return Relation(name.removeprefix("reduce_"), term, compose(here, layouts[0] or ()))
+        return Relation("max" if name == "reduce_max" else "min", term, compose(here, layouts[0] or ()))
     for i, (one, layout) in enumerate(zip(operands, layouts, strict=True)):
         if one.relation is not None and layout is not None:
             others = [*operands[:i], *operands[i + 1 :]]

@@ -204,7 +204,11 @@ class _Level:
         self._loops = dict(zip(self._alignment.bodies, plan.loops, strict=True))
 
     def run(self) -> None:
-        """Runs all equations. One that needs a loop of the other program waits for the next sweep."""
+        """Runs all equations, those of `f` first, since scopes of `g` read them.
+
+        A loop of `f` that runs in one with a loop of `g` is the exception: equations of `f` that read its results find
+        none (a KeyError), and wait for the next sweep.
+        """
         f, g = self._alignment.f.flat, self._alignment.g.flat
         looped = {id(mine) for mine, _, _ in self._alignment.bodies.values()}
         tasks = [(self._run_f, node) for node in f.nodes if id(node) not in looped]
@@ -253,7 +257,13 @@ class _Level:
         return self._values.cast(found, g.types[value].dtype)  # `stop_gradient` keeps the dtype of `f`
 
     def _run_loop(self, scope: Scope) -> None:
-        """Runs two scans in one."""
+        """Runs two scans in one.
+
+        Operands are constants, carry, xs; results are carry, ys. The bounds of the carry among them:
+
+            of `f`, whole:      f_operands[:f_start]   [f_start:f_end]   [f_end:]
+            of `g`, if `used`:  g_operands[:start]     [start:end]       [end:]
+        """
         mine, theirs, inner = self._alignment.bodies[scope]
         plan = self._loops[scope]
         f_operands = [read(self._f, value) for value in mine.operands]
