@@ -87,7 +87,7 @@ _SOURCES = {
     **dict.fromkeys(_LAZY, ""),
     "autocast": "AutocastRules",
     "checkpoints": "convert_state",
-    "numerics": "Trial Tuning explain tune",
+    "numerics": "numerics Trial Tuning explain tune",
 }
 
 _UNLISTED = "LossScale Trial Tuning checkpoints cli gradients loss_scale modules policy report"

@@ -1,6 +1,7 @@
 """What `import jmp_policy` loads, and what it costs."""
 
 import compileall
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,11 @@ def test_everything_can_be_loaded_where_jit_is_disabled():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'jmp_policy' has no attribute 'polcy'$"):
         jmp.polcy  # noqa: B018
+
+
+@pytest.mark.parametrize("name", jmp._LAZY)
+def test_a_package_is_loaded_when_it_is_first_asked_for(name):
+    assert jmp.__getattr__(name) is importlib.import_module(f"jmp_policy.{name}")  # as before anything has loaded it
 
 
 def test_lazy_names_are_listed():
