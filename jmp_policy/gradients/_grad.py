@@ -270,11 +270,11 @@ def _reduce_gradients(
 
     if dtype is None:
         return search_reduce_dtype(compute_in_found)
-    with nullcontext() if REDUCING.value else REDUCING(_Search("given")):  # an outer search goes on
+    with nullcontext() if REDUCING.value else REDUCING(_DtypeSearch("given")):  # an outer search goes on
         return compute_in(dtype, on_opaque)
 
 
-class _Search(NamedTuple):
+class _DtypeSearch(NamedTuple):
     """The value of `REDUCING` in our gradient functions."""
 
     known: str = ""  # the name of the dtype that was found, or "given" if the caller gave one
@@ -302,7 +302,7 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
     dtype: np.dtype | None = None
     while True:
         try:
-            with REDUCING(_Search("" if dtype is None else dtype.name)):
+            with REDUCING(_DtypeSearch("" if dtype is None else dtype.name)):
                 made = take_gradients(dtype)
             break
         except _Met as met:
