@@ -37,6 +37,7 @@ from ._memory import (
     OBSERVING as OBSERVING,
     REDUCING as REDUCING,
     TRACING as TRACING,
+    is_in_full_precision as is_in_full_precision,
     meet_reduce_dtype as meet_reduce_dtype,
     remember_on_class as remember_on_class,
     remember_recent as remember_recent,

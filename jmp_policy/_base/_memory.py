@@ -22,6 +22,12 @@ TRACING = jax.make_user_context(None)  # the scope register of the function that
 
 T = TypeVar("T")
 
+
+def is_in_full_precision() -> bool:
+    """Reads `IN_FULL_PRECISION` for wrappers that are pickled by value with their globals: no context can be pickled."""
+    return bool(IN_FULL_PRECISION.value)
+
+
 _MEMORY = "_jmp_memory"
 _RECENT = 16  # the last results that `remember_recent` keeps on a class
 _LOCK = threading.Lock()

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 
 from .._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, Results, flatten_function, is_array
 from ._adapter import ModuleCall, is_flax_object
@@ -22,7 +21,7 @@ class Observation:
     def __init__(self) -> None:
         self.inputs: dict[str, tuple[str, ...]] = {}  # the dtypes of the arrays that each module was called with
         self.outputs: dict[str, tuple[str, ...]] = {}  # the dtypes of the arrays that it returned
-        self.program: Jaxpr | None = None  # the traced jaxpr
+        self.program: Any = None  # the traced jaxpr; `jax.extend` loads modules that `import jmp_policy` must not
         self.widened: set[str] = set()  # the paths of the modules whose last call was inside of `force_full_precision`
         self._running: set[str] = set()
 

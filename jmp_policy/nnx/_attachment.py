@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._base import IN_FULL_PRECISION, OVERWRITE, hide_frames, remember_on_class
+from .._base import OVERWRITE, hide_frames, is_in_full_precision, remember_on_class
 from ..modules import describe_written_dtypes, find_wider_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant import WEIGHT_NAMES, explain_unused_cache, plan_layer
-from ._layer_state import cache_format_of
+from ._cache import cache_format_of
 from ._layer_table import read_layer
 from ._methods import list_public_methods, run_method
 from ._module_spec import (
@@ -302,7 +302,7 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         # A shadow, an instance in its constructor, or a layer whose attributes are enough.
-        if spec is None or (spec.effect is CallEffect.NOTHING and not IN_FULL_PRECISION.value):
+        if spec is None or (spec.effect is CallEffect.NOTHING and not is_in_full_precision()):
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
         return run_method(self, spec, method, args, kwargs)

@@ -28,7 +28,7 @@ from ..modules import (
 )
 from ..policy import Policy
 from ..quant import warn_of_odd_rows
-from ._layer_state import check_layer_cache
+from ._cache import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 

@@ -15,7 +15,7 @@ from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy, PolicyMap
 from ..quant import LayerFacts, LayerPlan, plan_layer
-from ._layer_state import make_cached_attention
+from ._cache import make_cached_attention
 from ._layer_table import WRITTEN, read_layer
 from ._products import make_wide_layer
 from ._shadow import Attributes, NodeKind, find_kind
