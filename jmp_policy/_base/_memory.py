@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def is_in_full_precision() -> bool:
-    """Reads `IN_FULL_PRECISION` for wrappers that are pickled by value: their globals are too, but no context can be."""
+    """Reads `IN_FULL_PRECISION` for wrappers that are pickled by value with their globals, as no context can be."""
     return bool(IN_FULL_PRECISION.value)
 
 
