@@ -5,7 +5,7 @@
 - `collect` wraps a function so that it also returns `Stats`: statistics of its tensors and the effect of formats.
   A `Row` is one tensor, with `FormatShares` for each format. A `StatsHistory` keeps statistics by step.
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
-- `Explanation` is the result of `jmp_policy.explain`.
+- `Explanation` is the result of `jmp_policy.explain`, with a `ModuleRow` for each module.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
   loss scale or float32 rules that fix it.
@@ -27,7 +27,7 @@ if _typing.TYPE_CHECKING:
     from ._collect import collect as collect
     from ._collectives import collectives as collectives
     from ._collectives_report import Collective as Collective, Collectives as Collectives
-    from ._explanation import Explanation as Explanation
+    from ._explanation import Explanation as Explanation, ModuleRow as ModuleRow
     from ._first_nonfinite import first_nonfinite as first_nonfinite
     from ._origin import NonfiniteOrigin as NonfiniteOrigin
     from ._predict import predict as predict
@@ -54,7 +54,7 @@ else:  # `optim` uses one of these and should not load the others
         "_collect": "collect",
         "_collectives": "collectives",
         "_collectives_report": "Collective Collectives",
-        "_explanation": "Explanation",
+        "_explanation": "Explanation ModuleRow",
         "_first_nonfinite": "first_nonfinite",
         "_origin": "NonfiniteOrigin",
         "_predict": "predict",
@@ -78,6 +78,6 @@ else:  # `optim` uses one of these and should not load the others
         globals(),
         internal=_INTERNAL,
         unlisted="AuditReport AuditRow Collective Collectives Explanation FINDINGS Finding FormatShares Matmul "
-        "NonfiniteOrigin Prediction Reason Row Stats",
+        "ModuleRow NonfiniteOrigin Prediction Reason Row Stats",
         elsewhere={name: f"contrib.{name}" for name in _MOVED.split()},
     )
