@@ -132,8 +132,8 @@ def _is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | No
     if dtype is None:
         return True
     defaults = [_find_default_dtype(base), handed_on]
-    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
-        defaults.append(attributes["embedding"].get_raw_value().dtype)
+    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table, which may have been cast since
+        defaults += [attributes["embedding"].get_raw_value().dtype, attributes["param_dtype"]]
     return any(_is_same_dtype(dtype, default) for default in defaults)
 
 
@@ -180,7 +180,7 @@ def has_linen_module(base: type) -> bool:
 def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
     """Returns the attribute with the wrapped linen module under the policy of the model, which does the casts."""
     module = attributes[_WRAPPED]
-    linen: Any = find_adapter(module)  # which alone has the method
+    linen: Any = find_adapter(module)  # only the linen adapter has `attach_for_nnx`
     return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.no_cast, spec.lineage, spec.casts, inferred)}
 
 

@@ -191,3 +191,10 @@ def test_parent_reads_the_param_of_a_child_as_it_is_stored():
             return self.child.kernel[...]
 
     assert jmp.with_policy(Parent(rngs=rngs()), "p=f32,c=bf16,o=none")(X).dtype == jnp.float32
+
+
+def test_an_embedding_whose_table_was_cast_computes_in_the_compute_dtype_of_the_policy():
+    """Flax's `Embed` takes its dtype from its table, and keeps it when the table is cast."""
+    cast = jmp.nnx.cast_params(nnx.Embed(4, 8, rngs=rngs()), "bfloat16")
+    assert jmp.with_policy(cast, "bfloat16").dtype == jnp.bfloat16
+    assert jmp.with_policy(nnx.Embed(4, 8, dtype=jnp.float16, rngs=rngs()), "mixed_bfloat16").dtype == jnp.float16
