@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CUSTOM, ENTERED
-from ._program import Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
+from ._program import Program, body_of, is_float, list_variables, make_body, remember_by_jaxpr, replace_variables, walk
 from ._source import RECORD
 
 
@@ -147,7 +147,7 @@ def call(program: ClosedJaxpr, *args: Any) -> list[Any]:
     body = program.jaxpr
     info = DebugInfo("jit", body.debug_info.func_src_info, None, None)
     invars = [*body.constvars, *body.invars]  # constants may be tracers
-    opened = Jaxpr((), invars, body.outvars, body.eqns, body.effects, debug_info=info)
+    opened = Jaxpr((), invars, body.outvars, body.eqns, body.effects, debug_info=info, is_high=body.is_high)
     params = _make_jit_params(ClosedJaxpr(opened, ()), body.debug_info.func_name)
     return _JIT.primitive.bind(*program.consts, *args, **params | _read_context_mesh())
 
@@ -233,7 +233,7 @@ def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
     """Makes the parameters of `jit` for one equation: quicker than tracing a function, which would lose no-op casts."""
     own = eqn.replace(source_info=source_info_util.new_source_info())
     nameless = DebugInfo("jit", eqn.primitive.name, None, None)
-    program = ClosedJaxpr(Jaxpr((), invars, eqn.outvars, [own], debug_info=nameless), ())
+    program = ClosedJaxpr(make_body(invars, eqn.outvars, [own], nameless), ())
     inline = _JIT.params["inline"]
     early = type(inline)["JAX_EARLY"] if isinstance(inline, enum.Enum) else True
     return {**_make_jit_params(program, eqn.primitive.name), "inline": early}

@@ -132,3 +132,9 @@ def test_an_outer_product_with_a_quantized_weight_or_with_integers_is_traced():
     assert jax.eval_shape(quantized, weights, jnp.ones((4, 1))).shape == (4, 64)
     mixed = jmp.autocast(lambda w, i: lax.dot_general(w, i, (((1,), (0,)), ((), ()))), POLICY)
     assert jax.eval_shape(mixed, jnp.ones((4, 1)), jnp.ones((1, 4), jnp.int8)).shape == (4, 4)
+
+
+def test_a_search_in_sorted_numbers_runs_inside_jit():
+    """JAX 0.12 lowers it by its own type, and only where the jaxpr around it says so."""
+    search = jmp.autocast(jnp.searchsorted, "p=f32,c=bf16,o=f32")
+    assert jax.jit(search)(jnp.arange(4.0), jnp.float32(2.5)) == 3
