@@ -67,7 +67,6 @@ from ._program import (
     is_float as is_float,
     list_live as list_live,
     list_variables as list_variables,
-    make_body as make_body,
     multiplies_only as multiplies_only,
     name_stack as name_stack,
     remember_by_jaxpr as remember_by_jaxpr,

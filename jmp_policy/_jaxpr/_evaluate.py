@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CUSTOM, ENTERED
-from ._program import Program, body_of, is_float, list_variables, make_body, remember_by_jaxpr, replace_variables, walk
+from ._program import Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
 from ._source import RECORD
 
 
@@ -233,7 +233,7 @@ def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
     """Makes the parameters of `jit` for one equation: quicker than tracing a function, which would lose no-op casts."""
     own = eqn.replace(source_info=source_info_util.new_source_info())
     nameless = DebugInfo("jit", eqn.primitive.name, None, None)
-    program = ClosedJaxpr(make_body(invars, eqn.outvars, [own], nameless), ())
+    program = ClosedJaxpr(Jaxpr((), invars, eqn.outvars, [own], debug_info=nameless), ())
     inline = _JIT.params["inline"]
     early = type(inline)["JAX_EARLY"] if isinstance(inline, enum.Enum) else True
     return {**_make_jit_params(program, eqn.primitive.name), "inline": early}

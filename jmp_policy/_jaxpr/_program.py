@@ -24,12 +24,6 @@ Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr
 
 
-def make_body(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn], info: DebugInfo) -> Jaxpr:
-    """Returns a jaxpr of equations without effects. It says if one of them is of a type that JAX lowers on its own."""
-    is_high = any(eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params) for eqn in eqns)
-    return Jaxpr((), invars, outvars, eqns, debug_info=info, is_high=is_high)
-
-
 def float_dtype(atom: Atom) -> Any:
     """Returns the dtype of a real floating array, or None for anything else."""
     return _float_dtype_of(atom.aval)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from .._jaxpr import Atom, JaxprBuilder, Value, list_variables, make_body, make_remat, without_mesh
+from .._jaxpr import Atom, JaxprBuilder, Value, list_variables, make_remat, without_mesh
 from ._place import EquationPlace
 
 KEEPING = frozenset(("mul", "div", "square", "integer_pow"))
@@ -62,7 +62,7 @@ def write_again(
 
     last, invars = eqns[-1], list[Any](value.atom for value in inner.values())
     info = DebugInfo("checkpoint", "autocast", None, None)
-    inside = make_body(invars, [value.atom for value in results], again.equations, info)
+    inside = Jaxpr((), invars, [value.atom for value in results], again.equations, debug_info=info)
     atoms, kinds = [value.atom for value in outer.values()], [value.kind for value in results]
     remat = make_remat(last, inside)
     return body.append(remat, atoms, kinds, remat.params)

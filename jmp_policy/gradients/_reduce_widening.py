@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import new_name_stack
 
-from .._jaxpr import MATMULS, AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, make_body, without_mesh
+from .._jaxpr import MATMULS, AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
 from ._reduce_marks import SCATTERED_SUM, Upcasts, find_marks, is_narrower_dtype, is_pairwise
 
 
@@ -44,7 +44,7 @@ def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
     if dtype is not None:
         operands = [var if float_dtype(var) is None else body.cast_once(var, dtype, eqn) for var in arguments]
     eqns = [*body.equations, eqn.replace(invars=operands, outvars=results)]
-    return ClosedJaxpr(make_body(arguments, results, eqns, _NAMELESS), ())
+    return ClosedJaxpr(Jaxpr((), arguments, results, eqns, debug_info=_NAMELESS), ())
 
 
 @functools.cache
