@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, hide_frames, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, quote, warn_user
 from ..policy import (
     Decorator,
     F,
@@ -96,6 +96,11 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast
     (dtype('float32'), dtype(bfloat16))
     """
     target, captured = parse_target(target, policy)
+    if isinstance(no_cast, str):
+        raise ValueError(
+            f"no_cast must be a collection of argument names, got the string {quote(no_cast)}; "
+            f"write [{quote(no_cast)}]."
+        )
     give = functools.partial(_give_policy, policy=captured, no_cast=no_cast)
     return give if target is NO_TARGET else give(target)
 

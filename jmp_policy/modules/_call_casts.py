@@ -222,12 +222,7 @@ def matmul_precision(policy: Policy) -> AbstractContextManager:
 def check_no_cast(
     fun: Callable[..., Any], no_cast: Collection[str], methods: Iterable[Callable[..., Any]] = ()
 ) -> None:
-    """Raises a `ValueError` unless `no_cast` is a collection of names of arguments of `fun`, or of other methods."""
-    if isinstance(no_cast, str):
-        raise ValueError(
-            f"no_cast must be a collection of argument names, got the string {quote(no_cast)}; "
-            f"write [{quote(no_cast)}]."
-        )
+    """Raises a `ValueError` unless each of `no_cast` names an argument of `fun`, or of other methods."""
     if not no_cast:
         return
     while isinstance(fun, functools.partial):  # `no_cast` may name bound arguments too

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn, nnx
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
@@ -282,10 +283,11 @@ def test_keep_must_name_arguments():
         ValueError, match=r"^no_cast names 'y', but square_sum has no such argument\. Its arguments are 'x'\.$"
     ):
         jmp.with_policy(square_sum, MIXED, no_cast=["y"])
-    with pytest.raises(
-        ValueError, match=r"^no_cast must be a collection of argument names, got the string 'x'; write \['x'\]"
-    ):
-        jmp.with_policy(square_sum, MIXED, no_cast="x")
+    for target in (square_sum, nn.Dense(2), nn.Dense, nnx.Linear):
+        with pytest.raises(
+            ValueError, match=r"^no_cast must be a collection of argument names, got the string 'x'; write \['x'\]"
+        ):
+            jmp.with_policy(target, MIXED, no_cast="x")
     with pytest.raises(ValueError, match=r"Its arguments are none\.$"):
         jmp.with_policy(lambda: 0, MIXED, no_cast=["y"])
 
