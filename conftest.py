@@ -1,14 +1,20 @@
 """What every test and doctest runs under."""
 
 import os
+import pathlib
 import platform
+import sys
 
 import hypothesis
 import jax
 import pytest
-from public_names import is_public
 
-pytest_plugins = ["budget", "sampling"]
+ROOT = pathlib.Path(__file__).parent
+# Registries and oracles beside the tests are imported by their names, which are all different.
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_site"), str(ROOT / "tests")]
+sys.path[3:3] = [str(folder) for folder in (ROOT / "tests").rglob("[!_]*/")]
+
+from public_names import is_public  # noqa: E402: from the folder of tests
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and child processes share a GPU
 # XLA:CPU rounds float16 arithmetic at other places where a processor has float16 instructions.

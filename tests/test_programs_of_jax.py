@@ -13,8 +13,6 @@ from meshes import make_mesh
 import jmp_policy as jmp
 from jmp_policy._jaxpr import walk
 
-pytestmark = pytest.mark.versions
-
 FLOAT32, BFLOAT16 = (f"params=float32,compute={dtype},output=none" for dtype in ("float32", "bfloat16"))
 X, KEY = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
 PROGRAMS = {}

@@ -15,8 +15,6 @@ from meshes import make_mesh
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.versions
-
 SETTINGS = {
     "jax_enable_checks": functools.partial(jax.enable_checks, True),
     "jax_numpy_rank_promotion": functools.partial(jax.numpy_rank_promotion, "raise"),

@@ -8,8 +8,6 @@ import pytest
 from jmp_policy._jaxpr import walk
 from jmp_policy.autocast import autocast
 
-pytestmark = pytest.mark.versions
-
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
 BFLOAT16 = "params=float32,compute=bfloat16,output=none"
 

@@ -9,8 +9,6 @@ from zoo import ZOO, Specimen
 
 from jmp_policy.autocast import autocast
 
-pytestmark = pytest.mark.versions
-
 FLOAT32, BFLOAT16 = (f"params=float32,compute={dtype},output=none" for dtype in ("float32", "bfloat16"))
 QUICKLY = {"xla_backend_optimization_level": 0}
 

@@ -12,8 +12,6 @@ from linen_transforms import CLASSES, FUNCTIONS, Block, Outer, call
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.versions
-
 POLICY = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
 CASTS = (POLICY.compute_dtype, POLICY.output_dtype)
 RULES = jmp.PolicyMap({"block": POLICY}, "float32")

@@ -12,8 +12,6 @@ from programs import assert_costs_no_more, cost
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.versions
-
 OTHER_DEFAULT = "mixed_float16"  # holds while the programs are made: a policy that was given must win over it
 POLICIES = ["mixed_float16", "params=float32,compute=bfloat16,output=float32"]
 OTHERS = ["mixed_bfloat16", "float32"]  # which differ from those in nothing that depends on the layer

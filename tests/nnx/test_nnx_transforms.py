@@ -12,8 +12,6 @@ from nnx_transforms import USES, Block, Outer
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.versions
-
 POLICY = jmp.get_policy(BF16_INSIDE)
 CASTS = (POLICY.compute_dtype, POLICY.output_dtype)
 RULES = jmp.PolicyMap({"block": POLICY}, "float32")
