@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_site"), str(ROOT / "tests")]
 sys.path[3:3] = [str(folder) for folder in (ROOT / "tests").rglob("[!_]*/")]
 
-from public_names import is_public  # noqa: E402: from the folder of tests
+from public_names import is_public  # noqa: E402
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and child processes share a GPU
 # XLA:CPU rounds float16 arithmetic at other places where a processor has float16 instructions.
