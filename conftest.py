@@ -20,9 +20,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and c
 # XLA:CPU rounds float16 arithmetic at other places where a processor has float16 instructions.
 if "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", "") and platform.machine() in ("x86_64", "AMD64"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2".strip()
-# `pytest -m "slow or hypothesis" --hypothesis-profile=explore` draws other examples each time, and more of them.
 hypothesis.settings.register_profile("repeat", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)  # other examples each time, and more of them
 hypothesis.settings.load_profile("repeat")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

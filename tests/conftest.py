@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import jax
 import pytest
 
@@ -49,8 +50,11 @@ PROGRAMS = {
 }
 
 
-QUICK = "not slow and not exhaustive"
-"""What `pytest` runs by itself, as `pyproject.toml` says."""
+QUICK = "not slow"
+"""The marker expression of a plain `pytest`, in `pyproject.toml`."""
+
+SLOW = "slow"
+"""The marker expression of the other tests. Property tests explore there."""
 
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 """Most programs run once, on a few numbers: to optimize their machine code takes longer than all else about them."""
@@ -65,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _add_flags(DETERMINISTIC)
     elif config.getoption("markexpr") == QUICK:
         _add_flags(UNOPTIMIZED)
+    elif config.getoption("markexpr") == SLOW:
+        hypothesis.settings.load_profile("explore")
     jax.config.update("jax_num_cpu_devices", 8)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
@@ -94,10 +100,13 @@ def _may_find_gpu() -> bool:
     return jax.config.jax_platforms != "cpu" and any("cuda" in name or "rocm" in name for name in plugins)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is true of CPUs alone, wherever JAX computes on something else."""
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Adds property tests to the slow ones; skips what is true of CPUs alone where JAX computes on something else."""
     platform = jax.default_backend()
     for item in items:
+        if config.getoption("markexpr") == SLOW and item.get_closest_marker("hypothesis"):
+            item.add_marker(pytest.mark.slow)
         if platform != "cpu" and (mark := item.get_closest_marker("cpu")):
             item.add_marker(pytest.mark.skip(reason=f"on CPUs alone, and this is a {platform}: {mark.args[0]}"))
 
