@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn, nnx
 
 IMAGES = jax.random.normal(jax.random.key(1), (16, 4, 4, 32))
@@ -105,6 +106,12 @@ INPUTS = {MLP: ROWS, ConvNet: IMAGES, GPT: TOKENS, NnxMLP: ROWS, NnxConvNet: IMA
 
 def square(apply, params, x):
     return (apply(params, x).astype(jnp.float32) ** 2).mean()
+
+
+def assert_equal(ours, theirs):
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.float32(a), np.float32(b), jax.tree_util.keystr(path))
 
 
 def differentiate(apply):

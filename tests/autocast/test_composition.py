@@ -61,8 +61,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", ["jit", *(pytest.param(name, marks=pytest.mark.slow) for name in [*TRANSFORMS][1:])])
 def test_a_transformation_outside_gives_the_program_by_hand(name):
     transform = TRANSFORMS[name]
     text = lambda fun: program_text(jax.jit(transform(fun)).lower(X, W))
@@ -70,7 +69,6 @@ def test_a_transformation_outside_gives_the_program_by_hand(name):
     assert text(autocast(layer, BFLOAT16)) in (text(layer_by_hand), text(jax.jit(layer_by_hand)))
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformation_inside_runs_its_products_in_half(name):
     ours = jax.jit(autocast(TRANSFORMS[name](layer), BFLOAT16))
@@ -107,11 +105,9 @@ def test_tracers_of_transformations_around_may_be_closed_over():
     assert operations(jax.jit(wide).lower(X, W)) == operations(jax.jit(plain).lower(X, W))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_an_export_for_another_platform_has_half_products(platform):
+def test_an_export_for_another_platform_has_half_products():
     step = jax.jit(jax.value_and_grad(total(autocast(repeated(layer), BFLOAT16)), argnums=(0, 1)))
-    text = jax.export.export(step, platforms=[platform])(X, W).mlir_module()
+    text = jax.export.export(step, platforms=["tpu"])(X, W).mlir_module()
     products = re.findall(r"stablehlo\.dot_general.*-> tensor<\w+x(\w+)>", text)
     assert len(products) >= 3
     assert set(products) == {"bf16"}

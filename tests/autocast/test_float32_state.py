@@ -72,11 +72,6 @@ def radiation_of_a_temperature(mm, w, x, t):
     return t + 0.01 * (mm(x, w) - 5.67e-8 * t**4)
 
 
-@program(t=((4, 8), 293, 5), slow=True)
-def gas_law(mm, w, x, t):
-    return (1 + 0.1 * mm(x, w)) * (0.28705 * t) - 84
-
-
 @program(t=((4, 1), 86400, 3600))
 def timestamps(mm, w, x, t):
     age = t - 86000
@@ -87,11 +82,6 @@ def timestamps(mm, w, x, t):
 def angle(mm, w, x, angle):
     angle = angle + mm(x, w)
     return jnp.sin(angle), jnp.cos(angle)
-
-
-@program(phase=((4, 8), 100, 10), slow=True)
-def wrapped_phase(mm, w, x, phase):
-    return jnp.mod(phase + 0.1 * mm(x, w), 2 * np.pi)
 
 
 @program(where=((4, 3), 1000, 1), slow=True)
@@ -119,21 +109,6 @@ def state_with_a_new_axis(mm, w, x, s):
     return mm(x, w) - s[None]
 
 
-@program(a=((8,), 100, 1), b=((8,), 100, 1), slow=True)
-def stack_of_states(mm, w, x, a, b):
-    return jnp.stack([a, b, b, a]) + mm(x, w)
-
-
-@program(s=((), 100, 1), slow=True)
-def scalar_state(mm, w, x, s):
-    return s + mm(x, w)
-
-
-@program(s=((2, 2, 8), 100, 1), slow=True)
-def state_of_another_shape(mm, w, x, s):
-    return s + mm(x, w).reshape(2, 2, 8), s.reshape(4, 8).T + mm(x, w).T
-
-
 # Rotary tables and embeddings of times.
 
 
@@ -147,11 +122,6 @@ def rotary_embedding_of_late_positions(mm, w, x):
     position = jnp.arange(4, dtype=jnp.float32) + 5000
     angle = position[:, None] * 100.0 ** (-jnp.arange(4, dtype=jnp.float32) / 4)
     return rotate(mm(x, w), jnp.cos(angle), jnp.sin(angle))
-
-
-@program(cos=((4, 4),), sin=((4, 4),), slow=True)
-def rotary_table(mm, w, x, cos, sin):
-    return rotate(mm(x, w), cos, sin)
 
 
 @program(time=((4,), 500, 100), slow=True)
@@ -175,16 +145,6 @@ def differences_from_targets(mm, w, x, target):
     return difference, jnp.where(jnp.abs(difference) < 1, 0.5 * difference**2, jnp.abs(difference) - 0.5)
 
 
-@program(target=CHANNELS, slow=True)
-def targets_of_channels(mm, w, x, target):
-    return jnp.square(mm(x, w) - target)
-
-
-@program(target=((),), slow=True)
-def one_target(mm, w, x, target):
-    return jnp.mean(jnp.square(target - mm(x, w)))
-
-
 @program(reward=((4,), 100, 1), value=((4,), 100, 1))
 def td_error(mm, w, x, reward, value):
     v = mm(x, w[:, 0])
@@ -200,12 +160,6 @@ def preconditioned_denoiser(mm, w, x, noisy, sigma):
     skip, out, scale = 0.25 / total, 0.5 * sigma / jnp.sqrt(total), 1 / jnp.sqrt(total)
     denoised = skip * noisy + out * mm(scale * noisy, w)
     return denoised, jnp.mean((denoised - x) ** 2 / out**2)
-
-
-@program(s=((4, 8), 100, 1), slow=True)
-def noise_drawn_inside(mm, w, x, s):
-    key = jax.random.key(0)
-    return s + 0.1 * mm(x, w) + jax.random.normal(key, (4, 8)), mm(x, w) + jax.random.uniform(key, (4, 8))
 
 
 # Counters, averages and optimizers.
@@ -249,12 +203,6 @@ def layer_scale(mm, w, x, scale):
 # Integrators and other loops.
 
 
-@program(y=((4, 8), 10, 1), time=((), 50, 1), slow=True)
-def time_in_a_loop(mm, w, x, y, time):
-    turn = lambda carry, _: ((carry[0] + 0.01, carry[1] + 0.01 * jnp.sin(carry[0]) * mm(carry[1], w)), carry[0])
-    return lax.scan(turn, (time, y), None, length=4)
-
-
 @program(y=((4, 8), 10, 1))
 def euler(mm, w, x, y):
     return lax.fori_loop(0, 16, lambda i, y: y + 0.01 * jnp.tanh(mm(y, w)), y)
@@ -269,15 +217,6 @@ def leapfrog(mm, w, x, place, speed):
         return (place, speed), jnp.sum(speed**2)
 
     return lax.scan(turn, (place, speed), None, length=16)
-
-
-@program(y=((4, 8), 10, 1), step=((), 0.1, 0.01), slow=True)
-def runge_kutta(mm, w, x, y, step):
-    slope = lambda y: jnp.tanh(mm(y, w))
-    k1 = slope(y)
-    k2 = slope(y + step / 2 * k1)
-    k3 = slope(y + step / 2 * k2)
-    return y + step / 6 * (k1 + 2 * k2 + 2 * k3 + slope(y + step * k3))
 
 
 @program(total=((8,), 1000, 10))
@@ -334,12 +273,6 @@ def where(mm, w, x, s):
     return jnp.where(IS_KEPT, s, mm(x, w))
 
 
-@program(s=((4, 8), 100, 1), slow=True)
-def mask_of_numbers(mm, w, x, s):
-    mask = jnp.clip(x, 0, 1)
-    return mask * s + (1 - mask) * mm(x, w)
-
-
 @program(low=((4, 8), -0.3, 0.1), high=((8,), 0.3, 0.1), slow=True)
 def clip(mm, w, x, low, high):
     return jnp.clip(mm(x, w), low, high)
@@ -359,11 +292,6 @@ def scatter_add(mm, w, x, s):
     return s.at[ROWS].add(mm(x, w))
 
 
-@program(table=((6, 8), 100, 1), slow=True)
-def gather(mm, w, x, table):
-    return mm(x, w) + table[ROWS]
-
-
 @program(buffer=((5, 8), 100, 1), slow=True)
 def shift_register(mm, w, x, buffer):
     turn = lambda buffer, row: (jnp.concatenate([buffer[1:], mm(row, w)[None]]), buffer[0])
@@ -373,11 +301,6 @@ def shift_register(mm, w, x, buffer):
 @program(s=((4, 8), 100, 1))
 def concatenate(mm, w, x, s):
     return jnp.concatenate([s, mm(x, w)], -1), jnp.stack([mm(x, w), s])
-
-
-@program(edge=((), 100, 1), slow=True)
-def pad(mm, w, x, edge):
-    return lax.pad(mm(x, w).astype(jnp.float32), edge, ((1, 0, 0), (0, 1, 0)))
 
 
 @program(s=((4, 8), 100, 1), slow=True)
@@ -424,12 +347,6 @@ def jit(mm, w, x, s):
 @program(s=((4, 8), 10, 1))
 def remat(mm, w, x, s):
     return jax.checkpoint(lambda s, x: s + 0.1 * jnp.tanh(s * mm(x, w)))(s, x)
-
-
-@program(s=((4, 8), 3, 1), slow=True)
-def functions_of_jax_nn(mm, w, x, s):
-    h = s + mm(x, w)
-    return jax.nn.relu(h), jax.nn.silu(s) + mm(x, w)
 
 
 class Collection(nn.Module):

@@ -209,13 +209,16 @@ def error(got: Any, expected: Any) -> float:
     return float(np.mean(np.abs(got - expected)) / np.mean(np.abs(expected)))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("part", [0, 1], ids=["value", "gradient"])
-def test_error_against_float64_is_at_most_one_and_a_half_of_that_of_torch(part, dtype, name):
-    found = results(dtype)
-    ours, torch = (np.mean([error(half[name][i][part], true[name][part]) for half, true in found]) for i in (0, 1))
-    assert ours <= 1.5 * torch
+def test_errors_against_float64_are_at_most_one_and_a_half_of_those_of_torch(dtype):
+    found, worse = results(dtype), {}
+    for name in FUNCTIONS:
+        for part in (0, 1):  # value and gradient
+            errors = [[error(half[name][i][part], true[name][part]) for half, true in found] for i in (0, 1)]
+            ours, torch = map(np.mean, errors)
+            if not ours <= 1.5 * torch:
+                worse[name, part] = (ours, torch)
+    assert worse == {}
 
 
 REACH = {("gelu", "float16", "gradient"): 2.0**7}
@@ -225,16 +228,16 @@ REACH = {("gelu", "float16", "gradient"): 2.0**7}
 FINITE = sorted(set(FUNCTIONS) - {"dot_product_attention"})  # whose second product is too large itself
 
 
-@pytest.mark.parametrize("name", FINITE)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("part", ["value", "gradient"])
-def test_what_half_precision_can_hold_is_finite(part, dtype, name):
-    [(half, true)] = results(dtype, REACH.get((name, dtype, part), 2.0**15))
+def test_what_half_precision_can_hold_is_finite(part, dtype):
     i = ["value", "gradient"].index(part)
-    got, expected = half[name][0][i], true[name][i]
-    fits = np.abs(expected) < float(jnp.finfo(dtype).max) / 2
-    assert fits.any()
-    assert np.isfinite(got[fits]).all()
+    for name in FINITE:
+        [(half, true)] = results(dtype, REACH.get((name, dtype, part), 2.0**15))
+        got, expected = half[name][0][i], true[name][i]
+        fits = np.abs(expected) < float(jnp.finfo(dtype).max) / 2
+        assert fits.any(), name
+        assert np.isfinite(got[fits]).all(), name
 
 
 def public(module: Any) -> set[str]:

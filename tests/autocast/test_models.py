@@ -10,21 +10,17 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import linen as nn
-from programs import trace
 
 import jmp_policy as jmp
 from benchmarks import autocast
 from benchmarks._measure import cost
 from benchmarks.architectures import _data, _resnet
-from benchmarks.architectures._programs import by_hand, shapes
+from benchmarks.architectures._programs import by_hand
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import initialize, train_model
 from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.optimized
-
-NAMES = {"bfloat16": "bf16", "float16": "f16"}
 
 RESNET = dataclasses.replace(
     ARCHITECTURES["ResNet-50"],
@@ -42,17 +38,6 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("half", autocast.HALVES)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_matmul_is_half_forward_and_backward_on_gpus_and_tpus(name, half):
-    program = autocast.step(MODELS[name], autocast.POLICIES[half])
-    for platform in ("cuda", "tpu"):
-        dtypes = autocast.matmul_dtypes(program, platform)
-        assert set(dtypes) == {NAMES[half]}
-        assert dtypes == autocast.matmul_dtypes(by_hand(MODELS[name], jmp.get_policy(f"mixed_{half}")), platform)
-
-
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("half", "bound"), [("bfloat16", 1.0), ("float16", 1.03)])
@@ -62,35 +47,6 @@ def test_a_step_costs_what_it_costs_by_hand(half, bound):
     assert 0.97 < ratios.flops < 1.01
     assert ratios.bytes_accessed <= bound
     assert ratios.temporaries <= 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_no_layer_returns_float32(name):
-    """What is kept for the backward pass are these outputs: half of them would be half of the memory."""
-    model = MODELS[name].without_policy()
-    outputs = []
-
-    def remember(next_fun, args, kwargs, context):
-        out = next_fun(*args, **kwargs)
-        is_layer = isinstance(context.module, nn.Dense | nn.Conv | nn.LayerNorm | nn.BatchNorm | nn.Embed)
-        if is_layer and context.method_name == "__call__":
-            outputs.append(jax.tree.leaves(out)[0])
-        return out
-
-    def loss_and_outputs(params, variables, batch):
-        outputs.clear()
-        with nn.intercept_methods(remember):
-            loss, _ = model.loss(params, variables, batch)
-        return loss, [nn.relu(output) for output in outputs]  # as the next operation sees them
-
-    def as_used(*args):
-        program = trace(jmp.autocast(loss_and_outputs, autocast.POLICIES["bfloat16"]))(*args)
-        last = program.jaxpr.eqns[-len(outputs) :]  # casts to the traced dtype, as nothing else was asked for
-        assert {eqn.primitive.name for eqn in last} == {"convert_element_type"}
-        return {eqn.invars[0].aval.dtype.name for eqn in last}
-
-    assert as_used(*shapes(model), MODELS[name].batch) == {"bfloat16"}
 
 
 @pytest.mark.slow
@@ -105,11 +61,3 @@ def test_training_ends_where_float32_ends():
         assert abs(run.distance(float32)) < 2.0, half
         assert (run.losses != float32.losses).any()
         assert {leaf.dtype.name for leaf in jax.tree.leaves(run.params)} == {"float32"}
-
-
-@pytest.mark.exhaustive
-def test_the_benchmark_prints_its_tables(capsys):
-    autocast.main(["--quick"])
-    out = capsys.readouterr().out
-    assert "half matmuls" in out
-    assert "gradients of a GPT of 1 blocks" in out

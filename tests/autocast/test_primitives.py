@@ -280,25 +280,28 @@ def tolerance(precision: str, name: str, eps: float, expected: np.ndarray) -> np
             return 0.0
 
 
-@pytest.mark.parametrize(("precision", "name"), MEASURED, ids=[name for _, name in MEASURED])
 @pytest.mark.parametrize("dtype", HALF)
-def test_error_against_float64_is_that_of_the_class(precision, name, dtype):
-    eps = float(jnp.finfo(dtype).eps)
-    for got, expected in zip(autocasted(dtype)[name], exact(dtype)[name], strict=True):
-        bound = tolerance(class_of(precision, name, dtype), name, eps, expected)
-        assert np.all(np.abs(got.astype(np.float64) - expected) <= bound), np.max(np.abs(got - expected))
+def test_errors_against_float64_are_those_of_the_classes(dtype):
+    eps, wrong = float(jnp.finfo(dtype).eps), {}
+    for precision, name in MEASURED:
+        for got, expected in zip(autocasted(dtype)[name], exact(dtype)[name], strict=True):
+            bound = tolerance(class_of(precision, name, dtype), name, eps, expected)
+            errors = np.abs(got.astype(np.float64) - expected)
+            if not np.all(errors <= bound):
+                wrong[name] = np.max(errors)
+    assert wrong == {}
 
 
-@pytest.mark.parametrize(("precision", "name"), CASES, ids=[name for _, name in CASES])
 @pytest.mark.parametrize("dtype", HALF)
-def test_runs_and_is_followed_in_the_dtypes_of_its_class(precision, name, dtype):
-    example, precision = EXAMPLES[precision][name], class_of(precision, name, dtype)
-    program = trace(autocast(functools.partial(results, example), policy_of(dtype)))
-    traced = program(drawn(0, dtype))
-    runs = "float32" if precision in ("FULL", "WIDE") else dtype
-    follows = "float32" if precision == "FULL" else dtype
-    assert dtypes_of(traced.jaxpr, name) == {runs}
-    assert dtypes_of_results(traced.jaxpr) <= {follows}
+@pytest.mark.parametrize("precision", EXAMPLES)
+def test_primitives_run_and_are_followed_in_the_dtypes_of_their_class(precision, dtype):
+    for name, example in EXAMPLES[precision].items():
+        found = class_of(precision, name, dtype)
+        traced = trace(autocast(functools.partial(results, example), policy_of(dtype)))(drawn(0, dtype))
+        runs = "float32" if found in ("FULL", "WIDE") else dtype
+        follows = "float32" if found == "FULL" else dtype
+        assert (name, dtypes_of(traced.jaxpr, name)) == (name, {runs})
+        assert dtypes_of_results(traced.jaxpr) <= {follows}, name
 
 
 def dtypes_of(program: Any, name: str) -> set[str]:

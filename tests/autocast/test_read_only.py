@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from programs import products
 
 import jmp_policy as jmp
 
@@ -110,46 +108,3 @@ def test_an_array_in_an_attribute_lands():
     counter = Counter()
     jmp.autocast(lambda counter, x: counter(x), MIXED)(counter, X)
     assert float(counter.total) == 1
-
-
-def distilled(student, teacher, x, labels):
-    """The loss of Hinton et al., Distilling the Knowledge in a Neural Network, 2015."""
-    logits, wanted = x @ student["up"], teacher(x)
-    logits = jax.nn.relu(logits) @ student["down"]
-    soft = optax.losses.kl_divergence(jax.nn.log_softmax(logits / 2), jax.nn.softmax(wanted / 2)).mean()
-    return 4 * soft + optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-@pytest.mark.slow
-def test_a_student_learns_from_a_teacher_under_autocast():
-    keys = jax.random.split(jax.random.key(0), 2)
-    student = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip(("up", "down"), keys, strict=True)}
-    model, labels = teacher(), jnp.arange(8)
-    loss_fn, tx = jmp.autocast(distilled, MIXED), optax.sgd(0.3, momentum=0.9)
-
-    # Against float64 gradients of the same loss: bfloat16 keeps 8 bits, and products of 16 terms lose few of them.
-    with jax.enable_x64(True):
-        wide = nnx.merge(*jmp.cast_floating(nnx.split(model), jnp.float64))
-        for layer in (wide.up, wide.norm):
-            layer.dtype = layer.param_dtype = jnp.float64
-        of_student = jax.jit(jax.grad(lambda student, x: distilled(student, wide, x, labels)))
-        exact = of_student(jax.tree.map(jnp.float64, student), jnp.float64(X))
-    assert exact["up"].dtype == jnp.float64
-    gradients = jax.jit(jax.grad(lambda student: loss_fn(student, model, X, labels)))(student)
-    for name, gradient in gradients.items():
-        scale = np.abs(exact[name]).max()
-        assert np.abs(np.float64(gradient) - np.float64(exact[name])).max() < 0.03 * scale
-
-    @jax.jit
-    def train_step(student, state):
-        loss, grads = jax.value_and_grad(loss_fn)(student, model, X, labels)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(student, updates), state, loss
-
-    state, losses = tx.init(student), []
-    for _ in range(20):
-        student, state, loss = train_step(student, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.7 * losses[0]
-    program = jax.make_jaxpr(lambda student: jax.grad(loss_fn)(student, model, X, labels))(student)
-    assert {dtype for _, dtype in products(program)} == {"bfloat16"}

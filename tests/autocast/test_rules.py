@@ -71,10 +71,10 @@ def my_softmax(x):
         ("low", "bfloat16", "bfloat16"),
     ],
 )
-@pytest.mark.parametrize("name", ["my_softmax", f"{__name__}.my_softmax"])
-def test_a_function_can_be_moved(name, treatment, inside, after):
-    found = dtypes(lambda x: my_softmax(x @ x) * 2, AutocastRules(functions={name: treatment}))
-    assert (found["exp"], found["mul"]) == (inside, after)
+def test_a_function_can_be_moved(treatment, inside, after):
+    for name in ("my_softmax", f"{__name__}.my_softmax"):
+        found = dtypes(lambda x: my_softmax(x @ x) * 2, AutocastRules(functions={name: treatment}))
+        assert (found["exp"], found["mul"]) == (inside, after)
 
 
 @pytest.mark.parametrize("name", ["softmax", "jax.nn.softmax"])
@@ -100,8 +100,7 @@ def test_a_function_that_is_never_called_is_warned_of():
         dtypes(jax.jit(lambda x: my_softmax(x @ x)), AutocastRules(functions={"my_sotfmax": "full"}))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_warning_of_an_idle_rule_is_at_the_users_line_through_transforms(transform):
     fun = transform(autocast(jnp.sum, LOW, rules=AutocastRules(functions={"my_sotfmax": "low"})))
     with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing") as caught:
@@ -144,8 +143,7 @@ def test_residuals_are_promoted_or_half():
         AutocastRules(residuals="low")
 
 
-@pytest.mark.parametrize("treatment", ["wide", "narrow"])
-@pytest.mark.parametrize("is_half", [True, False])
+@pytest.mark.parametrize(("treatment", "is_half"), [("wide", True), ("wide", False), ("narrow", False)])
 def test_a_wide_function_returns_what_came_in_and_a_narrow_one_half(treatment, is_half):
     def norm(x):
         return x / jnp.sqrt(jnp.mean(x**2))

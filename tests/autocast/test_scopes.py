@@ -246,14 +246,11 @@ class Setup(nn.Module):
         return self.pair(x)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "key", "expected"),
     [
         (None, "pair", [1, 1, 0, 0]),
-        (None, "pair/pair", [0, 1, 0, 0]),
         (None, "embed", [0, 0, 1, 1]),
-        ("features", "pair/fc", [1, 0]),
         ("features", "pair/pair", [0, 1]),
         (lambda module, x: module.pair.fc(x), "pair/fc", [1]),
     ],

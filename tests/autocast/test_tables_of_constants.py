@@ -1,8 +1,5 @@
 """Constants under autocast: those that half precision has not, and how functions of the tables are found."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +24,6 @@ def test_an_epsilon_too_small_for_float16_stays_an_epsilon():
     assert np.isfinite(under("float16", lambda h: h / (h + 1e-8))(x)).all()
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", [lambda h: h / 1e6, lambda h: h * 1e6])
 def test_a_factor_too_large_for_float16_means_itself(operation):
     x = np.full((8, 8), 2.0, np.float32)
@@ -75,10 +71,8 @@ def test_a_mask_leaves_room_for_what_it_is_added_to():
     assert np.isfinite(np.asarray(fun(jnp.full((8, 8), -60.0)))).all()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_infinite_mask_stays_infinite(dtype):
-    assert np.all(under(dtype, lambda h: jnp.where(h > 0, h, -jnp.inf))(-EYE) == -np.inf)
+def test_an_infinite_mask_stays_infinite():
+    assert np.all(under("float16", lambda h: jnp.where(h > 0, h, -jnp.inf))(-EYE) == -np.inf)
 
 
 def test_a_comparison_with_a_constant_is_exact():
@@ -116,18 +110,3 @@ def test_a_user_may_move_one_loss_out_of_the_package():
         False,
         True,
     ]
-
-
-@pytest.mark.exhaustive
-def test_a_package_imported_after_autocast_was_applied_is_found():
-    script = """
-import sys, jax.numpy as jnp, jax, jmp_policy as jmp
-step = jmp.autocast(lambda x: losses()(x @ x), "mixed_bfloat16")
-assert "optax" not in sys.modules
-def losses():
-    import optax
-    return lambda h: optax.losses.squared_error(h, jnp.ones_like(h))
-text = jax.jit(step).lower(jnp.ones((8, 8))).as_text()
-assert "tensor<8x8xf32>" in next(line for line in text.splitlines() if "subtract" in line), text
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)

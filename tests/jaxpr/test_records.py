@@ -100,7 +100,7 @@ def assert_same_records(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize("name", [*CONSTRUCTS][::2])
 def test_each_value_is_recorded_forward_and_backward(name):
     animal = ZOO[name]
     with animal.context():
@@ -111,7 +111,7 @@ def test_each_value_is_recorded_forward_and_backward(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize("name", [*CONSTRUCTS][1::2])
 def test_records_pass_through_transformations(name):
     animal = ZOO[name]
     observed, floating = observe(animal.fun), tuple(i for i, arg in enumerate(animal.args) if is_floating(arg))
