@@ -12,10 +12,9 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
-from programs import trace
+from programs import trace, walk
 
 import jmp_policy as jmp
-from jmp_policy._jaxpr import walk
 
 PLAIN = "params=float32,compute=bfloat16,output=float32"
 WIDE = f"{PLAIN},accumulate=float32"

@@ -9,6 +9,8 @@ from jax import lax
 from programs import trace
 
 import jmp_policy as jmp
+
+# Each row of the table must have an example.
 from jmp_policy.autocast import _tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]

@@ -9,9 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
-from programs import operations, program_text, trace
+from programs import operations, program_text, trace, walk
 
-from jmp_policy._jaxpr import walk
 from jmp_policy.autocast import autocast
 
 BFLOAT16 = "params=float32,compute=bfloat16,output=none"

@@ -10,9 +10,9 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
+from programs import walk
 
 import jmp_policy as jmp
-from jmp_policy._jaxpr import float_dtype, walk
 
 TURNS = 1024
 ROWS = jnp.asarray(np.random.default_rng(0).integers(48, 80, (TURNS, 4)) / 64, jnp.float32)  # exact in half
@@ -114,9 +114,8 @@ def total(fun):
 def carried(fun, *args):
     """The dtypes of the floating values that the loops of a function carry, those of loops inside as well."""
     steps = walk(jax.make_jaxpr(fun)(*args).jaxpr)
-    return [
-        float_dtype(step.results[0]).name for step in steps if step.name == "carry" and float_dtype(step.results[0])
-    ]
+    dtypes = [step.results[0].aval.dtype for step in steps if step.name == "carry"]
+    return [dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
 
 
 def distance(found, expected):

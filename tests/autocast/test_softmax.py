@@ -12,6 +12,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from programs import trace
 
 import jmp_policy as jmp
+
+# The form for TPUs is chosen where a program is lowered: computed here, it must be put in place of the other.
 from jmp_policy.autocast import _residuals
 
 HALVES = ["bfloat16", "float16"]

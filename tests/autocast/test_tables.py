@@ -1,5 +1,6 @@
 """The tables name every primitive of JAX, and nothing else."""
 
+# The tables themselves, in which each primitive of JAX must have a row.
 from jmp_policy._jaxpr import PRIMITIVES
 from jmp_policy._jaxpr._rewriter import WRITERS
 from jmp_policy.autocast import _tables

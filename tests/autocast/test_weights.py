@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 from compiles import compiles
 from flax import linen as nn, nnx
-from programs import products
+from programs import products, walk
 from quantized_models import assert_equal, square
 
 from jmp_policy import PolicyMap, autocast, explain, force_full_precision, quant, with_policy
-from jmp_policy._jaxpr import walk
-from jmp_policy.quant._layout import Layout
+
+# A weight of groups has no public layout.
+from jmp_policy.quant._layout import Layout  # isort: skip
 
 POLICY = "int8_from_mixed_bfloat16"
 FORMATS = ["int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)"]

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
+from jax.extend.core import jaxprs_in_params
+from programs import walk
 from quantized_models import GPT, INPUTS, MLP, CastGPT, ConvNet, NnxConvNet, assert_equal, differentiate, square
 
 from jmp_policy import PolicyMap, autocast, with_policy
-from jmp_policy._jaxpr import sub_jaxprs, walk
 
 FORMATS = ("int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)")
 
@@ -47,7 +48,7 @@ def count_roundings(fun, *args):
     """Counts roundings and operations on 8 or 4 bits by their types. Attention's own matmuls have neither."""
     eqns = [step.eqn for step in walk(jax.make_jaxpr(fun)(*args).jaxpr) if step.name not in ("link", "constant")]
     types = lambda eqn: [str(atom.aval.str_short()) for atom in (*eqn.invars, *eqn.outvars)]
-    names = [(eqn.primitive.name, *types(eqn)) for eqn in eqns if not sub_jaxprs(eqn)]
+    names = [(eqn.primitive.name, *types(eqn)) for eqn in eqns if not list(jaxprs_in_params(eqn.params))]
     is_small = lambda kinds: any(kind.startswith(("int8", "float8", "float4", "uint8", "uint4")) for kind in kinds)
     return collections.Counter(row for row in names if row[0] in ("round", "clamp") or is_small(row[1:]))
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import float_dtype, sub_jaxprs
 from jmp_policy._jaxpr._program import body_of, list_live, scan_parts
 

@@ -13,6 +13,7 @@ from test_rewriter import Copying
 from test_transparency import BFLOAT16, assert_near
 from zoo import ZOO
 
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import AbstractValue, Rewriter, _evaluate, float_dtype, run, trace
 from jmp_policy.autocast import autocast
 from jmp_policy.numerics import first_nonfinite

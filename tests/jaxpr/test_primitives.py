@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 from jmp_policy import NoOpLossScale, grad
+
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import CALLED, DEVICE_SUMS, PRIMITIVES, Fact, _cost, _primitives, having
 from jmp_policy._jaxpr._rewriter import WRITERS
 from jmp_policy.autocast import _precision

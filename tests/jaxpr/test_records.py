@@ -18,6 +18,7 @@ from zoo_custom_rules import CUSTOM_RULES
 from zoo_devices import DEVICES, sharded
 from zoo_effects import EFFECTS
 
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import Recorder, evaluate, float_dtype, is_recorded, record_program, trace
 
 QUICKLY = {"xla_backend_optimization_level": 0}

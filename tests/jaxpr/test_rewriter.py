@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from programs import program_text
 from zoo import ZOO
 
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import AbstractValue, Rewriter, Rule, float_dtype, is_float, trace
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from meshes import make_mesh
 
+# The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import split_axes, sub_jaxprs, walk
 
 X = jnp.ones((4, 4))
