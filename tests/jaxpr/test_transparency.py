@@ -39,7 +39,9 @@ def check_float32(animal):
     if program_text(ours) not in map(program_text, traced):
         if operations(ours) != operations(plain):  # a function that the forward pass and the gradient do not share
             assert flops(ours) == flops(plain)
-        assert_near(*(program.compile(QUICKLY)(*animal.args) for program in (ours, plain)), error=0)
+        assert_near(
+            *(program.compile(QUICKLY)(*animal.args) for program in (ours, plain)), error=1e-6
+        )  # fused in another way
 
 
 @pytest.mark.slow
