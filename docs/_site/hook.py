@@ -19,7 +19,6 @@ WHOLE_FILES = {
     "CHANGELOG.md": "changelog.md",
     "ARCHITECTURE.md": "architecture.md",
     "benchmarks/README.md": "benchmarks-notes.md",
-    "benchmarks/STUDIES.md": "benchmarks-studies.md",
 }
 """Files of the repository that are pages as they are."""
 

@@ -8,7 +8,6 @@ _PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks-notes.md",
-    "benchmarks/STUDIES.md": "benchmarks-studies.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
 }
 _FOLDERS = {"docs/": "", "notebooks/": "notebooks/", "benchmarks/plots/": "images/benchmarks/"}

@@ -30,7 +30,7 @@ class Fact(enum.Enum):
     SPECIAL = "a special function, computed as a sum of many terms"
     DECOMPOSES = "linear algebra, which XLA does not have in half precision"
     CALLS = "runs a sub-jaxpr that the package looks into"
-    OUTSIDE = "runs something else than a sub-jaxpr that the package looks into"
+    OUTSIDE = "calls code that the package does not look into: callbacks, exported functions"
     KERNEL = "a kernel with fixed dtypes"
     MEMORY = "reads or writes a reference"
     ASYNC = "starts or ends an asynchronous transfer"

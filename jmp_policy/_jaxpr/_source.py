@@ -228,7 +228,7 @@ class Register:
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
 
     def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function, whose arguments nobody else may hold, to collect its modules and give each a scope."""
+        """Wraps a function to collect its modules and give each a scope. No other code may refer to its arguments."""
         for adapter in find_loaded_adapters():
             fun = self._watch_modules_of(adapter, fun)
         return fun

@@ -122,12 +122,12 @@ SATURATING = {
 of `wide` and `narrow` functions stay in float32 under the same condition."""
 
 STEEP = {
-    "log": "infinite at 0: of one minus a sigmoid, or of a softmax",
+    "log": "infinite at 0, as in log(1 - sigmoid(x)) and log(softmax(x))",
     "log2": "as log",
     "log1p": "as log",
     "pow": "as log",
-    "div": "steep in the denominator: division by one minus a sigmoid",
-    "sqrt": "steep at 0: of one minus the square of a tanh",
+    "div": "steep in the denominator, as in 1 / (1 - sigmoid(x))",
+    "sqrt": "infinite slope at 0, as in sqrt(1 - tanh(x)**2)",
     "rsqrt": "as sqrt",
     "asin": "steep at -1 and 1, where a tanh saturates",
     "acos": "as asin",

@@ -159,7 +159,7 @@ class BitTuner:
     ) -> tuple[BitRow, ...]:
         """Measures choices of the front at equal distances. Returns them and the chosen one, fewest bits first.
 
-        `error` is that of the chosen map, which the trial of its weights alone does not have.
+        `error` is the error of the chosen map, which the trial of its weights alone does not have.
         """
         first, last = front[0].bits, front[-1].bits
         limits = [first + (last - first) * step / (_ROWS - 1) for step in range(_ROWS)]

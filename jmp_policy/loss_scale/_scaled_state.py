@@ -186,8 +186,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     >>> import jax, json, jax.numpy as jnp, jmp_policy as jmp
     >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
-    >>> figures = jax.device_get({"loss": loss} | jmp.metrics(scale))
-    >>> json.dumps({name: x.item() for name, x in figures.items()})
+    >>> values = jax.device_get({"loss": loss} | jmp.metrics(scale))
+    >>> json.dumps({name: x.item() for name, x in values.items()})
     '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
     """
     scale = get_loss_scale(state)

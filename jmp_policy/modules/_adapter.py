@@ -85,7 +85,10 @@ class Adapter(Protocol):
         ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns `fun` with a hook in place of each method; in nnx, nobody else may hold the modules in its inputs."""
+        """Returns `fun` with a hook in place of each method.
+
+        In nnx no other code may refer to the modules in its inputs: their classes are swapped during the call.
+        """
         ...
 
     find_modules: Callable[[PyTree], dict[str, type]] = staticmethod(lambda arguments: {})

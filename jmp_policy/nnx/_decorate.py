@@ -155,5 +155,5 @@ def _make_attachment(given: Policy | PolicyMap, no_cast: tuple[str, ...], argume
 
 
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
-    """Casts a Param that nobody else holds, such as one that was just drawn in its author's dtype."""
+    """Casts a Param to which no other code refers, such as one that was just drawn in its author's dtype."""
     param.set_value(cast_floating(param.get_value(), policy.param_dtype))

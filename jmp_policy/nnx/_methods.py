@@ -165,7 +165,7 @@ _HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOK
 
 
 def hook_modules(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Returns `fun` with a hook around each method of the modules among its arguments, which nobody else may hold."""
+    """Returns `fun` with a hook around each method of its arguments' modules. No other code may refer to these."""
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
         out = None

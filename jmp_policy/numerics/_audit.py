@@ -225,7 +225,7 @@ _SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is bett
 
 
 def check(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
-    """Yields the suspicions of a step: in the backward pass, which JAX writes, only those that a user can act on."""
+    """Yields the suspicions of a step. JAX writes the backward pass, so there only findings that the user can fix."""
     if not backward:
         # Gradients that were summed in half precision are found at their first use outside the backward pass.
         pairs = zip(step.operands, facts, strict=True)

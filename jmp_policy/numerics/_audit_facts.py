@@ -91,7 +91,7 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 
 
 def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
-    """Returns the step that summed a gradient in half precision, now or earlier; the loss remains."""
+    """Returns the step that first summed this gradient in half precision: later casts cannot restore the bits."""
     # A scatter sums rows of an activation's gradient, which is already a sum wherever a residual stream forks, so its
     # inputs do not count. A scatter of one row, or in order, sums nothing, because each row was looked up once.
     scatters = step.name.startswith("scatter")

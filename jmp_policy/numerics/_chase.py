@@ -49,7 +49,7 @@ def _select_visit(condition: jax.Array, one: Any, other: Any) -> Any:
 
 
 _PROGRAM = 3
-"""Kind of the start node, beside those of a value. Its operands are the results of the program."""
+"""The kind of the start node; its operands are the results of the jaxpr."""
 
 
 @jax.jit  # traced once for both ways

@@ -32,8 +32,8 @@ def cast_state(
 
     A bfloat16 second moment does not change if its change is less than 1/512 per step. An average over 500 steps or
     more (`b2=0.998`) decays by at most 1/500, so it grows and hardly decays again. Keep it in float32, or round by
-    `"dither"`: 1,500 steps after gradients shrank to a tenth, updates are then within 5 % of those with a float32
-    moment, where rounding to nearest leaves 0.47 of them.
+    `"dither"`: 1,500 steps after gradients shrank to a tenth, updates are then within 5 % of updates with a
+    float32 moment. With rounding to nearest, they are 0.47 times as large.
 
     The state is the state of `inner`. It goes next to the optimizer, inside all other transformations of
     `jmp_policy.optim`.

@@ -119,7 +119,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the float32 values of half-precision parameters, for evaluation or export.
 
     These are the copies of `master_weights`, its two joined halves with `mode="split"`, or parameter plus compensation
-    of `kahan`. Where there are no masters, the parameter itself is upcast: under `stochastic_rounding` or any other
+    of `kahan`. Without masters, the parameter itself is upcast: under `stochastic_rounding` or any other
     optimizer, and for parameters that the optimizer does not train (`optax.masked`). Float32 parameters are returned
     as they are, so that the code of an average or of a checkpoint does not depend on the policy.
 

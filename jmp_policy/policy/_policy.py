@@ -180,7 +180,7 @@ class Policy:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spell_value(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         options = (self.precision, self.reduce_dtype, self.accumulate_dtype, self.cache)
-        has_options = any(option is not None for option in options)  # NumPy has float64 equal None
+        has_options = any(option is not None for option in options)  # `np.dtype("float64") == None` is True
         if not has_options and compute == output:
             if param == compute:
                 return "infer" if param == "none" else param

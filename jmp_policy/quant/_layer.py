@@ -204,7 +204,7 @@ class LayerFacts:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """What a policy does to one layer."""
+    """Effect of a policy on one layer."""
 
     format: StoredFormat | Float8 | None = None  # the format in which it multiplies by its weight, or `None`
     accumulate: np.dtype | None = None  # the dtype in which it returns the sums of its matmul, or `None`

@@ -19,7 +19,7 @@ import jmp_policy as jmp
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-GENERATED = {"changelog.md", "architecture.md", "benchmarks-notes.md", "benchmarks-studies.md"}
+GENERATED = {"changelog.md", "architecture.md", "benchmarks-notes.md"}
 """Pages that the hook makes."""
 
 PIXEL = base64.b64decode(

@@ -1,4 +1,4 @@
-"""What the analysis knows of an array: its bounds, and how it relates to other arrays."""
+"""Facts about an array: its bounds, and how it relates to other arrays."""
 
 import functools
 import math

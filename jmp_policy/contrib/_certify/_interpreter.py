@@ -115,7 +115,7 @@ class Interpreter:
         return results if eqn.primitive.multiple_results else [results]
 
     def settle(self, values: Sequence[Any]) -> None:
-        """Counts the faults of values from here on: no `select_n` discards them."""
+        """Makes the faults of these values final: no later `select_n` can discard them."""
 
     def choose(self, which: Any, count: int) -> list[int]:
         """Returns the numbers below `count` that an index may be."""
@@ -130,7 +130,7 @@ class Interpreter:
         return list(carry)
 
     def contains(self, old: Sequence[Any], new: Sequence[Any]) -> bool:
-        """True if no iteration of a loop that carries `new` after `old` has other results."""
+        """True at the fixed point of a loop: `new` lies within `old`."""
         return False
 
     def take(self, value: Any, i: int) -> Any:

@@ -41,8 +41,8 @@ def diverge(
     Both functions are traced, for example a model in float32 and under a policy, before and after quantization, or
     ported from other code. Their scopes are aligned by path, pass and call, and the values between scopes by their
     computation, readers and shape; casts between scopes are ignored. One compiled program then runs `f` and `g`, and
-    another one each scope of `g` on the values of `f`, whose error is the one that this scope *introduces*. An error
-    that comes in and goes out of a scope that introduces none was made elsewhere.
+    another one each scope of `g` on the values of `f`, whose error is the one that this scope *introduces*. A scope
+    that introduces no error only passes on the error of its inputs.
 
     Compose both functions with the gradient, `diverge(jax.grad(loss), jax.grad(low_loss))`, to compare the backward
     pass too. A scope in the backward pass uses the residuals of its own forward pass in `g`, as if it were replaced in

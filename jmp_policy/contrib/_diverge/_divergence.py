@@ -128,8 +128,8 @@ class Divergence(Report):
         """Returns the errors by scope and pass, in the order of execution. Scopes inside a scope stand before it.
 
         Calls of a module, and iterations of a loop, share a row: squares of their errors are added up. If a scope
-        passes on several values, an error is the largest of theirs; a value with a root mean square below 0.1 of that
-        of the others is compared with 0.1 of it.
+        has several outputs, its row has the largest of their errors. Small outputs are compared with a tenth of the
+        others' root mean square.
 
         Raises:
           TypeError: the arrays are tracers, as inside `jit`.
