@@ -101,6 +101,13 @@ class Linen(FlaxApi):
         variables = jax.jit(lambda: model.init(jax.random.key(0), *args, method=method, **kwargs))()
         return model.apply(variables, *args, method=method, mutable=STATE, **kwargs)[0]
 
+    @staticmethod
+    def make_jitted_call(model, *args):
+        """One jitted function `(model, *args) -> out` of models of this kind, with the same parameters."""
+        variables = model.init(jax.random.key(0), *args)
+        apply = jax.jit(lambda model, variables, *args: model.apply(variables, *args), static_argnums=0)
+        return lambda model, *args: apply(model, variables, *args)
+
     def trace(self, model, *args):
         """The jaxpr of a call."""
         return jax.make_jaxpr(lambda variables: model.apply(variables, *args))(self.init(model, *args))
@@ -157,6 +164,10 @@ class Nnx(FlaxApi):
     @staticmethod
     def call(model, *args, method="__call__", **kwargs):
         return getattr(model, method)(*args, **kwargs)
+
+    @staticmethod
+    def make_jitted_call(model, *args):
+        return nnx.jit(lambda model, *args: model(*args))
 
     @staticmethod
     def trace(model, *args):
