@@ -26,11 +26,13 @@ class FlaxApi:
 
     name: str
     base: type
+    cell_base: type
     constructor: str
     """The method that makes the submodules."""
 
-    def module(self, params=(), **layers):
+    def module(self, params=(), base=None, **layers):
         """Decorates a plain class: it becomes a module with these submodules, `name=make`, and Params of shape (4,)."""
+        base = base or self.base
 
         def decorate(written):
             def construct(module):
@@ -40,7 +42,7 @@ class FlaxApi:
                     setattr(module, name, self.make_param(module, name))
 
             body = {name: value for name, value in vars(written).items() if name not in ("__dict__", "__weakref__")}
-            return type(self.base)(written.__name__, (self.base,), body | {self.constructor: construct})
+            return type(base)(written.__name__, (base,), body | {self.constructor: construct})
 
         return decorate
 
@@ -52,6 +54,7 @@ class FlaxApi:
 class Linen(FlaxApi):
     name = "linen"
     base = nn.Module
+    cell_base = nn.RNNCellBase
     constructor = "setup"
     dense_type = nn.Dense
 
@@ -74,6 +77,15 @@ class Linen(FlaxApi):
     @staticmethod
     def conv(features, kernel_size):
         return nn.Conv(features, kernel_size, kernel_init=CHEAP)
+
+    @staticmethod
+    def cell(kind):
+        """A recurrent cell of 3 features, of the class of this name."""
+        return getattr(nn, kind)(3)
+
+    @staticmethod
+    def rnn(cell):
+        return nn.RNN(cell, return_carry=True)
 
     @staticmethod
     def make_param(module, name):
@@ -121,6 +133,7 @@ class Linen(FlaxApi):
 class Nnx(FlaxApi):
     name = "nnx"
     base = nnx.Module
+    cell_base = nnx.RNNCellBase
     constructor = "__init__"
     dense_type = nnx.Linear
 
@@ -143,6 +156,14 @@ class Nnx(FlaxApi):
     @staticmethod
     def conv(features, kernel_size):
         return nnx.Conv(features, features, kernel_size, kernel_init=CHEAP, rngs=nnx.Rngs(0))
+
+    @staticmethod
+    def cell(kind):
+        return getattr(nnx, kind)(4, 3, rngs=nnx.Rngs(0))
+
+    @staticmethod
+    def rnn(cell):
+        return nnx.RNN(cell, return_carry=True)
 
     @staticmethod
     def make_param(module, name):

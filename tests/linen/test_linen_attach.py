@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax_apis import BF16_INSIDE, X, is_rounded_to_bfloat16
+from flax_apis import BF16_INSIDE, X
 
 import jmp_policy as jmp
 
