@@ -59,11 +59,11 @@ class Linen(FlaxApi):
     dense_type = nn.Dense
 
     @staticmethod
-    def dense(features=4, **options):
+    def dense(features=4, inputs=4, **options):
         return nn.Dense(features, **{"kernel_init": CHEAP} | options)
 
     @staticmethod
-    def norm():
+    def norm(features=4):
         return nn.LayerNorm()
 
     @staticmethod
@@ -75,8 +75,12 @@ class Linen(FlaxApi):
         return nn.Embed(num_embeddings, features, embedding_init=CHEAP)
 
     @staticmethod
-    def conv(features, kernel_size):
-        return nn.Conv(features, kernel_size, kernel_init=CHEAP)
+    def conv(features, kernel_size, kind="Conv", **options):
+        return getattr(nn, kind)(features, kernel_size, kernel_init=CHEAP, **options)
+
+    @staticmethod
+    def attention(features=64, **options):
+        return nn.MultiHeadDotProductAttention(num_heads=2, **options)
 
     @staticmethod
     def cell(kind):
@@ -142,8 +146,8 @@ class Nnx(FlaxApi):
         return nnx.Linear(inputs, features, rngs=nnx.Rngs(0), **{"kernel_init": CHEAP} | options)
 
     @staticmethod
-    def norm():
-        return nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+    def norm(features=4):
+        return nnx.LayerNorm(features, rngs=nnx.Rngs(0))
 
     @staticmethod
     def batch_norm():
@@ -154,8 +158,12 @@ class Nnx(FlaxApi):
         return nnx.Embed(num_embeddings, features, embedding_init=CHEAP, rngs=nnx.Rngs(0))
 
     @staticmethod
-    def conv(features, kernel_size):
-        return nnx.Conv(features, features, kernel_size, kernel_init=CHEAP, rngs=nnx.Rngs(0))
+    def conv(features, kernel_size, kind="Conv", **options):
+        return getattr(nnx, kind)(features, features, kernel_size, kernel_init=CHEAP, rngs=nnx.Rngs(0), **options)
+
+    @staticmethod
+    def attention(features=64, **options):
+        return nnx.MultiHeadAttention(2, features, decode=False, rngs=nnx.Rngs(0), **options)
 
     @staticmethod
     def cell(kind):
