@@ -178,3 +178,44 @@ def test_partitioned_parameters_stay_boxed():
     model = jmp.with_policy(nn.Dense(4, kernel_init=init), "bfloat16")
     kernel = jax.eval_shape(model.init, KEY, X)["params"]["kernel"]
     assert (kernel.names, kernel.value.dtype) == ((None, "model"), BF16)
+
+
+def test_initializers_find_the_authors_dtypes_however_they_ask():
+    class Asking(nn.Module):
+        handed_down: jnp.dtype
+        dtype: jnp.dtype | None = None
+        param_dtype: jnp.dtype = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            def remember(key, *args, **kwargs):
+                asked.append((key, [str(jnp.zeros((), dtype).dtype) for dtype in (*args, *kwargs.values())]))
+                return jnp.zeros(2)
+
+            made = lambda name: lambda *_: remember(name, self.param_dtype, self.dtype)
+            self.param("weight", made("weight by self"))
+            self.param("scale", lambda _, *args: remember("scale", *args), self.handed_down, self.dtype)
+            self.param("bias", lambda _, *args, **kw: remember("bias", *args, **kw), self.dtype, dtype=self.param_dtype)
+            self.variable("batch_stats", "mean", made("mean by self"))
+            self.variable("batch_stats", "var", remember, "var", self.dtype, dtype=self.param_dtype)
+            self.variable("cache", "key", made("key by self"))
+            self.variable("cache", "value", remember, "value", self.dtype, dtype=self.param_dtype)
+            return x
+
+    class Around(nn.Module):
+        param_dtype: jnp.dtype = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            return Asking(self.param_dtype)(x)
+
+    asked = []
+    model = jmp.with_policy(Around(), "float16")
+    variables = jax.eval_shape(model.init, KEY, X)
+    parameters = {key: ["float32", "float32"] for key in ("weight by self", "scale", "bias")}
+    statistics = {key: ["float32", "float32"] for key in ("mean by self", "var")}
+    cache = {"key by self": ["float32", "float16"], "value": ["float16", "float32"]}
+    assert dict(asked) == parameters | statistics | cache
+    asked.clear()
+    jax.eval_shape(model.apply, variables, X)  # Flax asks for the shapes of parameters again
+    assert dict(asked) == parameters
