@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax_apis import BF16_INSIDE, F16_INSIDE, X, is_rounded_to_bfloat16
 
 import jmp_policy as jmp
 
-HALF_INSIDE = "params=float32,compute=float16,output=float32"
-INSIDE = "params=float32,compute=bfloat16,output=float32"
 KEY = jax.random.key(0)
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 
 
@@ -33,14 +31,9 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
 
-MODEL = jmp.with_policy(Coder(), INSIDE)
+MODEL = jmp.with_policy(Coder(), BF16_INSIDE)
 VARIABLES = jax.jit(MODEL.init)(KEY, X)
 WIDE = {"width": 200, "force_terminal": False}
-
-
-def computes_in_bfloat16(out):
-    """Whether an array of float32 holds what was rounded to bfloat16."""
-    return out.dtype == F32 and bool((out == out.astype(BF16).astype(F32)).all())
 
 
 CALLS: dict[str, Any] = {
@@ -65,7 +58,7 @@ CALLS: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_call_has_the_policy(name):
-    assert computes_in_bfloat16(CALLS[name]())
+    assert is_rounded_to_bfloat16(CALLS[name]())
 
 
 VIEWS: dict[str, Any] = {
@@ -98,12 +91,6 @@ def test_flax_shows_the_same_with_and_without_a_policy(name):
         assert (str(a), getattr(a, "dtype", None)) == (str(b), getattr(b, "dtype", None))
 
 
-def test_table_shows_the_dtypes_inside():
-    table = MODEL.tabulate(KEY, X, console_kwargs=WIDE)
-    assert "bfloat16[2,4]" in table
-    assert "float32[4,4]" in table
-
-
 @pytest.mark.slow
 def test_captured_and_sown_values_are_those_inside():
     state = MODEL.apply(VARIABLES, X, capture_intermediates=True, mutable=["intermediates", "dtypes"])[1]
@@ -125,21 +112,19 @@ class TestMethods:
     """Methods that are lifted, handed to transforms, or share their scope with another module's."""
 
     def test_lifted_methods_of_a_policied_class_that_call_each_other_cast_once(self):
-        lifted = nn.remat(jmp.with_policy(Tracing, HALF_INSIDE), methods=["encode", "__call__"])
+        lifted = nn.remat(jmp.with_policy(Tracing, F16_INSIDE), methods=["encode", "__call__"])
         assert lifted().apply({}, X).tolist() == [2, 2]
         assert lifted().apply({}, X, method="encode").dtype == F32
 
-    @pytest.mark.sample(1)
-    @pytest.mark.parametrize("lift", [nn.jit, nn.remat, nn.named_call])
+    @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
     def test_method_that_is_decorated_with_a_transform_is_a_boundary_once(self, lift):
         class Decorated(Tracing):
             encode = lift(Tracing.encode)
 
-        for model in (jmp.with_policy(Decorated(), HALF_INSIDE), jmp.with_policy(Decorated, HALF_INSIDE)()):
+        for model in (jmp.with_policy(Decorated(), F16_INSIDE), jmp.with_policy(Decorated, F16_INSIDE)()):
             assert model.apply({}, X).tolist() == [2, 2]
             assert model.apply({}, X, method="encode").dtype == F32
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
     def test_module_that_a_rule_matches_casts_once_though_its_own_code_is_lifted(self, lift):
         class Lifting(Tracing):
@@ -155,7 +140,7 @@ class TestMethods:
             def __call__(self, x):
                 return Lifting(name="ruled")(x), Lifting(name="asked").encode(x).dtype
 
-        model = jmp.with_policy(Model(), jmp.PolicyMap({"ruled|asked": HALF_INSIDE}, "float32"))
+        model = jmp.with_policy(Model(), jmp.PolicyMap({"ruled|asked": F16_INSIDE}, "float32"))
         assert model.apply({}, X) == ([F16, F16, F16], F32)
 
     @pytest.mark.slow
@@ -168,11 +153,11 @@ class TestMethods:
             def __call__(self, x):
                 return self.inner(x)
 
-        for spec in (INSIDE, jmp.PolicyMap({"": INSIDE}, "float32")):
+        for spec in (BF16_INSIDE, jmp.PolicyMap({"": BF16_INSIDE}, "float32")):
             model = jmp.with_policy(Sharing(), spec)
             out, variables = model.init_with_output(KEY, X)
             assert set(variables["params"]) == {"kernel", "bias"}
-            assert computes_in_bfloat16(out)
+            assert is_rounded_to_bfloat16(out)
 
     @pytest.mark.slow
     def test_method_under_nowrap_is_the_authors_own(self):
@@ -196,13 +181,9 @@ class TestPast:
     @pytest.mark.slow
     def test_submodule_called_from_outside_is_what_its_author_wrote(self):
         assert MODEL.bind(VARIABLES).dense(X).dtype == F32
-        assert not computes_in_bfloat16(MODEL.bind(VARIABLES).dense(X))
+        assert not is_rounded_to_bfloat16(MODEL.bind(VARIABLES).dense(X))
         out = nn.apply(lambda model, x: model.dense(x), MODEL)(VARIABLES, X)
-        assert not computes_in_bfloat16(out)
-
-    @pytest.mark.slow
-    def test_apply_with_a_function_of_the_submodule_has_the_policy(self):
-        assert computes_in_bfloat16(MODEL.apply(VARIABLES, X, method=lambda model, x: model.dense(x)))
+        assert not is_rounded_to_bfloat16(out)
 
     @pytest.mark.slow
     def test_submodule_called_by_the_model_around_has_that_models_policy(self):
@@ -224,8 +205,3 @@ def test_gradient_of_a_perturbation_is_found():
     assert perturbations["inputs"].dtype == BF16
     grads = jax.grad(lambda p: MODEL.apply({**variables, "perturbations": p}, X).sum())(perturbations)
     assert grads["inputs"].any()
-
-
-def test_rule_for_the_type_of_the_root_is_that_of_its_boundary():
-    model = jmp.with_policy(Coder(), jmp.PolicyMap({Coder: "p=f32,c=bf16,o=f16"}, "float32"))
-    assert jax.eval_shape(model.init_with_output, KEY, X)[0].dtype == F16

@@ -76,84 +76,65 @@ TOKENS = jnp.arange(6).reshape(2, 3)
 LENGTHS = jnp.array([2, 3])
 CARRY = jnp.zeros((2, 3, 5))
 
+
+def layer(kind, *args, inputs=(X,), **options):
+    """A layer that takes `dtype` and `rngs` as keywords, as most do."""
+    return Layer(lambda dtype, rngs: kind(*args, dtype=dtype, rngs=rngs, **options), inputs)
+
+
+def linear(dtype, rngs):
+    return nnx.Linear(4, 5, dtype=dtype, rngs=rngs)
+
+
+def gru(dtype, rngs):
+    return nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs)
+
+
 LAYERS = {
-    "Linear": Layer(lambda dtype, rngs: nnx.Linear(4, 5, dtype=dtype, rngs=rngs), (X,)),
-    "LinearGeneral": Layer(
-        lambda dtype, rngs: nnx.LinearGeneral((3, 4), (2, 3), axis=(-2, -1), dtype=dtype, rngs=rngs), (X,)
-    ),
-    "Einsum": Layer(lambda dtype, rngs: nnx.Einsum("...a,ab->...b", (4, 5), (5,), dtype=dtype, rngs=rngs), (X,)),
-    "Conv": Layer(lambda dtype, rngs: nnx.Conv(2, 3, (3, 3), dtype=dtype, rngs=rngs), (IMAGE,)),
-    "ConvTranspose": Layer(lambda dtype, rngs: nnx.ConvTranspose(2, 3, (2, 2), dtype=dtype, rngs=rngs), (IMAGE,)),
-    "Embed": Layer(lambda dtype, rngs: nnx.Embed(7, 4, dtype=dtype, rngs=rngs), (TOKENS,)),
-    "Embed, attended to": Layer(
-        lambda dtype, rngs: nnx.Embed(7, 4, dtype=dtype, rngs=rngs), (X,), lambda layer, x: layer.attend(x)
-    ),
-    "LayerNorm": Layer(lambda dtype, rngs: nnx.LayerNorm(4, dtype=dtype, rngs=rngs), (X,)),
-    "RMSNorm": Layer(lambda dtype, rngs: nnx.RMSNorm(4, dtype=dtype, rngs=rngs), (X,)),
-    "GroupNorm": Layer(lambda dtype, rngs: nnx.GroupNorm(4, num_groups=2, dtype=dtype, rngs=rngs), (X,)),
-    "InstanceNorm": Layer(lambda dtype, rngs: nnx.InstanceNorm(2, dtype=dtype, rngs=rngs), (IMAGE,)),
-    "BatchNorm": Layer(lambda dtype, rngs: nnx.BatchNorm(4, dtype=dtype, rngs=rngs), (X,)),
-    "BatchNorm in evaluation": Layer(
-        lambda dtype, rngs: nnx.BatchNorm(4, use_running_average=True, dtype=dtype, rngs=rngs), (X,)
-    ),
+    "Linear": Layer(linear, (X,)),
+    "LinearGeneral": layer(nnx.LinearGeneral, (3, 4), (2, 3), axis=(-2, -1)),
+    "Einsum": layer(nnx.Einsum, "...a,ab->...b", (4, 5), (5,)),
+    "Conv": layer(nnx.Conv, 2, 3, (3, 3), inputs=(IMAGE,)),
+    "ConvTranspose": layer(nnx.ConvTranspose, 2, 3, (2, 2), inputs=(IMAGE,)),
+    "Embed": layer(nnx.Embed, 7, 4, inputs=(TOKENS,)),
+    "Embed, attended to": layer(nnx.Embed, 7, 4)._replace(call=lambda layer, x: layer.attend(x)),
+    "LayerNorm": layer(nnx.LayerNorm, 4),
+    "RMSNorm": layer(nnx.RMSNorm, 4),
+    "GroupNorm": layer(nnx.GroupNorm, 4, num_groups=2),
+    "InstanceNorm": layer(nnx.InstanceNorm, 2, inputs=(IMAGE,)),
+    "BatchNorm": layer(nnx.BatchNorm, 4),
+    "BatchNorm in evaluation": layer(nnx.BatchNorm, 4, use_running_average=True),
     "WeightNorm": Layer(
-        lambda dtype, rngs: nnx.WeightNorm(nnx.Linear(4, 5, dtype=dtype, rngs=rngs), rngs=rngs),
+        lambda dtype, rngs: nnx.WeightNorm(linear(dtype, rngs), rngs=rngs),
         (X,),
         drawn=True,  # older Flax keeps its scales in no Variable, and loses them where all is abstract
     ),
-    "SpectralNorm": Layer(
-        lambda dtype, rngs: nnx.SpectralNorm(nnx.Linear(4, 5, dtype=dtype, rngs=rngs), rngs=rngs), (X,)
+    "SpectralNorm": Layer(lambda dtype, rngs: nnx.SpectralNorm(linear(dtype, rngs), rngs=rngs), (X,)),
+    "MultiHeadAttention": layer(nnx.MultiHeadAttention, 2, 4, attention_fn=attend, decode=False),
+    # Its matmul of float16 with sums in float32 is not for CPUs.
+    "MultiHeadAttention as it comes": layer(nnx.MultiHeadAttention, 2, 4, normalize_qk=True, decode=False)._replace(
+        platform="cuda"
     ),
-    "SpectralNorm in evaluation": Layer(
-        lambda dtype, rngs: nnx.SpectralNorm(
-            nnx.Conv(2, 3, (2, 2), dtype=dtype, rngs=rngs), update_stats=False, rngs=rngs
-        ),
-        (IMAGE,),
-    ),
-    "MultiHeadAttention": Layer(
-        lambda dtype, rngs: nnx.MultiHeadAttention(2, 4, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs),
-        (X,),
-    ),
-    "MultiHeadAttention as it comes": Layer(  # its product of float16 with sums in float32 is not for CPUs
-        lambda dtype, rngs: nnx.MultiHeadAttention(2, 4, dtype=dtype, normalize_qk=True, decode=False, rngs=rngs),
-        (X,),
-        platform="cuda",
-    ),
-    "MultiHeadAttention with a cache": Layer(
-        lambda dtype, rngs: nnx.MultiHeadAttention(2, 4, dtype=dtype, attention_fn=attend, rngs=rngs),
-        (X[:, :1],),
-        lambda layer, token: layer(token, decode=True),
-        make_cache,
-    ),
+    "MultiHeadAttention with a cache": layer(
+        nnx.MultiHeadAttention, 2, 4, attention_fn=attend, inputs=(X[:, :1],)
+    )._replace(call=lambda layer, token: layer(token, decode=True), prepare=make_cache),
     "Dropout": Layer(lambda dtype, rngs: nnx.Dropout(0.5, rngs=rngs), (X,)),
     "Sequential": Layer(
-        lambda dtype, rngs: nnx.Sequential(
-            nnx.Linear(4, 3, dtype=dtype, rngs=rngs), nnx.relu, nnx.Linear(3, 2, dtype=dtype, rngs=rngs)
-        ),
+        lambda dtype, rngs: nnx.Sequential(linear(dtype, rngs), nnx.relu, nnx.LayerNorm(5, dtype=dtype, rngs=rngs)),
         (X,),
     ),
     "PReLU": Layer(lambda dtype, rngs: nnx.PReLU(dtype=dtype), (X,)),
-    "LoRA": Layer(
-        lambda dtype, rngs: nnx.LoRA(
-            4, 2, 5, base_module=nnx.Linear(4, 5, dtype=dtype, rngs=rngs), dtype=dtype, rngs=rngs
-        ),
-        (X,),
-    ),
+    "LoRA": Layer(lambda dtype, rngs: nnx.LoRA(4, 2, 5, base_module=linear(dtype, rngs), dtype=dtype, rngs=rngs), (X,)),
     "LoRALinear": Layer(
         lambda dtype, rngs: nnx.LoRALinear(4, 5, lora_rank=2, dtype=dtype, lora_dtype=dtype, rngs=rngs), (X,)
     ),
-    "GRUCell": Layer(lambda dtype, rngs: nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs), (CARRY, X)),
-    "LSTMCell": Layer(lambda dtype, rngs: nnx.LSTMCell(4, 5, dtype=dtype, rngs=rngs), ((CARRY, CARRY), X)),
-    "OptimizedLSTMCell": Layer(
-        lambda dtype, rngs: nnx.OptimizedLSTMCell(4, 5, dtype=dtype, rngs=rngs), ((CARRY, CARRY), X)
-    ),
+    "GRUCell": Layer(gru, (CARRY, X)),
+    "LSTMCell": layer(nnx.LSTMCell, 4, 5, inputs=((CARRY, CARRY), X)),
+    "OptimizedLSTMCell": layer(nnx.OptimizedLSTMCell, 4, 5, inputs=((CARRY, CARRY), X)),
     "SimpleCell": Layer(simple_cell, (CARRY, X)),
-    "RNN of GRU cells": Layer(lambda dtype, rngs: nnx.RNN(nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs)), (X,)),
-    "RNN of LSTM cells": Layer(lambda dtype, rngs: nnx.RNN(nnx.LSTMCell(4, 5, dtype=dtype, rngs=rngs)), (X,)),
-    "RNN of optimized LSTM cells": Layer(
-        lambda dtype, rngs: nnx.RNN(nnx.OptimizedLSTMCell(4, 5, dtype=dtype, rngs=rngs), return_carry=True), (X,)
+    "RNN of LSTM cells": Layer(
+        lambda dtype, rngs: nnx.RNN(nnx.LSTMCell(4, 5, dtype=dtype, rngs=rngs), return_carry=True), (X,)
     ),
-    "RNN of simple cells": Layer(lambda dtype, rngs: nnx.RNN(simple_cell(dtype, rngs)), (X,)),
     "RNN of simple residual cells": Layer(
         lambda dtype, rngs: nnx.RNN(simple_cell(dtype, rngs, residual=True), reverse=True, keep_order=True), (X,)
     ),
@@ -163,15 +144,12 @@ LAYERS = {
         lambda layer, x, lengths: layer(x, seq_lengths=lengths),
     ),
     "RNN with a carry": Layer(
-        lambda dtype, rngs: nnx.RNN(nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs)),
+        lambda dtype, rngs: nnx.RNN(gru(dtype, rngs)),
         (X, CARRY[:, 0]),
         lambda layer, x, carry: layer(x, initial_carry=carry),
     ),
     "Bidirectional": Layer(
-        lambda dtype, rngs: nnx.Bidirectional(
-            nnx.RNN(nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs)), nnx.RNN(simple_cell(dtype, rngs))
-        ),
-        (X,),
+        lambda dtype, rngs: nnx.Bidirectional(nnx.RNN(gru(dtype, rngs)), nnx.RNN(simple_cell(dtype, rngs))), (X,)
     ),
     "module with Params": Layer(lambda dtype, rngs: Scale(dtype), (X,)),
     "module of modules": Layer(lambda dtype, rngs: Blend(dtype, rngs=rngs), (X,)),

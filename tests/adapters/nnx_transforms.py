@@ -43,10 +43,6 @@ def call(block, x):
     return block(x)
 
 
-def negated(block, x):
-    return -block(x)
-
-
 class Use(NamedTuple):
     call: Any  # (block, x) -> out
     changes: bool = True  # whether the block may change in it
@@ -94,11 +90,6 @@ def _gradient(block, x):
     return nnx.grad(lambda x, block: _loss(block, x))(x, block)
 
 
-def _value_and_gradient(block, x):
-    loss, gradient = nnx.value_and_grad(lambda x, block: _loss(block, x))(x, block)
-    return gradient * loss.astype(gradient.dtype)
-
-
 def _loss(block, x):
     return jnp.sum(block(x).astype(jnp.float32))
 
@@ -128,18 +119,9 @@ def _while_loop(block, x):
     return nnx.while_loop(lambda carry: carry[0] < 2, body, (0, block, x))[2]
 
 
-def _fori_loop(block, x):
-    return nnx.fori_loop(0, 2, lambda _, carry: (carry[0], call(*carry).astype(carry[1].dtype)), (block, x))[1]
-
-
 def _vjp(block, x):
     out, pull = nnx.vjp(lambda x: block(x), x, graph=False)
     return pull(out)[0]
-
-
-def _jvp(block, x):
-    out, tangent = nnx.jvp(lambda x: block(x), (x,), (x,), graph=False)
-    return out + tangent
 
 
 def _shard_map(block, x):
@@ -149,7 +131,7 @@ def _shard_map(block, x):
 
 
 def _cond(block, x):
-    return nnx.cond(jnp.sum(x) > 0, call, negated, block, x)
+    return nnx.cond(jnp.sum(x) > 0, call, lambda block, x: -block(x), block, x)
 
 
 USES = {
@@ -158,22 +140,16 @@ USES = {
     "jit of trees": Use(nnx.jit(call, graph=False), changes=False),
     "jax.jit of a split": Use(_split_call),
     "remat": Use(nnx.remat(call)),
-    "jit of remat": Use(nnx.jit(nnx.remat(call))),
     "vmap": Use(nnx.vmap(call, in_axes=(None, 0)), changes=False),
     "vmap of a stack": Use(nnx.vmap(call, in_axes=(0, None)), stack=True),
     "vmap and split_rngs": Use(_vmap_with_keys),
     "scan of a carried module": Use(_scan_carry, changes=False),
     "scan of a stack": Use(_scan_stack, stack=True),
     "cond": Use(_cond),
-    "switch": Use(lambda block, x: nnx.switch(1, [call, negated], block, x)),
     "while_loop": Use(_while_loop, changes=False, differentiable=False),
-    "fori_loop": Use(_fori_loop, changes=False),
     "grad": Use(_gradient, changes=False),
-    "value_and_grad": Use(_value_and_gradient, changes=False),
     "custom_vjp": Use(_clipped, changes=False),
     "vjp": Use(_vjp, changes=False),
-    "jvp": Use(_jvp, changes=False),
     "shard_map": Use(_shard_map, changes=False),
     "pmap": Use(lambda block, x: nnx.pmap(call, in_axes=(None, 0))(block, x[None])[0], changes=False),
-    "clone": Use(lambda block, x: nnx.clone(block)(x)),
 }

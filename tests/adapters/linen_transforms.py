@@ -1,6 +1,5 @@
 """The registry of linen's lifted transforms, each around one block. A law holds for every entry."""
 
-import functools
 from typing import Any
 
 import jax
@@ -41,10 +40,9 @@ class Outer(nn.Module):
     use: Any = None
     kind: Any = Block
     dtype: Any = None
+    # The dtypes of inputs and outputs by hand, at the lifted block, and in the body that is lifted.
     casts: Any = (None, None)
-    """The dtypes of inputs and outputs by hand, at the lifted block."""
     casts_inside: Any = (None, None)
-    """The same, in the body that is lifted."""
 
     @nn.compact
     def __call__(self, x):
@@ -57,29 +55,21 @@ def call(block, x):
     return block(x, None)[0]
 
 
+def _scale(factor):
+    return lambda variables: jax.tree.map(lambda x: x * factor, variables)
+
+
 CLASSES = {
     "no transform": lambda kind: kind,
     "jit": nn.jit,
     "remat": nn.remat,
-    "checkpoint with a policy": functools.partial(nn.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
     "scan": lambda kind: nn.scan(kind, **LIFTED, length=2),
     "vmap": lambda kind: nn.vmap(kind, **LIFTED, in_axes=(0, None), axis_size=2),
-    "map_variables": lambda kind: nn.map_variables(kind, "params", _halved, _doubled, mutable=True),
-    "add_metadata_axis": lambda kind: nn.add_metadata_axis(kind, {"params": 0}),
-    "fold_rngs": nn.fold_rngs,
+    "map_variables": lambda kind: nn.map_variables(kind, "params", _scale(1 / 2), _scale(2), mutable=True),
     "jit of remat": lambda kind: nn.jit(nn.remat(kind)),
-    "remat of jit": lambda kind: nn.remat(nn.jit(kind)),
     "scan of remat": lambda kind: nn.scan(nn.remat(kind, prevent_cse=False), **LIFTED, length=2),
 }
 """Transforms of a module class: what they make of it, `lift(kind) -> kind`."""
-
-
-def _halved(variables):
-    return jax.tree.map(lambda x: x / 2, variables)
-
-
-def _doubled(variables):
-    return jax.tree.map(lambda x: x * 2, variables)
 
 
 def _custom_vjp(block, x):
@@ -95,11 +85,6 @@ def _custom_vjp(block, x):
 
 def _gradient(block, x):
     return nn.grad(_loss, block, x)[0]
-
-
-def _value_and_gradient(block, x):
-    loss, (gradient,) = nn.value_and_grad(_loss, block, x)
-    return gradient * loss.astype(gradient.dtype)
 
 
 def _loss(block, x):
@@ -144,13 +129,9 @@ FUNCTIONS = {
     "scan": _scan,
     "while_loop": _while_loop,
     "cond": lambda block, x: nn.cond(jnp.sum(x) > 0, call, lambda block, x: -call(block, x), block, x),
-    "switch": lambda block, x: nn.switch(1, [call, lambda block, x: -call(block, x)], block, x),
     "custom_vjp": _custom_vjp,
     "grad": _gradient,
-    "value_and_grad": _value_and_gradient,
     "vjp": _vjp,
     "jvp": _jvp,
-    "map_variables": nn.map_variables(call, "params", _halved, _doubled),
-    "named_call": nn.named_call(call),
 }
 """Transforms of a function of a bound module: calls of the block through them, `use(block, x) -> out`."""
