@@ -176,7 +176,7 @@ class Attachment:
         plan = plan_layer(facts, policy, policy.compute_dtype)
         check_weight(here, facts, plan, policy)
         new_attributes |= make_product_attributes(base, attributes, policy, facts, plan)
-        new_state = make_float8_attributes(state, facts, plan)
+        new_state = make_float8_attributes(state, attributes, facts, plan)
         layer_class = choose_layer_class(base, facts.layer, plan)
 
         # Decide what a call does. An author's dtype wins over a rule: a cast to another one first would lose precision.

@@ -58,11 +58,11 @@ def find_states(model: PyTree) -> dict[Any, Float8State]:
 
 
 def find_state(tree: PyTree) -> str | None:
-    """Describes the first Variable of the modules in a tree that is not an `nnx.Param`; see `Adapter`."""
+    """Describes the first Variable in modules that is neither an `nnx.Param` nor float8 state; see `Adapter`."""
     is_module = lambda node: isinstance(node, nnx.Module)
     for model in filter(is_module, jax.tree.leaves(tree, is_leaf=is_module)):
         for path, node in nnx.iter_graph(model, graph=True):
-            if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param):
+            if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | Float8State):
                 return f"the {type(node).__name__} {'/'.join(map(str, path))!r}"
     return None
 

@@ -236,11 +236,18 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def make_float8_attributes(known: Any, facts: LayerFacts, plan: LayerPlan) -> Attributes:
+def make_float8_attributes(known: Any, attributes: Attributes, facts: LayerFacts, plan: LayerPlan) -> Attributes:
     """Returns the attribute with the float8 state of a layer: the known state if it fits, a new one, or nothing."""
     if not isinstance(plan.format, Float8) or not needs_state(plan.format) or facts.layout is None:
         return {}
-    new = new_state(plan.format, stack_shape(facts.weight.shape, facts.layout))
+    # A stack of layers has a state for each; axes that the layer itself maps over have one together.
+    shape = facts.weight.shape
+    if "kernel_shape" in attributes:
+        stack = shape[: len(shape) - len(attributes["kernel_shape"])]
+    else:
+        stack = stack_shape(shape, facts.layout)
+        stack = stack[: len(stack) - len(attributes.get("batch_axis", ()))]
+    new = new_state(plan.format, stack)
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     states = {name: Float8State(value) for name, value in new.items()}

@@ -1,0 +1,270 @@
+"""Both APIs of Flax as functions of variables, and the layers that both have: a law holds for each pair."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+from jmp_policy import quant
+
+OVERWRITE = "_overwrite_with_gradient"
+FLOAT8 = "float8/4(min_size=0)"
+AS_CONVOLUTION = "float8/4(min_size=0), computed with as numbers: it is a convolution"
+BY_ROWS = "left: the number of its rows is not a multiple of 16"
+BY_WIDTH = "left: the length 10 is not a multiple of 16"
+BY_GROUPS = "left: its convolution is one of groups"
+BY_CODE = "left: it multiplies by a function of its own"
+BY_TABLE = "left: the rows of a table are read, and its logits want all the bits"
+
+
+def waves(key, shape, dtype):
+    """Numbers of both signs: to draw them would take a compilation."""
+    return jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape) / 3, dtype)
+
+
+def own_product(*args, **options):
+    return jax.lax.dot_general(*args, **options)
+
+
+class LinenSum(nn.Dense):
+    """A subclass that uses the layer's code and adds its own."""
+
+    def __call__(self, x):
+        return x + super().__call__(x)
+
+
+class NnxSum(nnx.Linear):
+    """The same."""
+
+    def __call__(self, x):
+        return x + super().__call__(x)
+
+
+class LinenTied(nn.Embed):
+    """A table whose methods call each other."""
+
+    def scores(self, tokens):
+        return self.attend(self(tokens))
+
+
+class NnxTied(nnx.Embed):
+    """The same."""
+
+    def scores(self, tokens):
+        return self.attend(self(tokens))
+
+
+class LinenNet(nn.Module):
+    """Two layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(32, kernel_init=waves, name="hidden")(x))
+        return nn.Dense(16, kernel_init=waves, name="head")(x)
+
+
+class NnxNet(nnx.Module):
+    """The same two."""
+
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(16, 32, kernel_init=waves, rngs=rngs)
+        self.head = nnx.Linear(32, 16, kernel_init=waves, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.hidden(x)))
+
+
+class Layer(NamedTuple):
+    linen: nn.Module
+    nnx: Callable[[nnx.Rngs], nnx.Module]
+    inputs: Any
+    float8: tuple[str, ...] = ()  # what `explain` says of its weights under a float8 policy, if both say the same
+    method: str = "__call__"
+    in_blocks: bool = True  # whether formats of blocks store its weight
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+
+
+def _normal(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+X, XS, IMAGE, TOKENS = _normal(16, 16), _normal(16, 2, 16), _normal(2, 4, 4, 16), jnp.arange(16) % 5
+MASK = np.tril(np.ones((3, 16, 32), np.float32), 4)
+NET = Layer(LinenNet(), NnxNet, X, (FLOAT8, FLOAT8))
+DENSE = Layer(
+    nn.Dense(16, kernel_init=waves), lambda rngs: nnx.Linear(16, 16, kernel_init=waves, rngs=rngs), X, (FLOAT8,)
+)
+
+LAYERS = {
+    "Dense": DENSE,
+    "Dense without bias": Layer(
+        nn.Dense(32, use_bias=False), lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs), XS, (FLOAT8,)
+    ),
+    "Dense of few rows": Layer(nn.Dense(32), lambda rngs: nnx.Linear(16, 32, rngs=rngs), X[:3], (BY_ROWS,)),
+    "Dense of an odd width": Layer(nn.Dense(10), lambda rngs: nnx.Linear(16, 10, rngs=rngs), X, (BY_WIDTH,)),
+    "DenseGeneral over two axes": Layer(
+        nn.DenseGeneral((2, 8), axis=(-2, -1)),
+        lambda rngs: nnx.LinearGeneral((2, 16), (2, 8), axis=(-2, -1), rngs=rngs),
+        XS,
+        (FLOAT8,),
+    ),
+    "DenseGeneral of a batch": Layer(
+        nn.DenseGeneral(16, axis=-1, batch_dims=(0,)),
+        lambda rngs: nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs),
+        XS.swapaxes(0, 1),
+        (FLOAT8,),
+    ),
+    "Einsum to heads": Layer(
+        nn.Einsum((16, 2, 8), "bta,ahd->bthd"),
+        lambda rngs: nnx.Einsum("bta,ahd->bthd", (16, 2, 8), (2, 8), rngs=rngs),
+        XS,
+        (FLOAT8,),
+    ),
+    "Einsum in another order": Layer(
+        nn.Einsum((2, 16, 8), "bta,had->hbtd"),
+        lambda rngs: nnx.Einsum("bta,had->hbtd", (2, 16, 8), (2, 8), rngs=rngs),
+        XS,
+    ),
+    "Einsum of a batch": Layer(
+        nn.Einsum((2, 16, 16), "tba,tac->tbc"),
+        lambda rngs: nnx.Einsum("tba,tac->tbc", (2, 16, 16), (2, 16), rngs=rngs),
+        XS.swapaxes(0, 1),
+        (FLOAT8,),
+    ),
+    "Einsum with the sum last": Layer(
+        nn.Einsum((32, 16), "bta,ca->bct", use_bias=False),
+        lambda rngs: nnx.Einsum("bta,ca->bct", (32, 16), rngs=rngs),
+        XS,
+        in_blocks=False,
+    ),
+    "Conv of a line": Layer(
+        nn.Conv(32, (3,), mask=MASK), lambda rngs: nnx.Conv(16, 32, (3,), mask=MASK, rngs=rngs), XS, (AS_CONVOLUTION,)
+    ),
+    "Conv of an image": Layer(
+        nn.Conv(16, (2, 2), strides=2, padding="CIRCULAR"),
+        lambda rngs: nnx.Conv(16, 16, (2, 2), strides=2, padding="CIRCULAR", rngs=rngs),
+        IMAGE,
+        (AS_CONVOLUTION,),
+    ),
+    "Conv in groups": Layer(
+        nn.Conv(16, (2, 2), feature_group_count=2),
+        lambda rngs: nnx.Conv(16, 16, (2, 2), feature_group_count=2, rngs=rngs),
+        IMAGE,
+        (BY_GROUPS,),
+    ),
+    "ConvTranspose": Layer(
+        nn.ConvTranspose(16, (2, 2)), lambda rngs: nnx.ConvTranspose(16, 16, (2, 2), rngs=rngs), IMAGE, (BY_CODE,)
+    ),
+    "Embed": Layer(nn.Embed(16, 16), lambda rngs: nnx.Embed(16, 16, rngs=rngs), TOKENS, (BY_TABLE,), in_blocks=False),
+    "Embed attended to": Layer(
+        nn.Embed(16, 16), lambda rngs: nnx.Embed(16, 16, rngs=rngs), X, (BY_TABLE,), "attend", in_blocks=False
+    ),
+    "table whose methods call each other": Layer(
+        LinenTied(16, 16), lambda rngs: NnxTied(16, 16, rngs=rngs), TOKENS, (BY_TABLE,), "scores", in_blocks=False
+    ),
+    "attention": Layer(
+        nn.MultiHeadDotProductAttention(2),
+        lambda rngs: nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs),
+        XS,
+        (FLOAT8,) * 4,
+    ),
+    "recurrent cell": Layer(
+        nn.SimpleCell(16), lambda rngs: nnx.SimpleCell(16, 16, keep_rngs=False, rngs=rngs), (X, X), (FLOAT8,) * 2
+    ),
+    "subclass that adds": Layer(LinenSum(16), lambda rngs: NnxSum(16, 16, rngs=rngs), X, (FLOAT8,)),
+    "function of its author's": Layer(
+        nn.Dense(16, dot_general=own_product),
+        lambda rngs: nnx.Linear(16, 16, dot_general=own_product, rngs=rngs),
+        X,
+        (BY_CODE,),
+    ),
+    "two layers": NET,
+}
+
+
+class Linen:
+    """Models of linen, and their variables."""
+
+    name = "linen"
+
+    def make(self, layer: Layer, policy: Any = None) -> Any:
+        return layer.linen if policy is None else jmp.with_policy(layer.linen, policy)
+
+    def shapes(self, model: Any, layer: Layer) -> Any:
+        return jax.eval_shape(lambda: model.init(jax.random.key(0), *layer.args, method=layer.method))
+
+    def call(self, model: Any, variables: Any, *inputs: Any, method: str = "__call__") -> Any:
+        return model.apply(variables, *inputs, method=method)
+
+    def bind(self, model: Any, variables: Any) -> Any:
+        return model.bind(variables)
+
+    def quantize(self, model: Any, variables: Any, policy: Any) -> tuple[Any, Any]:
+        return jmp.with_policy(model, policy), quant.quantize(variables, policy)
+
+    def params(self, variables: Any) -> Any:
+        return variables["params"]
+
+    def state(self, variables: Any) -> dict[str, np.ndarray]:
+        """The float8 state of variables, or of gradients, by path."""
+        leaves = jax.tree.leaves_with_path(variables.get(OVERWRITE, {}))
+        return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+class Nnx:
+    """Models of nnx, made of shapes alone, and their states."""
+
+    name = "nnx"
+
+    def make(self, layer: Layer, policy: Any = None) -> Any:
+        attach = (lambda model: model) if policy is None else (lambda model: jmp.with_policy(model, policy))
+        return nnx.eval_shape(lambda: attach(layer.nnx(nnx.Rngs(0))))
+
+    def shapes(self, model: Any, layer: Layer) -> Any:
+        return nnx.state(model)
+
+    def call(self, model: Any, variables: Any, *inputs: Any, method: str = "__call__") -> Any:
+        return getattr(self.bind(model, variables), method)(*inputs)
+
+    def bind(self, model: Any, variables: Any) -> Any:
+        return nnx.merge(nnx.graphdef(model), variables, copy=True)
+
+    def quantize(self, model: Any, variables: Any, policy: Any) -> tuple[Any, Any]:
+        quantized = quant.quantize(self.bind(model, variables), policy)
+        return quantized, nnx.state(quantized)
+
+    def params(self, variables: Any) -> Any:
+        return nnx.to_pure_dict(nnx.filter_state(variables, nnx.Param))
+
+    def state(self, variables: Any) -> dict[str, np.ndarray]:
+        flat = nnx.to_flat_state(nnx.filter_state(variables, jmp.nnx.Float8State))
+        return {"/".join(map(str, (*path[:-2], path[-1]))): leaf.get_value() for path, leaf in flat}
+
+
+APIS = {api.name: api for api in (Linen(), Nnx())}
+
+
+def filled(shapes: Any, seed: int = 0) -> Any:
+    """Random arrays of these shapes; drawn by numpy, which compiles nothing."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), shapes)
+
+
+def sum_of_squares(tree: Any) -> jax.Array:
+    return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def made(api: str, name: str, policy: Any = None) -> tuple[Any, Any]:
+    """A layer of the registry under a policy, and its variables as shapes and dtypes."""
+    layer = LAYERS[name]
+    model = APIS[api].make(layer, policy)
+    return model, APIS[api].shapes(model, layer)

@@ -1,0 +1,475 @@
+"""Training in float8 in both APIs: state is that of the true gradients, the maximum over the uses of its layer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn, nnx
+from flax.training import train_state
+from jax.sharding import AxisType, PartitionSpec
+from meshes import make_mesh
+from quantized_apis import APIS, DENSE, OVERWRITE, X, waves
+
+import jmp_policy as jmp
+from jmp_policy import quant
+from jmp_policy.optim import loss_scaled, skip_nonfinite
+
+pytestmark = pytest.mark.slow
+
+POLICY = "float8/4(min_size=0)_from_float32"  # whose sums do not depend on what XLA fuses
+FORMAT = "float8/4(min_size=0)"
+COTANGENT = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+BATCHES = jnp.stack([X, 5 * X, 2 * X, 3 * X])
+PARAMS = {"kernel": waves(None, (16, 16), jnp.float32), "bias": jnp.zeros(16)}
+STATE = quant.float8_state(FORMAT)
+UNSCALED = jmp.StaticLossScale(1.0)
+ANY = nnx.Any(nnx.Param, jmp.nnx.Float8State)
+LINEN = jmp.with_policy(nn.Dense(16, name="layer"), POLICY)
+VARIABLES = {"params": PARAMS, OVERWRITE: STATE}
+
+
+def make_nnx():
+    return jmp.with_policy(DENSE.nnx(nnx.Rngs(0)), POLICY)
+
+
+def loss_of(call, x):
+    """A loss whose gradient by the output does not depend on that, but on the batch."""
+    return jnp.sum(call(x) * COTANGENT * x)
+
+
+def linen_loss(variables, x):
+    return loss_of(functools.partial(LINEN.apply, variables), x)
+
+
+def nnx_loss(model, x):
+    return loss_of(model, x)
+
+
+def dense(params, state, x):
+    product = quant.dot_general(x, params["kernel"], (((1,), (0,)), ((), ())), quantization=FORMAT, state=state)
+    return product + params["bias"]
+
+
+def of_model(variables):
+    """The parameters and the state of an nnx model or of linen variables."""
+    if isinstance(variables, dict):
+        return variables
+    return {"params": APIS["nnx"].params(variables), OVERWRITE: APIS["nnx"].state(variables)}
+
+
+def by_hand(tx):
+    """Optax on the parameters alone; the state is what the gradients say."""
+
+    def step(carry, x):
+        variables, opt_state = carry
+        loss_fn = lambda v: loss_of(functools.partial(dense, v["params"], v[OVERWRITE]), x)
+        grads = jax.grad(loss_fn)(variables)
+        updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
+        params = optax.apply_updates(variables["params"], updates)
+        return ({"params": params, OVERWRITE: grads[OVERWRITE]}, opt_state), None
+
+    return lambda batches: jax.lax.scan(step, (VARIABLES, tx.init(PARAMS)), batches)[0][0]
+
+
+def by_steps(tx, loss_scale=None):
+    def step(carry, x):
+        variables, opt_state = carry
+        grads = jmp.grad(linen_loss, loss_scale=loss_scale or opt_state)(variables, x)
+        return jmp.optim.step(tx, grads, opt_state, variables), None
+
+    return lambda batches: jax.lax.scan(step, (VARIABLES, tx.init(VARIABLES)), batches)[0][0]
+
+
+def by_train_state(kind, tx, loss_scale=None):
+    def step(state, x):
+        return state.apply_gradients(grads=jmp.grad(linen_loss, loss_scale=loss_scale or state)(state.params, x)), None
+
+    def run(batches):
+        state = kind.create(apply_fn=LINEN.apply, params=VARIABLES, tx=tx)
+        return jax.lax.scan(step, state.replace(step=jnp.int32(0)), batches)[0].params
+
+    return run
+
+
+def by_minimize(tx):
+    def step(carry, x):
+        return jmp.optim.minimize(linen_loss, tx)(*carry, x)[:2], None
+
+    return lambda batches: jax.lax.scan(step, (VARIABLES, tx.init(VARIABLES)), batches)[0][0]
+
+
+def by_minimize_of_state(tx):
+    graphdef, state = nnx.split(make_nnx())
+    loss_fn = lambda state, x: nnx_loss(nnx.merge(graphdef, state), x)
+
+    def run(batches):
+        step = lambda carry, x: (jmp.optim.minimize(loss_fn, tx)(*carry, x)[:2], None)
+        return of_model(jax.lax.scan(step, (state, tx.init(state)), batches)[0][0])
+
+    return run
+
+
+def by_optimizer(tx, loss_scale=None, wrt=nnx.Param, **options):
+    def run(batches):
+        model = make_nnx()
+        graphdef, state = nnx.split((model, jmp.nnx.Optimizer(model, tx, wrt=wrt, **options)))
+
+        def step(state, x):
+            model, optimizer = nnx.merge(graphdef, state)
+            grads = jmp.nnx.grad(nnx_loss, loss_scale=loss_scale or optimizer, **options)(model, x)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)), None
+
+        return of_model(jax.lax.scan(step, state, batches)[0][0])
+
+    return run
+
+
+SGD = optax.sgd(0.1)
+SHAPED = optax.chain(optax.clip_by_global_norm(1e-1), optax.add_decayed_weights(0.5), SGD)
+SCALED = functools.partial(loss_scaled, loss_scale=jmp.StaticLossScale(2.0**10))
+DYNAMIC = functools.partial(loss_scaled, loss_scale=jmp.DynamicLossScale(2.0**10))
+PLAIN_RUNS = {
+    "linen: a static scale": by_steps(SCALED(SGD)),
+    "linen: a train state": by_train_state(jmp.linen.TrainState, DYNAMIC(SGD)),
+    "linen: Flax's train state": by_train_state(train_state.TrainState, SGD, UNSCALED),
+    "linen: minimize": by_minimize(SCALED(SGD)),
+    "linen: no scale but a check": by_steps(skip_nonfinite(SGD), UNSCALED),
+    "nnx: a dynamic scale": by_optimizer(DYNAMIC(SGD)),
+    "nnx: no scale but a check": by_optimizer(skip_nonfinite(SGD)),
+    "nnx: state among the parameters": by_optimizer(SGD, jmp.NoOpLossScale(), wrt=ANY),
+    "nnx: modules as trees": by_optimizer(SCALED(SGD), graph=False),
+    "nnx: minimize": by_minimize_of_state(SCALED(SGD)),
+}
+SHAPED_RUNS = {
+    "linen: clipped and decayed": by_steps(SHAPED, UNSCALED),
+    "linen: scaled, clipped and decayed": by_steps(SCALED(SHAPED)),
+    "nnx: clipped and decayed": by_optimizer(SHAPED, jmp.StaticLossScale(2.0**10)),
+    "nnx: the same with state among the parameters": by_optimizer(SCALED(SHAPED), wrt=ANY),
+}
+SKIPPING = [
+    *(f"linen: {kind}" for kind in ("a train state", "no scale but a check")),
+    *(f"nnx: {kind}" for kind in ("a dynamic scale", "no scale but a check")),
+]
+
+
+def assert_same(found, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The variables after four steps, by each way of stepping: compiled at once."""
+    every = PLAIN_RUNS | SHAPED_RUNS | {"plain": by_hand(SGD), "shaped": by_hand(SHAPED)}
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
+        return jax.jit(lambda batches: {name: run(batches) for name, run in every.items()})(BATCHES)
+
+
+@pytest.mark.parametrize("name", [*PLAIN_RUNS, *SHAPED_RUNS])
+def test_no_optimizer_touches_the_state_or_counts_it_among_the_gradients(runs, name):
+    assert_same(runs[name], runs["shaped" if name in SHAPED_RUNS else "plain"])
+
+
+def test_history_holds_the_largest_magnitude_of_each_step(runs):
+    seen, gradients = (np.abs(x).max((1, 2)) for x in (BATCHES, COTANGENT * BATCHES))
+    state = runs["plain"][OVERWRITE]
+    assert state["input_amax_history"].tolist() == [seen[3], *seen[:3]]
+    np.testing.assert_allclose(state["output_grad_amax_history"], [gradients[3], *gradients[:3]], rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def after_one_and_two():
+    """The variables after a good step, and after another whose batch may be bad."""
+    run_both = lambda one, two: {name: (PLAIN_RUNS[name](one), PLAIN_RUNS[name](two)) for name in SKIPPING}
+    return jax.jit(run_both)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_skipped_step_keeps_every_bit_of_the_state(after_one_and_two, bad):
+    for name, (good, both) in after_one_and_two(BATCHES[:1], BATCHES[:2].at[1, 0, 0].set(bad)).items():
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), both, good)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_microbatches_leave_the_state_that_their_whole_batch_leaves(api):
+    """The first of the two is the larger one."""
+    still, micro = optax.sgd(0.0), BATCHES[1:3]
+    differentiate = jmp.grad(linen_loss, loss_scale=UNSCALED)
+    if api == "nnx":
+        differentiate = lambda variables, x: of_model(jmp.nnx.grad(nnx_loss, loss_scale=UNSCALED)(make_nnx(), x))
+    run = by_steps if api == "linen" else by_optimizer
+
+    def whole(variables):
+        loss = lambda v: sum(loss_of(functools.partial(dense, v["params"], v[OVERWRITE]), x) for x in micro)
+        return jmp.grad(loss, loss_scale=UNSCALED)(variables)[OVERWRITE]
+
+    def states(variables):
+        in_two = jmp.optim.accumulate(differentiate(variables, micro[0]), differentiate(variables, micro[1]))
+        return in_two[OVERWRITE], run(optax.MultiSteps(still, 2), UNSCALED)(micro)[OVERWRITE], whole(variables)
+
+    with jax.numpy_dtype_promotion("standard"):  # optax.MultiSteps divides by an int
+        accumulated, by_multi_steps, expected = jax.jit(states)(VARIABLES)
+    assert_same(accumulated, expected)
+    assert_same(by_multi_steps, expected)
+    assert accumulated["input_amax_history"].tolist() == [np.abs(5 * X).max(), 0, 0, 0]
+
+
+def call(layer, x):
+    return nn.relu(layer(x))
+
+
+def twice(layer, x):
+    return call(layer, call(layer, x))
+
+
+def linen_scan(layer, x):
+    options = {"variable_broadcast": ["params", OVERWRITE], "split_rngs": {"params": False}, "length": 2}
+    return nn.scan(lambda layer, x, _: (call(layer, x), None), **options)(layer, x, None)[0]
+
+
+def nnx_scan(layer, x):
+    return nnx.scan(lambda layer, x: call(layer, x), length=2, in_axes=(None, nnx.Carry), out_axes=nnx.Carry)(layer, x)
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, or through a transform."""
+
+    use: object = twice
+    lift: object = lambda kind: kind
+
+    @nn.compact
+    def __call__(self, x):
+        return self.use(self.lift(nn.Dense)(16, name="layer"), x)
+
+
+class Around(nn.Module):
+    """A module without a policy around one that has one."""
+
+    @nn.compact
+    def __call__(self, x):
+        return twice(jmp.with_policy(nn.Dense(16, name="layer"), POLICY), x)
+
+
+def of_linen(module, apply=lambda module, variables, x: module.apply(variables, x)):
+    """The state of the layer after one step."""
+    module = jmp.with_policy(module, POLICY) if not isinstance(module, Around) else module
+
+    def state(x=X):
+        variables = {"params": {"layer": PARAMS}, OVERWRITE: {"layer": STATE}}
+        loss_fn = lambda variables: jnp.sum(jnp.square(apply(module, variables, x)))
+        return jmp.grad(loss_fn, loss_scale=UNSCALED)(variables)[OVERWRITE]["layer"]
+
+    return state
+
+
+def of_nnx(use, differentiate=jmp.nnx.grad, **options):
+    def state(x=X):
+        grads = differentiate(lambda m: jnp.sum(jnp.square(use(m, x))), loss_scale=UNSCALED, **options)(make_nnx())
+        return APIS["nnx"].state(nnx.state(grads))
+
+    return state
+
+
+USES = {
+    "linen: a loop": of_linen(Twice()),
+    "linen: jit": of_linen(Twice(lift=nn.jit)),
+    "linen: remat": of_linen(Twice(lift=nn.remat)),
+    "linen: jit of a function": of_linen(Twice(nn.jit(twice))),
+    "linen: scan": of_linen(Twice(linen_scan)),
+    "linen: scan of remat": of_linen(Twice(nn.remat(linen_scan))),
+    "linen: cond": of_linen(Twice(lambda layer, x: nn.cond(True, twice, lambda layer, x: x, layer, x))),
+    "linen: switch": of_linen(Twice(lambda layer, x: nn.switch(1, [lambda layer, x: x, twice], layer, x))),
+    "linen: bound": of_linen(Twice(), lambda module, variables, x: module.bind(variables)(x)),
+    "linen: mutable": of_linen(Twice(), lambda module, variables, x: module.apply(variables, x, mutable=True)[0]),
+    "linen: a policy inside": of_linen(Around()),
+    "nnx: a loop": of_nnx(twice),
+    "nnx: jit": of_nnx(lambda layer, x: nnx.jit(call)(layer, nnx.jit(call)(layer, x))),
+    "nnx: remat": of_nnx(nnx.remat(twice)),
+    "nnx: scan": of_nnx(nnx_scan),
+    "nnx: cond": of_nnx(lambda layer, x: nnx.cond(True, twice, lambda layer, x: x, layer, x)),
+    "nnx: switch": of_nnx(lambda layer, x: nnx.switch(1, [lambda layer, x: x, twice], layer, x)),
+    "nnx: modules as trees": of_nnx(twice, graph=False),
+    "nnx: without updates of the graph": of_nnx(twice, graph_updates=False),
+    "nnx: jmp.grad of a module": of_nnx(twice, jmp.grad),
+}
+
+
+def state_by_hand(x=X):
+    """The state of each of the two uses."""
+
+    def loss_fn(states):
+        hidden = nn.relu(dense(PARAMS, states[0], x))
+        return jnp.sum(jnp.square(nn.relu(dense(PARAMS, states[1], hidden))))
+
+    return jax.grad(loss_fn)([STATE, STATE])
+
+
+@pytest.fixture(scope="module")
+def states():
+    """The state after one step, of all that is compared here: compiled at once."""
+    return jax.jit(lambda: {name: state() for name, state in USES.items()} | {"by hand": state_by_hand()})()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_state_of_a_layer_used_twice_is_the_maximum_over_its_uses(states, name):
+    assert_same(states[name], jax.tree.map(np.maximum, *states["by hand"]))
+    assert states["by hand"][0]["input_amax_history"][0] == np.abs(X).max()
+
+
+def linen_layers(axes, x):
+    """The state of layers that are scanned over, each on the output of the one before."""
+
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            over_layers = nn.scan(lambda layer, x, _: (call(layer, x), None), variable_axes=axes, length=2)
+            return over_layers(nn.Dense(16, name="layer"), x, None)[0]
+
+    model = jmp.with_policy(Stacked(), POLICY)
+    variables = stacked({"params": {"layer": PARAMS}, OVERWRITE: {"layer": STATE}})
+    loss_fn = lambda variables: jnp.sum(jnp.square(model.apply(variables, x)))
+    return jmp.grad(loss_fn, loss_scale=UNSCALED)(variables)[OVERWRITE]["layer"]
+
+
+def nnx_layers(x, attach_first, step=call):
+    graphdef, state = nnx.split(make_nnx() if attach_first else DENSE.nnx(nnx.Rngs(0)))
+    model = nnx.merge(graphdef, stacked(state))
+    model = model if attach_first else jmp.with_policy(model, POLICY)
+    run = nnx.scan(lambda layer, x: step(layer, x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    grads = jmp.nnx.grad(lambda model: jnp.sum(jnp.square(run(model, x))), loss_scale=UNSCALED)(model)
+    return APIS["nnx"].state(grads)
+
+
+def stacked(tree):
+    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
+
+
+LAYERS_OF_A_SCAN = {
+    "linen": lambda: linen_layers({"params": 0, OVERWRITE: 0}, X),
+    "nnx": lambda: nnx_layers(X, attach_first=True),
+    "nnx with the policy last": lambda: nnx_layers(X, attach_first=False),
+    "nnx with remat": lambda: nnx_layers(X, attach_first=True, step=nnx.remat(call)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF_A_SCAN)
+def test_layers_that_are_scanned_over_have_a_state_each(states, name):
+    assert_same(jax.jit(LAYERS_OF_A_SCAN[name])(), jax.tree.map(lambda *x: np.stack(x), *states["by hand"]))
+
+
+def linen_mapped(params, state):
+    axes = {"params": params, OVERWRITE: state}
+
+    class Mapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.vmap(nn.Dense, variable_axes=axes, split_rngs={"params": False}, axis_size=2)(16, name="layer")(x)
+
+    model = jmp.with_policy(Mapped(), POLICY)
+    variables = {"params": {"layer": PARAMS if params is None else stacked(PARAMS)}}
+    variables[OVERWRITE] = {"layer": STATE if state is None else stacked(STATE)}
+    loss_fn = lambda variables: jnp.sum(jnp.square(model.apply(variables, BATCHES[:2])))
+    return jmp.grad(loss_fn, loss_scale=UNSCALED)(variables)[OVERWRITE]["layer"]
+
+
+def nnx_mapped(axis):
+    graphdef, state = nnx.split(make_nnx())
+    model = nnx.merge(graphdef, state if axis is None else stacked(state))
+    run = nnx.vmap(lambda layer, x: layer(x), in_axes=(axis, 0))
+    loss_fn = lambda model: jnp.sum(jnp.square(run(model, BATCHES[:2])))
+    return APIS["nnx"].state(jmp.nnx.grad(loss_fn, loss_scale=UNSCALED)(model))
+
+
+def test_a_layer_that_is_mapped_over_batches_has_one_state_or_one_each():
+    @jax.jit
+    def found():
+        own = {"linen": linen_mapped(0, 0), "nnx": nnx_mapped(0)}
+        return own, {"linen": linen_mapped(None, None), "of layers": linen_mapped(0, None), "nnx": nnx_mapped(None)}
+
+    own, shared = found()
+    for state in own.values():
+        assert state["input_amax_history"][:, 0].tolist() == [np.abs(X).max(), np.abs(5 * X).max()]
+    for name, state in shared.items():
+        assert_same(state, {key: leaf.max(0) for key, leaf in own["nnx" if name == "nnx" else "linen"].items()})
+
+
+class Branches(nn.Module):
+    """Two layers, one of which runs."""
+
+    @nn.compact
+    def __call__(self, which, x):
+        first, second = nn.Dense(16, name="first"), nn.Dense(16, name="second")
+        return nn.cond(which, lambda a, b, x: a(x), lambda a, b, x: b(x), first, second, x)
+
+
+def linen_branch(which):
+    model = jmp.with_policy(Branches(), POLICY)
+    variables = {"params": {"first": PARAMS, "second": PARAMS}, OVERWRITE: {"first": STATE, "second": STATE}}
+    loss_fn = lambda variables: jnp.sum(jnp.square(model.apply(variables, which, X)))
+    return jmp.grad(loss_fn, loss_scale=UNSCALED)(variables)[OVERWRITE]
+
+
+def nnx_branch(which):
+    models = nnx.Dict(first=make_nnx(), second=make_nnx())
+    branches = [lambda models, x, name=name: models[name](x) for name in ("first", "second")]
+    loss_fn = lambda models: jnp.sum(jnp.square(nnx.cond(which, *branches, models, X)))
+    grads = jmp.nnx.grad(loss_fn, loss_scale=UNSCALED)(models)
+    return {name: APIS["nnx"].state(grads[name]) for name in ("first", "second")}
+
+
+@pytest.mark.parametrize("branch", [linen_branch, nnx_branch])
+def test_a_branch_that_did_not_run_keeps_its_state(branch):
+    for which, (ran, idle) in {True: ("first", "second"), False: ("second", "first")}.items():
+        state = jax.jit(branch)(which)
+        tx = optax.sgd(1.0)
+        grads, before = {OVERWRITE: state}, {OVERWRITE: {"first": STATE, "second": STATE}}
+        after = jmp.optim.step(tx, grads, tx.init(before), before)[0][OVERWRITE]
+        assert_same(after[idle], STATE)
+        assert after[ran]["input_amax_history"][0] == np.abs(X).max()
+
+
+def test_state_of_a_sharded_batch_is_that_of_one_device():
+    mesh, rows = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,)), PartitionSpec("devices")
+    x = jnp.concatenate([X, 5 * X, -2 * X, X])
+    options = {"mesh": mesh, "in_specs": (PartitionSpec(), rows), "out_specs": PartitionSpec()}
+    graphdef, state = nnx.split(make_nnx())
+    mean = lambda call, x: jnp.mean(jnp.square(call(x)))
+    linen_mean = lambda variables, x: mean(functools.partial(LINEN.apply, variables), x)
+    nnx_mean = lambda state, x: mean(nnx.merge(graphdef, state), x)
+    states = {}
+    for name, variables, loss in (("linen", VARIABLES, linen_mean), ("nnx", state, nnx_mean)):
+        of_all = lambda variables, x: jax.lax.pmean(loss(variables, x), "devices")
+        differentiate = functools.partial(jmp.grad, loss_scale=UNSCALED)
+        one = jax.jit(differentiate(loss))(variables, x)
+        mapped = jax.jit(jax.shard_map(differentiate(of_all), **options))(variables, x)
+        states[name], found = of_model(one)[OVERWRITE], of_model(mapped)[OVERWRITE]
+        assert_same(found, states[name])
+    local = lambda variables, x: jmp.sharding.pmean(jmp.grad(linen_mean, loss_scale=UNSCALED)(variables, x), "devices")
+    averaged = jax.jit(jax.shard_map(local, **options, check_vma=False))(VARIABLES, x)[OVERWRITE]
+    # The loss of one device is the mean over a fourth of the batch, so that its gradients are four times as large.
+    expected = states["linen"]
+    expected["output_grad_amax_history"] = 4 * expected["output_grad_amax_history"]
+    assert_same(averaged, expected)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_state_is_saved_with_the_parameters_and_restored(runs, api, tmp_path):
+    trained = runs["linen: a static scale"]
+    if api == "nnx":
+        graphdef, abstract = nnx.split(nnx.eval_shape(make_nnx))
+        numbers = trained["params"] | {OVERWRITE: trained[OVERWRITE]}
+        trained = nnx.state(make_nnx())
+        nnx.replace_by_pure_dict(trained, numbers)
+        assert nnx.graphdef(nnx.merge(graphdef, trained)) == nnx.graphdef(make_nnx())
+    else:
+        abstract = jax.eval_shape(lambda: LINEN.init(jax.random.key(0), X))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "0", trained)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "0", abstract)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), restored, trained)
+    assert of_model(restored)[OVERWRITE]["input_amax_history"][0] > 0
