@@ -13,7 +13,7 @@ import pytest
 from planted import PLANTED, bf16, f32, ints
 from zoo import ZOO
 
-from jmp_policy.numerics import audit
+from jmp_policy.numerics import FINDINGS, audit
 
 
 def found_in(fun, args):
@@ -27,6 +27,11 @@ def test_fault_is_found_on_its_line_and_its_clean_counterpart_has_no_findings(na
     planted = PLANTED[name]
     assert found_in(planted.faulty, planted.args) == planted.faults
     assert found_in(planted.clean, planted.args) == set()
+
+
+def test_every_finding_but_one_of_quantization_is_planted():
+    faults = {fault for planted in PLANTED.values() for fault, _ in planted.faults}
+    assert faults == FINDINGS.keys() - {"rounded-by-rule"}
 
 
 LOSSES = {  # the arguments, in half precision or not
