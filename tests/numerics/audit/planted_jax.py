@@ -1,115 +1,48 @@
-"""Faults in plain JAX: matmuls, promotions, sums and casts."""
+"""Faults in plain JAX: matmuls, promotions, sums, casts and gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from planted import bf16, f16, f32, ints, planted
+from planted import bf16, f16, f32, half, ints, plant, planted, wide
 
-
-def wide(x):
-    return x.astype(jnp.float32)
-
-
-def half(x):
-    return x.astype(jnp.bfloat16)
-
-
+X, W = bf16(4, 8), f32(8, 2)
 ZERO = np.float32(0)
 
-
-@planted(bf16(4, 8), f32(8, 2))
-class float32_weight_in_matmul:
-    def faulty(x, w):
-        return jnp.tanh(x) @ wide(w)  # fault: float32-matmul # fault: accidental-promotion
-
-    def clean(x, w):
-        return jnp.tanh(x) @ half(w)
-
-
-@planted(bf16(4, 8), f32(8, 2))
-class widened_matmul:
-    def faulty(x, w):
-        y = wide(jnp.tanh(x))
-        return half(y @ w)  # fault: float32-matmul
-
-    def clean(x, w):
-        return jnp.tanh(x) @ half(w)
-
-
-@planted(bf16(1, 8, 8, 3), f32(3, 3, 3, 4))
-class float32_convolution:
-    def faulty(x, w):
-        return lax.conv_general_dilated(  # fault: float32-matmul
-            wide(x), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-
-    def clean(x, w):
-        return lax.conv_general_dilated(x, half(w), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-@planted(bf16(4, 8), f32(8, 2))
-class mixed_matmul_in_the_backward_pass:
-    def faulty(x, w):
-        def loss(w):
-            return jnp.sum(jnp.dot(x, half(w), preferred_element_type=jnp.float32) ** 2)  # fault: float32-matmul
-
-        return jax.grad(loss)(w)
-
-    def clean(x, w):
-        return jax.grad(lambda w: jnp.sum(wide(x @ half(w)) ** 2))(w)
+plant("float32 weight in a matmul", X, W)(
+    faulty=lambda x, w: jnp.tanh(x) @ wide(w),  # fault: float32-matmul # fault: accidental-promotion
+    clean=lambda x, w: jnp.tanh(x) @ half(w),
+)
+plant("widened matmul", X, W)(
+    faulty=lambda x, w: half(wide(jnp.tanh(x)) @ w),  # fault: float32-matmul
+    clean=lambda x, w: half(jnp.tanh(x) @ half(w)),
+)
+plant("float32 convolution", bf16(1, 8, 8), f32(3, 8, 4))(
+    faulty=lambda x, w: lax.conv_general_dilated(wide(x), w, (1,), "SAME"),  # fault: float32-matmul
+    clean=lambda x, w: lax.conv_general_dilated(x, half(w), (1,), "SAME"),
+)
+plant("mixed matmul in the backward pass", X, W)(
+    faulty=lambda x, w: jax.grad(
+        lambda w: jnp.sum(jnp.dot(x, half(w), preferred_element_type=jnp.float32) ** 2)  # fault: float32-matmul
+    )(w),
+    clean=lambda x, w: jax.grad(lambda w: jnp.sum(wide(x @ half(w)) ** 2))(w),
+)
+plant("NumPy scalar", X)(
+    faulty=lambda x: x * np.float32(0.5),  # fault: accidental-promotion
+    clean=lambda x: x * 0.5,
+)
+plant("NumPy array", X)(
+    faulty=lambda x: x + np.arange(8, dtype=np.float32),  # fault: accidental-promotion
+    clean=lambda x: x + np.arange(8).astype(x.dtype),
+)
+plant("numbers that the program counts", X)(
+    faulty=lambda x: x * jnp.arange(8.0),  # fault: accidental-promotion
+    clean=lambda x: x * jnp.arange(8, dtype=x.dtype),
+)
 
 
-@planted(bf16(3, 4, 8), f32(8, 8))
-class float32_matmul_in_a_scan:
-    def faulty(x, w):
-        def body(carry, x):
-            return jnp.tanh(carry @ w), None  # fault: float32-matmul
-
-        return lax.scan(body, wide(x[0]), x)[0]
-
-    def clean(x, w):
-        return lax.scan(lambda carry, x: (jnp.tanh(carry @ half(w)), None), x[0], x)[0]
-
-
-@planted(bf16(4, 8))
-class numpy_scalar:
-    def faulty(x):
-        return x * np.float32(0.5)  # fault: accidental-promotion
-
-    def clean(x):
-        return x * 0.5
-
-
-@planted(bf16(4, 8))
-class numpy_array:
-    def faulty(x):
-        return x + np.arange(8, dtype=np.float32)  # fault: accidental-promotion
-
-    def clean(x):
-        return x + np.arange(8).astype(x.dtype)
-
-
-@planted(bf16(4, 8))
-class constant_of_default_dtype:
-    def faulty(x):
-        return jnp.maximum(x, jnp.zeros(8))  # fault: accidental-promotion
-
-    def clean(x):
-        return jnp.maximum(x, jnp.zeros(8, x.dtype))
-
-
-@planted(bf16(4, 8))
-class numbers_that_the_program_counts:
-    def faulty(x):
-        return x * jnp.arange(8.0)  # fault: accidental-promotion
-
-    def clean(x):
-        return x * jnp.arange(8, dtype=x.dtype)
-
-
-@planted(bf16(4, 8))
+@planted(X)
 class table_that_the_program_computes:
     def faulty(x):
         angles = jnp.linspace(0, 1, 8) ** 2 * jnp.pi
@@ -120,148 +53,52 @@ class table_that_the_program_computes:
         return x + half(jnp.cos(angles)) + half(jnp.cos(angles) * wide(x))  # meant
 
 
-@planted(bf16(4, 8), jax.eval_shape(jax.random.key, 0))
-class noise_of_default_dtype:
-    def faulty(x, key):
-        return x + 0.1 * jax.random.normal(key, x.shape)  # fault: accidental-promotion
-
-    def clean(x, key):
-        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
-
-
-@planted(bf16(4, 8), ints(4))
-class mask_of_default_dtype:
-    def faulty(x, tokens):
-        mask = (tokens != 0).astype(jnp.float32)
-        return x * mask[:, None]  # fault: accidental-promotion
-
-    def clean(x, tokens):
-        return x * half(tokens != 0)[:, None] + x * jax.nn.one_hot(tokens, 8, dtype=x.dtype)
-
-
-@planted(bf16(4, 8), ints(4))
-class labels_of_default_dtype:
-    def faulty(x, labels):
-        return x * jax.nn.one_hot(labels, 8)  # fault: accidental-promotion
-
-    def clean(x, labels):  # what is computed from numbers in half is float32 for a reason
-        return x * jax.nn.one_hot(labels, 8, dtype=x.dtype), half(x * jnp.exp(wide(x)))
-
-
-@planted(f16(4, 8), f32(8))
-class float32_bias:
-    def faulty(x, b):
-        y = x * 2
-        return y + b  # fault: accidental-promotion
-
-    def clean(x, b):
-        y = x * 2
-        return y + b.astype(y.dtype)
-
-
-@planted(bf16(4, 8), f32(4, 8))
-class where_with_a_float32_branch:
-    def faulty(x, y):
-        return jnp.where(x > 0, x, y)  # fault: accidental-promotion
-
-    def clean(x, y):
-        return jnp.where(x > 0, x, half(y))
-
-
-@planted(bf16(16, 8))
-class sum_in_half:
-    def faulty(x):
-        return lax.reduce_sum(x, axes=(0,))  # fault: half-reduction
-
-    def clean(x):
-        return jnp.sum(x, 0)  # in float32
-
-
-@planted(bf16(16, 8))
-class einsum_that_only_sums:
-    def faulty(x):
-        return jnp.einsum("ij->j", x)  # fault: half-reduction
-
-    def clean(x):
-        return jnp.einsum("ij->j", wide(x))
-
-
-@planted(f16(16))
-class product_in_half:
-    def faulty(x):
-        return jax.jit(lambda x: lax.reduce_prod(x, axes=(0,)))(x)  # fault: half-reduction
-
-    def clean(x):
-        return jax.jit(jnp.prod)(x)
-
-
-@planted(bf16(16, 4), ints(16))
-class segment_sum_in_half:
-    def faulty(x, segments):
-        return jax.ops.segment_sum(x, segments, 3)  # fault: half-reduction
-
-    def clean(x, segments):
-        return jax.ops.segment_sum(wide(x), segments, 3)
-
-
-@planted(bf16(16, 4))
-class running_sum_in_half:
-    def faulty(x):
-        def body(total, row):
-            return total + row, None  # fault: half-reduction
-
-        return lax.scan(body, jnp.zeros(4, x.dtype), x)[0]
-
-    def clean(x):
-        return lax.scan(lambda total, row: (total + wide(row), None), jnp.zeros(4), x)[0]
-
-
-@planted(bf16(1, 64, 64, 3))
-class average_pooling_in_half:
-    def faulty(x):
-        return lax.reduce_window(x, half(ZERO), lax.add, (1, 64, 64, 1), (1, 1, 1, 1), "VALID")  # fault: half-reduction
-
-    def clean(x):
-        return half(lax.reduce_window(wide(x), ZERO, lax.add, (1, 64, 64, 1), (1, 1, 1, 1), "VALID"))
-
-
-@planted(f16(1, 8, 8, 3))
-class windows_and_a_function_that_rounds:
-    def faulty(x):
-        return lax.reduce_window(  # fault: half-reduction
-            x, np.float16(1), lambda a, b: (wide(a) * wide(b)).astype(a.dtype), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-        )
-
-    def clean(x):
-        larger = lambda a, b: jnp.where(jnp.abs(a) > jnp.abs(b), a, b)
-        return lax.reduce_window(x, np.float16(0), larger, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
-@planted(bf16(16, 8))
-class reduction_by_a_function:
-    def faulty(x):
-        return lax.reduce(x, half(ZERO), lambda a, b: a + b, (0,))  # fault: half-reduction
-
-    def clean(x):
-        return lax.reduce(x, half(-np.float32("inf")), lax.max, (0,))
-
-
-@planted(bf16(16))
-class count_by_windows_in_half:
-    def faulty(x):
-        return lax.reduce_window(half(x > 0), half(ZERO), lax.add, (16,), (1,), "VALID")  # fault: half-reduction
-
-    def clean(x):
-        return half(lax.reduce_window((x > 0).astype(int), 0, lax.add, (16,), (1,), "VALID"))
+plant("noise of default dtype", X, jax.eval_shape(jax.random.key, 0))(
+    faulty=lambda x, key: x + 0.1 * jax.random.normal(key, x.shape),  # fault: accidental-promotion
+    clean=lambda x, key: x + 0.1 * jax.random.normal(key, x.shape, x.dtype),
+)
+plant("mask of default dtype", X, ints(8))(
+    faulty=lambda x, tokens: x * (tokens != 0).astype(jnp.float32),  # fault: accidental-promotion
+    clean=lambda x, tokens: x * half(tokens != 0) + x * jax.nn.one_hot(tokens[:4], 8, dtype=x.dtype),
+)
+plant("labels of default dtype", X, ints(4))(
+    faulty=lambda x, labels: x * jax.nn.one_hot(labels, 8),  # fault: accidental-promotion
+    clean=lambda x, labels: half(x * jnp.exp(wide(x))),  # what is computed from half numbers is float32 for a reason
+)
+plant("float32 bias", f16(4, 8), f32(8))(
+    faulty=lambda x, bias: x * 2 + bias,  # fault: accidental-promotion
+    clean=lambda x, bias: x * 2 + bias.astype(x.dtype),
+)
+plant("where with a float32 branch", X, f32(4, 8))(
+    faulty=lambda x, y: jnp.where(x > 0, x, y),  # fault: accidental-promotion
+    clean=lambda x, y: jnp.where(x > 0, x, half(y)),
+)
+plant("einsum that only sums", X)(
+    faulty=lambda x: jnp.einsum("ij->j", x),  # fault: half-reduction
+    clean=lambda x: jnp.einsum("ij->j", wide(x)),
+)
+plant("running sum in half", X)(
+    faulty=lambda x: lax.scan(
+        lambda total, row: (total + row, None),  # fault: half-reduction
+        jnp.zeros(8, x.dtype),
+        x,
+    )[0],
+    clean=lambda x: lax.scan(lambda total, row: (total + wide(row), None), jnp.zeros(8), x)[0],
+)
+plant("count by windows in half", bf16(16))(
+    faulty=lambda x: lax.reduce_window(half(x > 0), half(ZERO), lax.add, (16,), (1,), "VALID"),  # fault: half-reduction
+    clean=lambda x: half(lax.reduce_window((x > 0).astype(int), 0, lax.add, (16,), (1,), "VALID")),
+)
+plant("count in half", bf16(16))(
+    faulty=lambda x: lax.reduce_sum(x, axes=(0,)),  # fault: half-reduction
+    clean=lambda x: lax.reduce_sum(half(x > 0), axes=(0,)),
+)
 
 
 @planted(bf16(1, 9, 9, 3))
 class overlapping_max_pooling_in_the_backward_pass:
     def faulty(x):
-        def loss(x):
-            return jnp.sum(wide(nn.max_pool(x, (3, 3), (2, 2))) ** 2)  # fault: half-reduction
-
-        return jax.grad(loss)(x)
+        return jax.grad(lambda x: jnp.sum(wide(nn.max_pool(x, (3, 3), (2, 2))) ** 2))(x)  # fault: half-reduction
 
     def clean(x):
         def loss(x):
@@ -271,35 +108,17 @@ class overlapping_max_pooling_in_the_backward_pass:
         return jax.grad(loss)(x)
 
 
-@planted(bf16(16))
-class cumsum_in_half:
-    def faulty(x):
-        return jnp.cumsum(x)  # fault: half-cumulative
-
-    def clean(x):
-        return half(jnp.cumsum(wide(x)))
-
-
-@planted(f16(4, 16))
-class cumprod_in_half_under_vmap:
-    def faulty(x):
-        return jax.vmap(jnp.cumprod)(x)  # fault: half-cumulative
-
-    def clean(x):
-        return jax.vmap(lambda row: jnp.cumprod(wide(row)).astype(row.dtype))(x)
+plant("cumprod in half under vmap", f16(4, 16))(
+    faulty=lambda x: jax.vmap(jnp.cumprod)(x),  # fault: half-cumulative
+    clean=lambda x: jax.vmap(lambda row: jnp.cumprod(wide(row)).astype(row.dtype))(x),
+)
+plant("round trip", X)(
+    faulty=lambda x: wide(x).reshape(8, 4).T.astype(x.dtype),  # fault: round-trip-cast
+    clean=lambda x: half(jnp.exp(wide(x)).reshape(8, 4).T),
+)
 
 
-@planted(bf16(4, 8))
-class round_trip:
-    def faulty(x):
-        y = wide(x).reshape(8, 4)
-        return y.T.astype(x.dtype)  # fault: round-trip-cast
-
-    def clean(x):
-        return half(jnp.exp(wide(x)).reshape(8, 4).T)
-
-
-@planted(bf16(4, 8))
+@planted(X)
 class round_trip_out_of_a_checkpoint:
     def faulty(x):
         y = jax.checkpoint(lambda x: wide(jnp.tanh(x)))(x)
@@ -307,3 +126,87 @@ class round_trip_out_of_a_checkpoint:
 
     def clean(x):
         return jax.checkpoint(jnp.tanh)(x) * 2
+
+
+plant("weight cast once and used twice", f32(8, 8), X)(
+    faulty=lambda w, x: jax.grad(
+        lambda w: (lambda w: jnp.sum(wide(jnp.tanh(x @ w) @ w)))(w.astype(x.dtype))  # fault: half-gradient
+    )(w),
+    clean=lambda w, x: jax.grad(lambda w: jnp.sum(wide(jnp.tanh(x @ half(w)) @ half(w))))(w),
+)
+
+
+@planted(f32(8, 8), X)
+class weight_of_a_scan:
+    def faulty(w, x):
+        def loss(w):
+            v = w.astype(x.dtype)  # fault: half-gradient
+            return jnp.sum(wide(lax.scan(lambda c, _: (jnp.tanh(c @ v), None), x, None, length=3)[0]))
+
+        return jax.grad(loss)(w)
+
+    def clean(w, x):
+        def loss(w):
+            return jnp.sum(wide(lax.scan(lambda c, _: (jnp.tanh(c @ half(w)), None), x, None, length=3)[0]))
+
+        return jax.grad(loss)(w)
+
+
+plant("half weight used twice", bf16(8, 8), X)(
+    faulty=lambda w, x: jax.grad(lambda w: jnp.sum(wide(jnp.tanh(x @ w) @ w)))(w),  # fault: half-gradient
+    clean=lambda w, x: jax.grad(lambda w: jnp.sum(wide(jnp.tanh(x @ w))))(w),
+)
+
+
+@planted(f32(9, 8), ints(4))
+class looked_up_rows:
+    def faulty(table, tokens):
+        def loss(table):
+            rows = jnp.take(table.astype(jnp.bfloat16), tokens, axis=0)  # fault: half-gradient
+            return jnp.sum(wide(rows) ** 2) + jnp.sum(table**2)
+
+        return jax.grad(loss)(table)
+
+    def clean(table, tokens):
+        def loss(table):
+            rows = jnp.take(half(table), jnp.arange(4), axis=0)  # each row once
+            return jnp.sum(wide(rows) ** 2) + jnp.sum(wide(half(table[tokens])) ** 2)
+
+        return jax.grad(loss)(table)
+
+
+@planted(W, bf16(3, 4, 8))
+class gradients_of_microbatches:
+    def faulty(w, batches):
+        def add(total, x):
+            grads = jax.grad(lambda w: jnp.sum(wide(x @ w) ** 2))(half(w))
+            return total + grads, None  # fault: half-gradient
+
+        return lax.scan(add, jnp.zeros_like(w, jnp.bfloat16), batches)[0]
+
+    def clean(w, batches):
+        def add(total, x):
+            return total + wide(jax.grad(lambda w: jnp.sum(wide(x @ w) ** 2))(half(w))), None
+
+        return lax.scan(add, jnp.zeros_like(w), batches)[0]
+
+
+@planted(bf16(8), f32(3, 8))
+class parameters_that_a_loop_updates:
+    def faulty(w, xs):
+        def step(w, x):
+            return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(wide(w) * x)))(w), None  # fault: half-update
+
+        return lax.scan(step, w, xs)[0]
+
+    def clean(w, xs):
+        def step(w, x):
+            return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(w * x)))(w), None
+
+        return half(lax.scan(step, wide(w), xs)[0])
+
+
+plant("all reduce in half", bf16(1, 8))(
+    faulty=lambda grads: jax.vmap(lambda g: lax.psum(g, "data"), axis_name="data")(grads),  # fault: half-all-reduce
+    clean=lambda grads: jax.vmap(lambda g: half(lax.psum(wide(g), "data")), axis_name="data")(grads),
+)

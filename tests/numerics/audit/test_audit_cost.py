@@ -1,4 +1,4 @@
-"""What an audit counts is what XLA counts, and it costs little beside tracing."""
+"""What an audit counts is what XLA counts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jax import lax
 
 import jmp_policy as jmp
 from benchmarks._targets import cpu
-from benchmarks.many_modules import count_calls
 
 F32 = jnp.float32
 
@@ -26,37 +25,24 @@ def gradients(fun):
     return jax.grad(lambda *args: jnp.sum(fun(*args)), argnums=(0, 1))
 
 
-def layers(x, w, unroll=1):
-    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w, unroll=unroll)[0]
+def layers(x, w):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
 
+IMAGE, KERNEL = f32(2, 9, 9, 8), f32(3, 3, 8, 16)
 MATMUL_DOMINATED = {
     "dense": (jnp.matmul, f32(64, 128), f32(128, 96)),
-    "batched": (jnp.matmul, f32(3, 32, 64), f32(3, 64, 48)),
     "einsum": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), f32(2, 24, 3, 64), f32(2, 20, 3, 64)),
     "dense backward": (gradients(jnp.matmul), f32(64, 128), f32(128, 96)),
-    "convolution": (convolved, f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
-    "strided convolution": (lambda x, w: convolved(x, w, (2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
-    "valid convolution": (lambda x, w: convolved(x, w, padding="VALID"), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
-    "dilated convolution": (lambda x, w: convolved(x, w, rhs_dilation=(2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
-    "grouped convolution": (lambda x, w: convolved(x, w, feature_group_count=4), f32(2, 9, 9, 32), f32(3, 3, 8, 32)),
-    "convolution backward": (gradients(lambda x, w: convolved(x, w, (2, 2))), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
-    "convolution of groups of a batch": (
-        lambda x, w: convolved(x, w, batch_group_count=4),
-        f32(8, 9, 9, 8),
-        f32(3, 3, 8, 16),
-    ),
-    "depthwise backward": (
-        gradients(lambda x, w: convolved(x, w, feature_group_count=32)),
-        f32(2, 9, 9, 32),
-        f32(3, 3, 1, 32),
-    ),
+    "strided convolution": (lambda x, w: convolved(x, w, (2, 2)), IMAGE, KERNEL),
+    "valid convolution": (lambda x, w: convolved(x, w, padding="VALID"), IMAGE, KERNEL),
+    "dilated convolution": (lambda x, w: convolved(x, w, rhs_dilation=(2, 2)), IMAGE, KERNEL),
+    "convolution backward": (gradients(lambda x, w: convolved(x, w, (2, 2))), IMAGE, KERNEL),
+    "groups of a batch": (lambda x, w: convolved(x, w, batch_group_count=4), f32(8, 9, 9, 8), KERNEL),
     "grouped backward": (
-        gradients(lambda x, w: convolved(x, w, feature_group_count=4)),
-        f32(2, 9, 9, 32),
-        f32(3, 3, 8, 32),
+        gradients(lambda x, w: convolved(x, w, feature_group_count=4)), f32(2, 9, 9, 32), f32(3, 3, 8, 32)
     ),
-}
+}  # fmt: skip
 
 
 def windows(operation, initial, strides=(1, 1), padding="VALID", dilation=(1, 1)):
@@ -86,7 +72,6 @@ def counted_by_xla(fun, *args):
     return jax.jit(fun).lower(*cpu().put(args)).cost_analysis()["flops"]
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MATMUL_DOMINATED)
 def test_flops_are_those_of_xla(name):
     fun, *args = MATMUL_DOMINATED[name]
@@ -122,33 +107,6 @@ def test_shard_map_counts_all_devices():
     assert jmp.numerics.audit(jax.jit(mapped))(f32(4, 8), f32(8, 2)).matmuls[0].flops == 2 * 4 * 8 * 2
 
 
-def test_outer_product_is_no_float32_matmul():
-    report = jmp.numerics.audit(lambda x, y: (x[:, None] @ y[None], x.astype(jnp.bfloat16)))(f32(4), f32(5))
-    assert (report.matmuls, report.findings) == ((), ())
-
-
 def test_bytes_are_those_of_operands_and_results():
     report = jmp.numerics.audit(lambda x, w: x @ w)(f32(4, 8), f32(8, 2))
     assert report.bytes == 4 * (4 * 8 + 8 * 2 + 4 * 2)
-
-
-def deep():
-    """A function of four hundred equations, which JAX has not traced before."""
-
-    def fun(x, w):
-        for _ in range(100):
-            x = jnp.tanh(x @ w) * 0.5 + x
-        return x
-
-    return fun
-
-
-@pytest.mark.exhaustive
-def test_audit_calls_at_most_twice_the_functions_that_tracing_calls():
-    """Seconds would depend on the machine, and on what else it does: they are 1.8 times those of tracing, too."""
-    args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
-    both = [lambda: jax.make_jaxpr(deep())(*args), lambda: jmp.numerics.audit(deep())(*args)]
-    for trace in both:  # what the first call imports and fills
-        trace()
-    traced, audited = map(count_calls, both)
-    assert audited <= 2 * traced  # 1.8
