@@ -38,7 +38,6 @@ RUNS = {
     "float32": Run("float32", lambda tx: tx),
     "mixed_float16": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE)),
     "static": Run("mixed_float16", lambda tx: loss_scaled(tx, jmp.StaticLossScale(64.0))),
-    "mixed_bfloat16": Run("mixed_bfloat16", skip_nonfinite),
     "bfloat16": Run("bfloat16", lambda tx: tx),
     "masters": Run("bfloat16", lambda tx: skip_nonfinite(master_weights(tx))),
     "masters_float16": Run("float16", lambda tx: loss_scaled(master_weights(tx), SCALE)),

@@ -1,21 +1,16 @@
 """`convert_state` from moments in 8 bits to float32 and back, and runs that are resumed."""
 
 import functools
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
 from saved_states import SAVERS, assert_same
 
 import jmp_policy as jmp
 from jmp_policy.optim import loss_scaled, master_weights, quantize_state
-from jmp_policy.optim._moment_codes import list_moments
 
 SHAPES = {"block": {"w": (64, 16)}, "w": (64, 24), "b": (24,)}
 OPTIMIZERS = {"adamw": lambda: optax.adamw(1e-2), "lion": lambda: optax.lion(1e-3), "adan": lambda: optax.adan(1e-2)}
@@ -63,32 +58,20 @@ def _trained(optimizer, way):
         return tx, _train(tx, _fresh(tx), 0, 2)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("way", ["8 bits", "random"])
-def test_a_run_that_is_restored_goes_on_bit_for_bit(way, saver):
-    tx, state = _trained("adamw", way)
-    restored = jmp.convert_state(SAVERS[saver](state), _fresh(tx))
+def test_a_run_that_is_restored_goes_on_bit_for_bit():
+    tx, state = _trained("adamw", "random")
+    restored = jmp.convert_state(SAVERS["msgpack"](state), _fresh(tx))
     assert_same(restored, state)
     with jax.numpy_dtype_promotion("standard"):
         assert_same(_train(tx, restored, 2, 4), _train(tx, state, 2, 4))
 
 
 @pytest.mark.slow
-def test_orbax_and_flax_restore_into_the_state_itself():
-    tx, state = _trained("adamw", "random")
-    assert_same(serialization.from_bytes(_fresh(tx), serialization.to_bytes(state)), state)
-    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(folder) / "state", state)
-        checkpointer.wait_until_finished()
-        assert_same(checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: _fresh(tx))), state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "float32"])
+@pytest.mark.parametrize(
+    ("optimizer", "saver", "way"),
+    [("adan", "msgpack", "8 bits"), ("lion", "orbax", "scaled"), ("adamw", "structure", "random")],
+)
 def test_float32_moments_become_the_nearest_of_8_bits_and_these_become_floats(optimizer, saver, way):
     """Savers that drop classes sort fields by name: those of Adan are then in another order."""
     _, wide = _trained(optimizer, "float32")
@@ -96,8 +79,10 @@ def test_float32_moments_become_the_nearest_of_8_bits_and_these_become_floats(op
     narrow = jmp.convert_state(SAVERS[saver](wide), _fresh(tx))
     assert jax.tree.structure(narrow) == jax.tree.structure(_fresh(tx))
     state = narrow["opt_state"].inner_state if way == "scaled" else narrow["opt_state"]
-    for scales, (_, moment) in zip(state.scales, list_moments(wide["opt_state"]), strict=True):
-        np.testing.assert_array_equal(np.abs(scales["w"]).max(), np.abs(moment["w"]).max())
+    paths = jax.tree_util.tree_leaves_with_path(wide["opt_state"])
+    moments = [x for path, x in paths if x.shape == SHAPES["w"] and ".g" not in jax.tree_util.keystr(path)]
+    for scales, moment in zip(state.scales, moments, strict=True):
+        np.testing.assert_array_equal(np.abs(scales["w"]).max(), np.abs(moment).max())
     back = jmp.convert_state(SAVERS[saver](narrow), _fresh(OPTIMIZERS[optimizer]()))
     assert jax.tree.structure(back) == jax.tree.structure(wide)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves(wide), strict=True):
@@ -129,27 +114,6 @@ def test_half_parameters_and_their_masters_keep_their_moments():
     assert_same(back["params"], saved["params"])
     differ = np.abs(back["opt_state"][0].mu["w"] - saved["opt_state"][0].mu["w"]).max()
     assert 0 < differ < 0.02
-
-
-@pytest.mark.exhaustive
-def test_an_abstract_target_and_one_of_nnx_are_converted():
-    _, saved = _trained("adamw", "float32")
-    tx = WAYS["8 bits"](OPTIMIZERS["adamw"]())
-    assert_same(jmp.convert_state(saved, jax.eval_shape(lambda: _fresh(tx))), jmp.convert_state(saved, _fresh(tx)))
-
-    make = lambda tx: (layer := nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Optimizer(layer, tx, wrt=nnx.Param))
-    wide, narrow = make(optax.adamw(1e-2)), make(_quantize(optax.adamw(1e-2)))
-    with jax.numpy_dtype_promotion("standard"):
-        wide[1].update(wide[0], jax.tree.map(jnp.sin, nnx.state(wide[0])))
-    nnx.update(narrow, jmp.convert_state(nnx.state(wide), nnx.state(narrow)))
-    expected = tx.init({"w": wide[0].kernel.get_value()})
-    assert expected.inner_state[0].mu["w"].dtype == jnp.uint8
-    found = {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(narrow[1]))}
-    assert "uint8" in found
-    back = make(optax.adamw(1e-2))
-    nnx.update(back, jmp.convert_state(nnx.state(narrow), nnx.state(back)))
-    for one, other in zip(jax.tree.leaves(nnx.state(back)), jax.tree.leaves(nnx.state(wide)), strict=True):
-        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.07 * 0.1)
 
 
 def test_a_moment_of_another_shape_is_named():

@@ -16,14 +16,9 @@ _REDUCTION = re.compile(
 class Reduction(NamedTuple):
     """One operand of a reduction over devices."""
 
-    kind: str
     dtype: str
     shape: tuple[int, ...]
     op_name: str
-
-    @property
-    def is_half(self):
-        return self.dtype in ("bf16", "f16")
 
     @property
     def is_backward(self):
@@ -32,7 +27,7 @@ class Reduction(NamedTuple):
 
 def list_reductions(fun, *args, **kwargs):
     """The reductions over devices in the program of a jitted function, after partitioning."""
-    lowered = (fun if hasattr(fun, "lower") else jax.jit(fun, **kwargs)).lower(*args)
+    lowered = jax.jit(fun, **kwargs).lower(*args)
     # What comes out of the cache of programs is not dumped, so that these never enter it.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
@@ -42,17 +37,11 @@ def list_reductions(fun, *args, **kwargs):
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         lowered.compile(compiler_options=options)
         [path] = Path(folder).glob("*after_spmd-partitioning*")
-        return read_reductions(path.read_text(encoding="utf-8"))
-
-
-def read_reductions(hlo):
-    """The reductions that a partitioned program prints."""
+        lines = path.read_text(encoding="utf-8").splitlines()
     found = []
-    for line in hlo.splitlines():
-        match = _REDUCTION.search(line)
-        if match:
-            name = re.search(r'op_name="([^"]*)"', line)
-            for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"]):
-                shape = tuple(int(size) for size in sizes.split(",") if size)
-                found.append(Reduction(match["kind"], dtype, shape, name[1] if name else ""))
+    for match in filter(None, map(_REDUCTION.search, lines)):
+        name = re.search(r'op_name="([^"]*)"', match.string)
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"]):
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            found.append(Reduction(dtype, shape, name[1] if name else ""))
     return found

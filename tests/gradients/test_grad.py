@@ -1,8 +1,8 @@
 """Law 13: the loss as the user computed it, and gradients divided by the scale that multiplied them."""
 
-import inspect
+import collections
+import linecache
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,68 +22,66 @@ SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**12), jmp.DynamicLossScal
 W = jnp.array([1.0, -2.0, 3.0, 0.5])
 
 
-class Pair(NamedTuple):
-    loss: jax.Array
-    aux: jax.Array
-
-
 def loss_fn(w, x=2.0):
     return jnp.sum((w * x) ** 2)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0), -1])
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_it_is_value_and_grad_of_jax(scale, argnums, has_aux):
-    fun = (lambda w, x: (loss_fn(w, x), {"aux": w, "n": jnp.arange(2)})) if has_aux else loss_fn
-    expected = jax.value_and_grad(fun, argnums, has_aux)(W, 3.0)
-    ours = jmp.value_and_grad(fun, argnums, has_aux, loss_scale=scale)(W, 3.0)
+PAIR = collections.namedtuple("Pair", "loss aux")
+
+
+@pytest.mark.parametrize(
+    ("scale", "argnums", "pair"),
+    [
+        (SCALES[0], 0, None),
+        (SCALES[0], (1, 0), list),
+        (SCALES[1], (0, 1), tuple),
+        (SCALES[2], 1, None),
+        (SCALES[2], -1, lambda two: PAIR(*two)),
+    ],
+    ids=str,
+)
+def test_it_is_value_and_grad_of_jax(scale, argnums, pair):
+    """Whatever the pair of loss and auxiliary data is, and from any state that holds one scale."""
+    fun = loss_fn if pair is None else lambda w, x: pair((loss_fn(w, x), {"aux": w, "n": jnp.arange(2)}))
+    expected = jax.value_and_grad(fun, argnums, pair is not None)(W, 3.0)
+    state = {"opt": (None, [scale]), "step": jnp.zeros((), jnp.int32)}
+    ours = jmp.value_and_grad(fun, argnums, pair is not None, loss_scale=state)(W, 3.0)
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
-    grads = jmp.grad(fun, argnums, has_aux, loss_scale=scale)(W, 3.0)
-    jax.tree.map(np.testing.assert_array_equal, grads, jax.grad(fun, argnums, has_aux)(W, 3.0))
+    grads = jmp.grad(fun, argnums, pair is not None, loss_scale=scale)(W, 3.0)
+    jax.tree.map(np.testing.assert_array_equal, grads, jax.grad(fun, argnums, pair is not None)(W, 3.0))
+    differentiated = jmp.value_and_grad(loss_fn, loss_scale=scale)
+    assert differentiated.__name__ == "loss_fn"
+    if scale == SCALES[0]:
+        assert jax.jit(differentiated).lower(W).as_text() == jax.jit(jax.value_and_grad(loss_fn)).lower(W).as_text()
 
 
-@pytest.mark.sample(1)
+def _in_shard_map(f):
+    reduced = lambda w, x: jax.tree.map(lambda y: jax.lax.psum(y, "d"), f(jax.lax.pcast(w, "d", to="varying"), x[0]))
+    return jax.shard_map(reduced, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+
+
 @pytest.mark.parametrize(
     "transform",
     [
-        jax.jit,
         lambda f: jax.vmap(f, in_axes=(None, 0)),
         lambda f: lambda w, x: jax.lax.scan(lambda c, x: (c, f(w, x)), 0.0, x)[1],
-        lambda f: lambda w, x: jax.checkpoint(lambda w: f(w, x[0]))(w),
-        lambda f: lambda w, x: jax.jvp(lambda w: f(w, x[0])[0], (w,), (w,)),
-        lambda f: lambda w, x: jax.shard_map(
-            lambda w, x: jax.tree.map(lambda y: jax.lax.psum(y, "d"), f(jax.lax.pcast(w, "d", to="varying"), x[0])),
-            mesh=MESH, in_specs=(P(), P("d")), out_specs=P(),
-        )(w, x),
+        pytest.param(lambda f: lambda w, x: jax.checkpoint(lambda w: f(w, x[0]))(w), marks=pytest.mark.slow),
+        pytest.param(lambda f: lambda w, x: jax.jvp(lambda w: f(w, x[0])[0], (w,), (w,)), marks=pytest.mark.slow),
+        pytest.param(_in_shard_map, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
-def test_it_is_value_and_grad_of_jax_under_every_transformation(transform, scale):
+    ids=["vmap", "scan", "checkpoint", "jvp", "shard_map"],
+)
+def test_it_is_value_and_grad_of_jax_under_every_transformation(transform):
     x = jnp.arange(4.0)
-    ours = transform(jmp.value_and_grad(loss_fn, loss_scale=scale))(W, x)
-    expected = transform(jax.value_and_grad(loss_fn))(W, x)
+    ours = jax.jit(transform(jmp.value_and_grad(loss_fn, loss_scale=SCALES[2])))(W, x)
+    expected = jax.jit(transform(jax.value_and_grad(loss_fn)))(W, x)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
-
-
-def test_with_a_no_op_scale_the_program_is_that_of_jax():
-    ours = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=jmp.NoOpLossScale())).lower(W).as_text()
-    assert ours == jax.jit(jax.value_and_grad(loss_fn)).lower(W).as_text()
 
 
 def tiny_gradients(w):
     """A loss whose gradients with respect to float16 weights, 1e-8 each, are below half the smallest subnormal."""
     return jnp.sum(w.astype(jnp.float32) * 1e-8)
-
-
-@pytest.mark.slow
-def test_gradients_below_float16_survive():
-    w = jnp.ones(3, jnp.float16)
-    assert jax.grad(tiny_gradients)(w).tolist() == [0, 0, 0]
-    grads = jmp.grad(tiny_gradients, loss_scale=jmp.DynamicLossScale())(w)
-    np.testing.assert_allclose(grads, 1e-8, rtol=2**-10)  # float16 rounds 1e-8 * 2^15 once
 
 
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
@@ -96,57 +94,46 @@ def test_float16_gradients_are_close_to_those_of_float64(weights):
     np.testing.assert_allclose(np.asarray(grads, np.float64), 2 * w.astype(np.float64), rtol=2**-10)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_gradients_are_float32_and_true_whatever_the_scale(scale, dtype):
-    w = jnp.array([0.5, 2.0], dtype)
-    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), loss_scale=scale)(w)
-    assert grads.dtype == jnp.float32
-    assert (float(loss), grads.tolist()) == (4.25, [1.0, 4.0])
-
-
-def test_no_op_leaves_half_gradients_half():
-    assert jmp.grad(tiny_gradients, loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16)).dtype == jnp.float16
-
-
-@pytest.mark.slow
 def test_a_backward_pass_that_overflows_gives_non_finite_gradients_and_the_true_loss():
-    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w.astype(jnp.float32)) * 100, loss_scale=jmp.DynamicLossScale())(
-        jnp.ones(2, jnp.float16)
-    )
+    overflowing = lambda w: jnp.sum(w.astype(jnp.float32)) * 100
+    loss, grads = jmp.value_and_grad(overflowing, loss_scale=jmp.DynamicLossScale())(jnp.ones(2, jnp.float16))
     assert float(loss) == 200.0
     assert not jmp.all_finite(grads)
 
 
-def line_of(fun, text):
-    """The number of the line of a function that holds a text."""
-    lines, first = inspect.getsourcelines(fun)
-    return first + next(i for i, line in enumerate(lines) if text in line)
-
-
-HALF_LOSSES = {
-    "eager": lambda f, w, scale: jmp.value_and_grad(f, loss_scale=scale)(w),
-    "jit": lambda f, w, scale: jax.jit(jmp.value_and_grad(f, loss_scale=scale))(w),
-    "step": lambda f, w, scale: jax.jit(lambda w: jmp.grad(f, loss_scale=scale)(w))(w),
-    "vmap": lambda f, w, scale: jax.vmap(jmp.grad(f, loss_scale=scale))(w[None]),
-    "scan": lambda f, w, scale: jax.lax.scan(lambda w, _: (jmp.grad(f, loss_scale=scale)(w).astype(w.dtype), 0), w, W),
-    "nnx": lambda f, w, scale: nnx.jit(jmp.nnx.grad(lambda m: f(m["w"][...]), loss_scale=scale))({"w": nnx.Param(w)}),
-    "minimize": lambda f, w, scale: minimized(f, w, scale),
-    "minimize in jit": lambda f, w, scale: jax.jit(lambda w: minimized(f, w, scale))(w),
-    "aux": lambda f, w, scale: jmp.grad(lambda w: (f(w), f(w)), has_aux=True, loss_scale=scale)(w),
-}
-
-
-def minimized(fun, w, scale):
+def _minimized(fun, w, scale):
     tx = jmp.optim.loss_scaled(optax.set_to_zero(), scale)
     return jmp.optim.minimize(fun, tx)(w, tx.init(w))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("scale", [SCALES[0], SCALES[2]], ids=["no scale", "a scale"])
-@pytest.mark.parametrize("way", HALF_LOSSES)
+def _in_nnx(fun, w, scale):
+    return nnx.jit(jmp.nnx.grad(lambda m: fun(m["w"][...]), loss_scale=scale))({"w": nnx.Param(w)})
+
+
+def _in_a_scan(fun, w, scale):
+    return jax.lax.scan(lambda w, _: (jmp.grad(fun, loss_scale=scale)(w).astype(w.dtype), 0), w, W)
+
+
+HALF_LOSSES = {
+    "eager": lambda f, w, scale: jmp.value_and_grad(f, loss_scale=scale)(w),
+    "aux in jit": lambda f, w, scale: jax.jit(jmp.grad(lambda w: (f(w), f(w)), has_aux=True, loss_scale=scale))(w),
+    "vmap": lambda f, w, scale: jax.vmap(jmp.grad(f, loss_scale=scale))(w[None]),
+    "scan": _in_a_scan,
+    "nnx": _in_nnx,
+    "minimize": _minimized,
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "scale", "dtype"),
+    [
+        ("eager", SCALES[2], "bfloat16"),
+        ("minimize", SCALES[0], "float16"),
+        ("nnx", SCALES[0], "bfloat16"),
+        *(pytest.param(way, SCALES[2], "float16", marks=pytest.mark.slow) for way in ("aux in jit", "vmap", "scan")),
+    ],
+    ids=str,
+)
 def test_a_half_loss_warns_once_at_the_users_line(way, scale, dtype):
     with pytest.warns(UserWarning, match=f"^The loss is {dtype}, and so is its cotangent, ") as caught:
         HALF_LOSSES[way](lambda w: jnp.sum(w.astype(dtype)), jnp.ones(2), scale)
@@ -168,29 +155,20 @@ def test_the_line_is_that_of_the_call_in_a_training_step():
     with pytest.warns(UserWarning, match="^The loss is float16, ") as caught:
         loss, _ = step(jnp.ones(2, jnp.float16))
     (warning,) = caught
-    assert warning.lineno == line_of(test_the_line_is_that_of_the_call_in_a_training_step, "# this line")
+    assert "# this line" in linecache.getline(__file__, warning.lineno)
     assert loss.dtype == jnp.float16  # as the user computed it
     step(jnp.ones(2, jnp.float16))  # is not traced again, so that it does not warn
 
 
-def test_aux_is_returned_untouched():
-    aux = {"count": 3, "half": jnp.float16(7), "key": jax.random.key(0)}
-    (_, got), _ = jmp.value_and_grad(lambda w: (loss_fn(w), aux), has_aux=True, loss_scale=SCALES[1])(W)
-    assert got["half"].dtype == jnp.float16
-    assert float(got["half"]) == 7
-    assert got["key"].dtype == aux["key"].dtype
-
-
-def test_keyword_arguments_are_forwarded():
-    grads = jmp.grad(lambda w, *, x: loss_fn(w, x), loss_scale=SCALES[1])(W, x=3.0)
-    np.testing.assert_array_equal(grads, jax.grad(loss_fn)(W, 3.0))
-
-
-@pytest.mark.slow
-def test_complex_gradients_keep_their_imaginary_part():
-    z = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
-    fun = lambda z: jnp.sum(jnp.abs(z) ** 2)
-    np.testing.assert_allclose(jmp.grad(fun, loss_scale=SCALES[1])(z), jax.grad(fun)(z), rtol=1e-6)
+def test_auxiliary_data_policies_and_complex_numbers_come_through_untouched():
+    aux, z = {"count": 3, "half": jnp.float16(7), "key": jax.random.key(0)}, jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
+    tree = {"z": z, "policy": jmp.get_policy("float16"), "none": None}
+    fun = lambda tree: (jnp.sum(jnp.abs(tree["z"]) ** 2), aux)
+    (_, got), grads = jmp.value_and_grad(fun, has_aux=True, loss_scale=SCALES[1])(tree)
+    assert (got["half"].dtype, float(got["half"]), got["key"].dtype) == (jnp.float16, 7, aux["key"].dtype)
+    assert grads["policy"] is tree["policy"]
+    assert grads["none"] is None
+    np.testing.assert_allclose(grads["z"], jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-6)
 
 
 def test_integer_arguments_are_differentiated_on_request():
@@ -201,26 +179,16 @@ def test_integer_arguments_are_differentiated_on_request():
         jmp.grad(lambda tree: loss_fn(tree["w"]), loss_scale=SCALES[1])(tree)
 
 
-def test_policies_and_none_pass_through_the_differentiated_tree():
-    tree = {"w": W, "policy": jmp.get_policy("float16"), "none": None}
-    grads = jmp.grad(lambda tree: loss_fn(tree["w"]), loss_scale=SCALES[1])(tree)
-    assert grads["policy"] is tree["policy"]
-    assert grads["none"] is None
-
-
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("bad", "has_aux"),
     [
         (lambda w: w, False),
         (lambda w: jnp.arange(3).sum(), False),
         (lambda w: [w[0]], False),
-        (lambda w: None, False),
         (lambda w: w[0], True),
         (lambda w: (w[0], 1, 2), True),
-        (lambda w: (w, 1), True),
     ],
-    ids=["vector", "int", "list", "none", "no aux", "two aux", "vector and aux"],
+    ids=["vector", "int", "list", "no aux", "two aux"],
 )
 def test_a_loss_that_is_no_real_scalar_is_the_error_of_jax(bad, has_aux):
     with pytest.raises(TypeError) as expected:
@@ -246,31 +214,10 @@ def test_the_scale_is_an_ordinary_argument_of_a_jitted_step():
     np.testing.assert_allclose(grads, 1e-8, rtol=2**-10)
 
 
-def test_any_state_that_holds_one_loss_scale_will_do():
-    state = {"opt": (None, [jmp.StaticLossScale(8.0)]), "step": jnp.zeros((), jnp.int32)}
-    np.testing.assert_array_equal(jmp.grad(loss_fn, loss_scale=state)(W), jax.grad(loss_fn)(W))
-
-
 @pytest.mark.parametrize("state", [{}, [jmp.NoOpLossScale(), jmp.NoOpLossScale()]], ids=repr)
 def test_none_or_several_loss_scales_are_an_error(state):
-    with pytest.raises(
-        ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. Pass "
-    ):
+    with pytest.raises(ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. P"):
         jmp.value_and_grad(loss_fn, loss_scale=state)
-
-
-def test_the_name_of_the_function_is_kept():
-    assert jmp.value_and_grad(loss_fn, loss_scale=SCALES[1]).__name__ == "loss_fn"
-
-
-@pytest.mark.parametrize("pair", [list, tuple, lambda two: Pair(*two)], ids=["list", "tuple", "NamedTuple"])
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
-def test_loss_and_aux_may_be_any_pair_that_jax_takes(pair, scale):
-    fun = lambda w: pair((loss_fn(w), w))
-    expected = jax.value_and_grad(fun, has_aux=True)(W)
-    ours = jmp.value_and_grad(fun, has_aux=True, loss_scale=scale)(W)
-    assert jax.tree.structure(ours) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
 class Checked:
@@ -285,7 +232,6 @@ class Checked:
 jax.tree_util.register_pytree_node(Checked, lambda c: ((c.weight, c.state), None), lambda _, c: Checked(*c))
 
 
-@pytest.mark.slow
 def test_class_that_checks_its_fields_is_never_made_of_none_beside_float8_state():
     params = Checked(jnp.ones(2), jmp.quant.float8_state("float8"))
     grads = jmp.grad(lambda params: jnp.sum(params.weight**2), loss_scale=jmp.StaticLossScale(8.0))(params)
@@ -293,8 +239,10 @@ def test_class_that_checks_its_fields_is_never_made_of_none_beside_float8_state(
     assert grads.state.keys() == params.state.keys()
 
 
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(SCALES[0], "bfloat16"), (SCALES[1], "float16"), (SCALES[2], "bfloat16"), (SCALES[2], "float32")],
+)
 def test_gradients_have_the_dtypes_that_the_docs_say(dtype, scale):
     """The docstring, and two guides, each said something else."""
     differentiated = jmp.grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), loss_scale=scale)

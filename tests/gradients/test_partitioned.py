@@ -44,62 +44,30 @@ def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
         assert {r.dtype for r in own} == {"f32"}, (loss.__name__, own)
 
 
-@pytest.mark.exhaustive
-def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards_is_ignored():
-    """The negative control: if one of these is ever reduced in float32, the library may do with less."""
-
-    def cast(ct):
-        return ct.astype(jnp.float32).astype(ct.dtype)
-
-    def constrain(ct):
-        return lax.with_sharding_constraint(ct.astype(jnp.float32), EVERYWHERE).astype(ct.dtype)
-
-    def hold(ct):
-        return lax.optimization_barrier(ct.astype(jnp.float32)).astype(ct.dtype)
-
-    for change in (lambda ct: ct, cast, constrain, hold):
-        narrow = jax.custom_vjp(lambda w: w.astype(jnp.bfloat16))
-        narrow.defvjp(lambda w: (narrow(w), None), lambda _, ct, change=change: (change(ct).astype(jnp.float32),))
-        loss = lambda p, x, narrow=narrow: dense({"w": narrow(p["w"]), "b": narrow(p["b"])}, x)
-        params, batch = make_arguments(dense)
-        assert {r.dtype for r in list_backward(jax.value_and_grad(loss), params, batch)} == {"bf16"}
-        widened = jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
-        assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [PLAIN, jmp.StaticLossScale(8.0)], ids=lambda scale: type(scale).__name__)
-def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(scale):
+def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction():
+    scale = jmp.StaticLossScale(8.0)
     params, batch = make_arguments(stored_in_half)
     widened = jmp.value_and_grad(stored_in_half, loss_scale=scale, reduce_dtype="float32")
     assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
-    dtype = jnp.bfloat16 if scale is PLAIN else jnp.float32  # as without
-    assert {leaf.dtype for leaf in jax.tree.leaves(jax.jit(widened)(params, batch)[1])} == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(widened, params, batch)[1])} == {jnp.dtype("float32")}
+    plain = list_backward(jax.value_and_grad(stored_in_half), params, batch)
+    assert {r.dtype for r in plain} == {"bf16"}  # if ever not, the library may do with less
 
 
 @pytest.mark.slow
-def test_a_sum_over_an_explicit_axis_is_widened_where_it_is_of_a_constant():
+def test_a_sum_over_an_explicit_axis_is_widened_where_it_is_of_a_constant_and_keeps_its_name():
     def loss(b, x):
-        return jnp.sum((x + b.astype(jnp.bfloat16)).astype(jnp.float32))
+        with jax.named_scope("head"):
+            return jnp.sum((x + b.astype(jnp.bfloat16)).astype(jnp.float32))
 
     mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     arguments = jnp.ones(4), jnp.ones((8, 4), jnp.bfloat16, device=NamedSharding(mesh, P("data")))
     widened = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
     for grad, dtype in ((jax.grad(loss), "bfloat16"), (widened, "float32")):
         with jax.set_mesh(mesh):
-            assert [row.dtype for row in jmp.numerics.collectives(grad)(*arguments).rows] == [dtype]
-
-
-@pytest.mark.slow
-def test_what_is_widened_keeps_its_name():
-    def loss(w, x):
-        with jax.named_scope("head"):
-            return jnp.mean(jnp.square((x @ w.astype(jnp.bfloat16)).astype(jnp.float32)))
-
-    arguments = jnp.ones((4, 4)), jnp.ones((8, 4), jnp.bfloat16, device=SPLIT)
-    for reduce_dtype in (None, "float32"):
-        grad = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype=reduce_dtype)
-        assert [row.path for row in jmp.numerics.collectives(grad)(*arguments).rows] == ["head"]
+            rows = jmp.numerics.collectives(grad)(*arguments).rows
+            assert [(row.dtype, row.path) for row in rows] == [(dtype, "head")]
 
 
 @pytest.mark.slow

@@ -69,13 +69,9 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(params=PROGRAMS)
-def program(request):
-    return PROGRAMS[request.param]
-
-
-def test_gradients_take_the_reduce_dtype_of_a_policy_that_they_meet(program):
-    apply, params, products = program
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_take_the_reduce_dtype_of_a_policy_that_they_meet(name):
+    apply, params, products = PROGRAMS[name]
     loss = functools.partial(loss_of, apply)
     found = jmp.value_and_grad(loss, loss_scale=PLAIN)
     given = jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
@@ -83,34 +79,39 @@ def test_gradients_take_the_reduce_dtype_of_a_policy_that_they_meet(program):
     assert count_widened_products(found, params) == products
 
 
+def _in_a_scan(apply):
+    return lambda p, x: lax.scan(lambda h, _: (apply(p, h).astype(h.dtype), None), x, length=2)[0]
+
+
+def _in_shard_map(apply):
+    mesh = make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+
+
 @pytest.mark.parametrize(
-    "around",
-    [jax.jit, jax.checkpoint, jax.vmap, "scan", "shard_map"],
+    ("name", "around"),
+    [
+        ("a function", jax.jit),
+        ("autocast", jax.checkpoint),
+        ("linen", lambda apply: lambda p, x: jax.vmap(apply, (None, 0))(p, x[None])),
+        ("a rule of a map", _in_a_scan),
+        ("nnx", _in_shard_map),
+    ],
     ids=["jit", "checkpoint", "vmap", "scan", "shard_map"],
 )
-def test_and_they_meet_it_inside_of_transformations(around, program):
+def test_and_they_meet_it_inside_of_transformations(name, around):
     """Also a second time: a jitted function is not traced again, and would not meet its policy."""
-    apply, params, products = program
-    if around == "scan":
-        inside = lambda p, x: lax.scan(lambda h, _: (apply(p, h).astype(h.dtype), None), x, length=2)[0]
-    elif around == "shard_map":
-        mesh = make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-        inside = jax.shard_map(apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    elif around is jax.vmap:
-        inside = jax.vmap(apply, (None, 0))
-    else:
-        inside = around(apply)
-    loss = lambda p, x: loss_of(inside, p, x)
-    x = X[None] if around is jax.vmap else X
-    assert [count_widened_products(functools.partial(take_grad, loss), params, x) for _ in range(2)] == [products] * 2
+    apply, params, products = PROGRAMS[name]
+    loss = functools.partial(loss_of, around(apply))
+    assert [count_widened_products(functools.partial(take_grad, loss), params) for _ in range(2)] == [products] * 2
 
 
-def test_the_gradients_are_those_of_a_dtype_that_was_handed_on():
-    apply, params, _ = PROGRAMS["a function"]
-    loss = functools.partial(loss_of, apply)
-    found = jax.jit(jmp.value_and_grad(loss, loss_scale=PLAIN))(params)
-    given = jax.jit(jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32"))(params)
-    jax.tree.map(np.testing.assert_array_equal, found, given)
+def test_what_is_handed_on_wins_and_else_the_widest_of_several():
+    narrow, wide = jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=bf16"), jmp.with_policy(product, POLICY)
+    given = jmp.grad(functools.partial(loss_of, narrow), loss_scale=PLAIN, reduce_dtype="float32")
+    assert count_widened_products(given, WEIGHTS) == 1
+    loss = lambda p: loss_of(narrow, p) + loss_of(wide, p)
+    assert count_widened_products(functools.partial(take_grad, loss), WEIGHTS) == 2
 
 
 def test_a_function_is_traced_as_before_where_no_policy_has_a_reduce_dtype():
@@ -151,30 +152,19 @@ def test_minimize_takes_it_too(scale):
     assert list_operations(step, params, state) == list_operations(given, params, state)
 
 
-def test_the_widest_of_several_counts():
-    narrow = jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=bf16")
-    wide = jmp.with_policy(product, POLICY)
-    loss = lambda p: loss_of(narrow, p) + loss_of(wide, p)
-    assert count_widened_products(functools.partial(take_grad, loss), WEIGHTS) == 2
-
-
 def test_gradients_inside_of_gradients_hand_it_on():
-    inner = lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(take_grad(functools.partial(loss_of, APPLY), p)))
+    loss = functools.partial(loss_of, PROGRAMS["a function"][0])
+    inner = lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(take_grad(loss, p)))
     assert count_widened_products(functools.partial(take_grad, inner), WEIGHTS) > 1
 
 
-APPLY = PROGRAMS["a function"][0]
-
-
-def test_what_is_handed_on_wins():
-    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=bf16"))
-    given = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
-    assert count_widened_products(given, WEIGHTS) == 1
-
-
-def test_a_policy_that_would_narrow_sums_warns_once_and_changes_nothing():
-    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=f32,o=f32,r=bf16"))
-    with pytest.warns(UserWarning, match=r"^A policy has a reduce dtype that its gradients cannot have\. reduce"):
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [("p=f32,c=f32,o=f32,r=bf16", "reduce"), ("p=f32,c=bf16,o=f32,r=f64", r"reduce_dtype='float64' needs jax\.config")],
+)
+def test_a_policy_that_would_narrow_sums_or_needs_x64_warns_once_and_changes_nothing(policy, text):
+    loss = functools.partial(loss_of, jmp.with_policy(product, policy))
+    with pytest.warns(UserWarning, match=rf"^A policy has a reduce dtype that its gradients cannot have\. {text}"):
         found = list_operations(functools.partial(take_grad, loss), WEIGHTS)
     assert found == list_operations(jax.grad(loss), WEIGHTS)
     jax.make_jaxpr(functools.partial(take_grad, loss))(WEIGHTS)  # warnings are errors here
@@ -182,17 +172,10 @@ def test_a_policy_that_would_narrow_sums_warns_once_and_changes_nothing():
 
 def test_a_loss_that_decides_on_values_warns_once_and_runs():
     def loss(p):
-        out = loss_of(APPLY, p)
+        out = loss_of(PROGRAMS["a function"][0], p)
         return out if float(p["b"].sum()) > -1 else -out  # which jax.grad allows, and tracing does not
 
     with pytest.warns(UserWarning, match=r"^Gradients are not reduced in float32, the reduce dtype of a policy: thi"):
         found = jmp.grad(lambda p, b: loss({"w": p, "b": b}), loss_scale=PLAIN)(WEIGHTS["w"], WEIGHTS["b"])
     expected = jax.grad(lambda p, b: loss({"w": p, "b": b}))(WEIGHTS["w"], WEIGHTS["b"])
     np.testing.assert_array_equal(found, expected)
-
-
-def test_a_policy_whose_reduce_dtype_needs_x64_warns_once():
-    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=f64"))
-    with pytest.warns(UserWarning, match=r"cannot have\. reduce_dtype='float64' needs jax\.config\.update"):
-        found = list_operations(functools.partial(take_grad, loss), WEIGHTS)
-    assert found == list_operations(jax.grad(loss), WEIGHTS)

@@ -52,18 +52,18 @@ class DeepSpeed:
         self.iteration += 1
 
 
-PEERS = {
-    "Megatron": (lambda w, h: Megatron(2.0**12, w, h), False),
-    "DeepSpeed": (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=False), False),
-    "DeepSpeed, consecutive": (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=True), True),
-}
-
-
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize(
+    ("make_peer", "consecutive"),
+    [
+        (lambda w, h: Megatron(2.0**12, w, h), False),
+        (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=False), False),
+        (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=True), True),
+    ],
+    ids=["Megatron", "DeepSpeed", "DeepSpeed, consecutive"],
+)
 @given(overflows=st.lists(st.booleans(), max_size=20), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
 @examples(12)
-def test_hysteresis_is_that_of_the_peer(peer, overflows, window, hysteresis):
-    make_peer, consecutive = PEERS[peer]
+def test_hysteresis_is_that_of_the_peer(make_peer, consecutive, overflows, window, hysteresis):
     reference = make_peer(window, hysteresis)
     ours = jmp.DynamicLossScale(
         2.0**12, period=window, max_loss_scale=math.inf, hysteresis=hysteresis, consecutive_hysteresis=consecutive
@@ -74,17 +74,11 @@ def test_hysteresis_is_that_of_the_peer(peer, overflows, window, hysteresis):
         assert float(ours.loss_scale) == reference.scale
 
 
-def test_the_first_overflows_only_spend_a_credit():
-    scale = jmp.DynamicLossScale(16.0, hysteresis=3)
+@pytest.mark.parametrize("consecutive", [True, False])
+def test_the_first_overflows_only_spend_a_credit_and_one_finite_step_refills_them_if_consecutive(consecutive):
+    scale = jmp.DynamicLossScale(16.0, hysteresis=3, consecutive_hysteresis=consecutive)
     seen = []
-    for _ in range(4):
-        scale = scale.adjust(False)
+    for finite in (False, False, False, False, True):
+        scale = scale.adjust(finite)
         seen.append((float(scale.loss_scale), int(scale.credits)))
-    assert seen == [(16, 1), (16, 0), (8, 0), (4, 0)]
-
-
-@pytest.mark.parametrize(("consecutive", "credits"), [(True, 1), (False, 0)])
-def test_one_finite_step_refills_the_credits_only_if_consecutive(consecutive, credits):
-    scale = jmp.DynamicLossScale(16.0, hysteresis=2, consecutive_hysteresis=consecutive)
-    scale = scale.adjust(False).adjust(True)
-    assert int(scale.credits) == credits
+    assert seen == [(16, 1), (16, 0), (8, 0), (4, 0), (4, 2 if consecutive else 0)]

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import pickle
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +46,33 @@ class PythonModel:
             self.credits = self.hysteresis - 1
 
 
+ROWS = [
+    ({"loss_scale": 8.0, "period": 3}, "++++++", [8, 8, 16, 16, 16, 32]),
+    ({"loss_scale": 8.0, "period": 2}, "+-++", [8, 4, 4, 8]),
+    ({"loss_scale": 6.0, "counter": 1, "period": 2, "max_loss_scale": 10.0}, "+++", [6, 6, 6]),
+    ({"loss_scale": 2.0**127, "period": 1, "max_loss_scale": math.inf}, "+", [2.0**127]),
+    (
+        {"loss_scale": 2.0, "period": 1, "min_loss_scale": 0.5, "max_loss_scale": 8.0},
+        "---+++++",
+        [1, 0.5, 0.5, 1, 2, 4, 8, 8],
+    ),
+    ({"loss_scale": 16.0, "factor": 2, "backoff_factor": 0.25}, "-", [4]),
+    # longer than int32 counts
+    ({"loss_scale": 8.0, "counter": 2**31 - 2, "period": 2**40}, "+", [8]),
+]
+
+
+@pytest.mark.parametrize(("settings", "steps", "expected"), ROWS)
+def test_a_scale_moves_as_documented(settings, steps, expected):
+    """Growth on exactly the last step of a period, bounds for ever, and a backoff factor of its own."""
+    scale, seen = jmp.DynamicLossScale(**settings), []
+    for step in steps:
+        scale = adjust(scale, step == "+")
+        seen.append(float(scale.loss_scale))
+    assert seen == expected
+    assert int(scale.counter) <= 2**31 - 1
+
+
 @given(
     steps=st.lists(st.sampled_from([True, True, True, False]), max_size=30),
     period=st.integers(1, 4),
@@ -71,74 +97,21 @@ def test_scale_follows_the_plain_python_model(steps, period, start, floor, ceili
         assert int(scale.counter) == model.in_a_row
 
 
-def test_growth_comes_on_exactly_the_last_step_of_a_period():
-    scale = jmp.DynamicLossScale(8.0, period=3)
-    seen = []
-    for _ in range(6):
-        scale = adjust(scale, True)
-        seen.append(float(scale.loss_scale))
-    assert seen == [8, 8, 16, 16, 16, 32]
-
-
-def test_an_overflow_breaks_the_row():
-    scale = jmp.DynamicLossScale(8.0, period=2)
-    for finite in (True, False, True):
-        scale = adjust(scale, finite)
-    assert (float(scale.loss_scale), int(scale.counter)) == (4.0, 1)
-
-
-def test_growth_past_the_ceiling_leaves_the_scale_and_restarts_the_count():
-    scale = jmp.DynamicLossScale(6.0, counter=1, period=2, max_loss_scale=10.0)
-    scale = adjust(scale, True)
-    assert (float(scale.loss_scale), int(scale.counter)) == (6.0, 0)
-
-
-def test_growth_past_float32_leaves_the_scale():
-    scale = adjust(jmp.DynamicLossScale(2.0**127, period=1, max_loss_scale=math.inf), True)
-    assert float(scale.loss_scale) == 2.0**127
-
-
-def test_floor_and_ceiling_hold_for_ever():
-    scale = jmp.DynamicLossScale(2.0, period=1, min_loss_scale=0.5, max_loss_scale=8.0)
-    for _ in range(5):
-        scale = adjust(scale, False)
-    assert float(scale.loss_scale) == 0.5
-    for _ in range(8):
-        scale = adjust(scale, True)
-    assert float(scale.loss_scale) == 8.0
-
-
-def test_backoff_has_its_own_factor():
-    assert float(adjust(jmp.DynamicLossScale(16.0, factor=2, backoff_factor=0.25), False).loss_scale) == 4.0
-
-
 SETTINGS = {
-    "period": 7,
-    "factor": 4.0,
-    "min_loss_scale": 0.5,
-    "backoff_factor": 0.125,
-    "max_loss_scale": 2.0**20,
-    "hysteresis": 2,
-    "consecutive_hysteresis": True,
-}
+    "period": 7, "factor": 4.0, "min_loss_scale": 0.5, "backoff_factor": 0.125, "max_loss_scale": 2.0**20,
+    "hysteresis": 2, "consecutive_hysteresis": True,
+}  # fmt: skip
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "operation",
     [
-        jax.jit(lambda s: s),
-        lambda s: jax.tree.map(lambda x: x, s),
-        lambda s: s.adjust(jnp.array(True)),
         lambda s: jax.jit(lambda s: s.adjust(False))(s),
-        lambda s: jax.lax.scan(lambda s, finite: (s.adjust(finite), None), s, jnp.array([True, False]))[0],
-        lambda s: jax.lax.cond(True, lambda s: s.adjust(True), lambda s: s, s),
         lambda s: jax.eval_shape(lambda s: s.adjust(True), s),
         lambda s: jax.tree.unflatten(jax.tree.structure(s), [None, object(), "x"]),
         lambda s: pickle.loads(pickle.dumps(s)),
         copy.deepcopy,
         lambda s: dataclasses.replace(s, loss_scale=3.0),
-        lambda s: jax.tree.map(lambda x: x[1], jax.vmap(lambda _: s)(jnp.arange(2))),
     ],
 )
 def test_settings_survive_every_operation(operation):
@@ -146,15 +119,7 @@ def test_settings_survive_every_operation(operation):
     assert {name: getattr(after, name) for name in SETTINGS} == SETTINGS
 
 
-def test_floor_survives_jit():
-    scale = jmp.DynamicLossScale(1024.0, min_loss_scale=1024.0)
-    for _ in range(3):
-        scale = adjust(scale, False)
-    assert float(scale.loss_scale) == 1024.0
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
+@pytest.mark.parametrize("scale", SCALES[1:3], ids=repr)
 def test_a_scale_lowers_and_compiles_as_an_argument(scale):
     lowered = jax.jit(lambda s, x: s.scale(x)).lower(scale, jnp.ones(2))
     assert lowered.compile()(scale, jnp.ones(2)).shape == (2,)
@@ -167,12 +132,8 @@ def test_leaves_are_strong_typed_float32_and_int32_whatever_was_given():
         leaves = jax.tree.leaves(scale)
         assert [str(x.dtype) for x in leaves] == ["float32", "int32", "int32"]
         assert not any(x.weak_type for x in leaves)
-
-
-def test_without_hysteresis_the_state_has_exactly_two_leaves():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(jmp.DynamicLossScale())]
     assert paths == [".loss_scale", ".counter"]
-    assert len(jax.tree.leaves(jmp.DynamicLossScale(hysteresis=2))) == 3
 
 
 def test_adjusting_does_not_trace_again():
@@ -196,9 +157,9 @@ def test_the_scale_is_never_cast_to_half():
     assert jmp.get_policy("float16").cast_to_compute([scale])[0].loss_scale.dtype == jnp.float32
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
-@pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(SCALES[1], "float16"), (SCALES[2], "float8_e5m2"), (SCALES[2], "float32")], ids=repr
+)
 def test_scaling_is_done_and_stays_in_float32(scale, dtype):
     tree = {"w": jnp.full(2, 3.0, dtype), "n": jnp.arange(2), "k": jax.random.key(0), "none": None}
     scaled = scale.scale(tree)
@@ -232,7 +193,6 @@ def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
     np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-22, atol=0)
 
 
-@pytest.mark.slow
 def test_in_64_bits_numbers_are_scaled_in_float64_and_the_state_keeps_its_dtypes():
     with jax.enable_x64(True):
         scale = jmp.DynamicLossScale(2.0**15, period=np.int64(1), factor=np.float64(2))
@@ -252,15 +212,11 @@ def test_no_op_hands_trees_through():
 
 @pytest.mark.parametrize("scale", SCALES[:2], ids=repr)
 def test_static_scales_have_no_leaves_and_are_their_values(scale):
+    assert isinstance(scale, jmp.LossScale)
     assert jax.tree.leaves(scale) == []
     assert scale.adjust(jnp.array(False)) is scale
     assert jax.jit(lambda s: s)(scale) == scale
     assert hash(jax.jit(lambda s: s)(scale)) == hash(scale)
-
-
-@pytest.mark.parametrize("scale", SCALES, ids=repr)
-def test_all_three_are_loss_scales(scale):
-    assert isinstance(scale, jmp.LossScale)
 
 
 NORMAL = r"a normal number of float32, from 2\.0\*\*-126 to 2\.0\*\*128"
@@ -305,15 +261,18 @@ def test_bad_settings_are_errors(bad, text):
         jmp.DynamicLossScale(**bad)
 
 
-@pytest.mark.parametrize("bad", [-1.0, math.inf, math.nan, None, "2**15", np.float32(-1), jnp.float32(-1), 10**400])
-def test_bad_static_scales_are_errors(bad):
-    with pytest.raises(ValueError, match=r"^loss_scale must be a positive number, got .* loss_scale=2\.0\*\*15\.$"):
-        jmp.StaticLossScale(bad)
+POSITIVE = r"a positive number, got .* loss_scale=2\.0\*\*15\.$"
 
 
-@pytest.mark.parametrize("bad", [1e39, 1e-46, 1e-40])
-def test_a_static_scale_that_float32_does_not_hold_is_an_error(bad):
-    with pytest.raises(ValueError, match=f"^loss_scale must be {NORMAL}, got 1e"):
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        *((bad, POSITIVE) for bad in (-1.0, math.inf, None, "2**15", jnp.float32(-1), 10**400)),
+        *((bad, NORMAL) for bad in (1e39, 1e-46, 1e-40)),
+    ],
+)
+def test_bad_static_scales_are_errors(bad, text):
+    with pytest.raises(ValueError, match=f"^loss_scale must be {text}"):
         jmp.StaticLossScale(bad)
 
 
@@ -355,10 +314,8 @@ def test_a_scale_outside_its_bounds_starts_at_the_nearer_one_with_a_warning(star
     assert float(traced.loss_scale) == starts_at
 
 
-@pytest.mark.parametrize("floor", [1.0, 0.37])
-@pytest.mark.parametrize("ceiling", [65504.0, 0.37, math.inf])
+@pytest.mark.parametrize(("floor", "ceiling"), [(1.0, 65504.0), (0.37, 0.37), (0.37, math.inf)])
 def test_a_scale_at_its_bound_needs_no_warning(floor, ceiling):
-    ceiling = max(floor, ceiling)
     for start in (floor, np.float32(floor), min(ceiling, LARGEST)):
         assert jmp.DynamicLossScale(start, min_loss_scale=floor, max_loss_scale=ceiling)
 
@@ -369,21 +326,12 @@ def test_a_scale_near_the_largest_number_unscales_alike_eagerly_and_under_jit():
     assert float(jax.jit(lambda scale, x: scale.unscale(x))(scale, jnp.float32(2.0**127))) == 1.0
 
 
-def test_a_period_longer_than_int32_counts_never_ends():
-    scale = adjust(jmp.DynamicLossScale(8.0, counter=2**31 - 2, period=2**40), True)
-    assert (float(scale.loss_scale), int(scale.counter), scale.period) == (8.0, 2**31 - 1, 2**40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.int32(3), np.float32(3)], ids=repr)
-def test_counts_are_whole_numbers_of_any_type(count):
-    scale = jmp.DynamicLossScale(period=count, hysteresis=count)
-    assert scale == jmp.DynamicLossScale(period=3, hysteresis=3)
-    assert {type(scale.period), type(scale.hysteresis)} == {int}
-
-
-def test_equal_dynamic_scales_compare_equal():
+def test_equal_dynamic_scales_compare_equal_and_are_immutable():
     scale = jmp.DynamicLossScale(8.0, 1, 20)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scale.loss_scale = 3.0
+    counts = jmp.DynamicLossScale(period=np.float32(3), hysteresis=np.int64(3))
+    assert {type(counts.period), type(counts.hysteresis)} == {int}
     same = jmp.DynamicLossScale(np.float16(8), jnp.int32(1), 20)
     assert scale == same
     assert hash(scale) == hash(same)
@@ -420,23 +368,13 @@ def test_adjust_refuses_what_is_no_boolean_scalar(bad):
         jmp.DynamicLossScale().adjust(bad)
 
 
-@pytest.mark.parametrize("integer", [2, np.int32(2), jnp.int32(2), np.array(2)], ids=repr)
-@pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
-def test_integers_warn(name, integer):
-    with pytest.warns(UserWarning, match=rf"^Expected floating type for {name}, got int(32|64)$"):
+@pytest.mark.parametrize(
+    ("name", "integer"), [("loss_scale", 2), ("min_loss_scale", np.int32(2)), ("loss_scale", jnp.int32(2))], ids=repr
+)
+def test_integers_warn_at_the_line_of_the_caller(name, integer):
+    with pytest.warns(UserWarning, match=rf"^Expected floating type for {name}, got int(32|64)$") as caught:
         jmp.DynamicLossScale(**{name: integer})
-
-
-def test_the_warning_points_at_the_caller():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jmp.DynamicLossScale(2)
     assert caught[0].filename == __file__
-
-
-def test_dynamic_scales_are_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        jmp.DynamicLossScale().loss_scale = 3.0
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=repr)
@@ -448,10 +386,3 @@ def test_flax_serializes_every_scale(scale):
     assert jax.tree.structure(restored) == jax.tree.structure(scale)
     expected = jax.tree.leaves(scale.adjust(jnp.array(False)))
     assert [float(x) for x in jax.tree.leaves(restored)] == [float(x) for x in expected]
-
-
-def test_restoring_into_another_kind_of_scale_is_an_error():
-    serialization = pytest.importorskip("flax.serialization")
-    dynamic, other = jmp.DynamicLossScale(), jmp.NoOpLossScale()
-    with pytest.raises(ValueError, match=r"^The saved loss scale has \['counter', 'loss_scale'\], but NoOpLossScale "):
-        serialization.from_state_dict(other, serialization.to_state_dict(dynamic))

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+# Parameters of the usual size of a chunk would take ten times as long.
 from jmp_policy.optim import _quantized_update
 
 

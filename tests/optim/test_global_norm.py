@@ -28,10 +28,12 @@ def test_float8_state_does_not_count(place):
     assert of_all > 1.01 * NORM
     # 512 squares and their sum are rounded in float32; 2^-20 is 16 roundings.
     np.testing.assert_allclose(jax.jit(jmp.optim.global_norm)(PLACES[place]), NORM, rtol=2**-20)
+    bad = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), PLACES[place])
+    assert not jnp.isfinite(jmp.optim.global_norm(bad))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
 def test_the_norm_is_that_of_float64_in_every_dtype(dtype):
     numbers = np.random.default_rng(0)
     with jax.enable_x64(dtype == "float64"):
@@ -44,13 +46,6 @@ def test_the_norm_is_that_of_float64_in_every_dtype(dtype):
     assert norm.dtype == ("float64" if dtype == "float64" else "float32")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
-def test_a_gradient_that_is_not_finite_shows(bad):
-    assert not jnp.isfinite(jmp.optim.global_norm({"w": jnp.ones(5000).at[1].set(bad)}))
-
-
-@pytest.mark.slow
 def test_integers_and_empty_trees_count_as_zero():
     grads = jax.grad(lambda p: p["w"] * 3.0, allow_int=True)({"w": 2.0, "n": jnp.arange(2)})
     assert float(jmp.optim.global_norm(grads)) == 3.0
@@ -66,30 +61,27 @@ GRADS = {
 }
 
 
-def clip_on_shards(grads, specs, clip, **options):
+def clip_on_shards(specs, clip, **options):
     mesh = make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     update = lambda grads: clip.update(grads, clip.init(grads))[0]
     return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs, **options))
 
 
-@pytest.mark.parametrize("max_norm", [2.0, 100.0])
+@pytest.mark.parametrize("max_norm", [2.0, pytest.param(100.0, marks=pytest.mark.slow)])
 def test_parts_are_clipped_as_the_whole_is_with_one_psum(max_norm):
-    clip = clip_on_shards(GRADS, SPLIT, jmp.optim.clip_by_global_norm(max_norm, axis_name=AXES))
+    clip = clip_on_shards(SPLIT, jmp.optim.clip_by_global_norm(max_norm, axis_name=AXES))
     whole, _ = jmp.optim.clip_by_global_norm(max_norm).update(GRADS, ())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-7), *jax.device_get((clip(GRADS), whole)))
     wide = jax.tree.map(lambda grad: np.asarray(grad, np.float64), GRADS)
     norm = np.sqrt(sum((grad**2).sum() for grad in wide.values()))
     np.testing.assert_allclose(clip(GRADS)["split"], wide["split"] * min(1, max_norm / norm), rtol=2**-20)
     rows = jmp.numerics.collectives(clip, compiled=False)(GRADS).rows
-    assert [(row.kind, row.dtype, row.shape, row.axes, row.count) for row in rows] == [
-        ("all-reduce", "float32", (), AXES, 1)
-    ]
-
-
-def test_where_jax_does_not_tell_which_arrays_are_whole_each_is_a_part():
+    (row,) = rows
+    assert (row.kind, row.dtype, row.shape, row.axes, row.count) == ("all-reduce", "float32", (), AXES, 1)
+    # Where JAX does not tell which arrays are whole, each is a part.
     parts = {"a": jnp.full(4, 3.0)}
-    clip = clip_on_shards(parts, P(AXES), jmp.optim.clip_by_global_norm(1.0, AXES), check_vma=False)
-    np.testing.assert_allclose(clip(parts)["a"], 0.5, rtol=2**-20)
+    unchecked = clip_on_shards(P(AXES), jmp.optim.clip_by_global_norm(max_norm / 2, AXES), check_vma=False)
+    np.testing.assert_allclose(unchecked(parts)["a"], min(3.0, max_norm / 4), rtol=2**-20)
 
 
 def test_float8_state_is_not_clipped_and_half_gradients_do_not_overflow():
@@ -102,15 +94,8 @@ def test_float8_state_is_not_clipped_and_half_gradients_do_not_overflow():
     np.testing.assert_allclose(jmp.optim.global_norm(clipped), 1.0, rtol=2**-9)
 
 
-def test_it_clips_inside_of_a_chain_that_skips_steps():
-    clipping = optax.chain(jmp.optim.clip_by_global_norm(1.0), optax.sgd(1.0))
-    tx = jmp.optim.loss_scaled(clipping, jmp.StaticLossScale(8.0))
-    params = {"w": jnp.zeros(2)}
-    after, _ = jmp.optim.step(tx, {"w": jnp.float32([3, 4])}, tx.init(params), params)
-    np.testing.assert_allclose(after["w"], [-0.6, -0.8], rtol=2**-20)
-
-
 def test_a_norm_that_nothing_can_have_is_refused():
-    message = r"^max_norm must be positive, got 0\. For example: clip_by_global_norm\(1\.0\)\.$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"^max_norm must be positive, got 0\. For example: clip_by_global_norm\(1\.0\)\.$"
+    ):
         jmp.optim.clip_by_global_norm(0)

@@ -1,4 +1,4 @@
-"""Half-precision parameters train as float32 does, with every optimizer, and no state changes its dtype."""
+"""Half-precision parameters train as float32 does, and no state changes its dtype."""
 
 import functools
 
@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from half_parameter_registry import HALVES, METHODS, OPTIMIZERS
-from optimizer_registry import WAYS, bits, grads_of, params_of, types
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
+from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of, types
 
 import jmp_policy as jmp
 from jmp_policy import optim
-from jmp_policy._base._rounding import join_float32
 
-pytestmark = [pytest.mark.slow, pytest.mark.optimized]
-
-STEPS = 1000
+ADAMW = optax.adamw(1e-2)
+slow = functools.partial(pytest.param, marks=(pytest.mark.slow, pytest.mark.optimized))
 
 
 def _trained(tx, params, grads, way="step"):
@@ -39,70 +38,53 @@ def _history(dtype, bad=()):
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
-CASES = [
-    *((method, "bfloat16", "adamw", "step") for method in METHODS),
-    *((method, dtype, "adamw", "update") for method, dtype in HALVES),
-    ("masters", "bfloat16", "MultiSteps", "step"),
-    ("kahan", "bfloat16", "adafactor", "step"),
-]
-OTHERS = [(method, "bfloat16", optimizer, "step") for method in METHODS for optimizer in OPTIMIZERS]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in CASES]
-
-
-@pytest.mark.parametrize(("method", "dtype", "optimizer", "way"), CASES)
+@pytest.mark.parametrize(
+    ("method", "dtype", "optimizer", "way"),
+    [
+        ("masters", "bfloat16", "sgd", "step"),
+        slow("masters", "float16", "MultiSteps", "update"),
+        slow("split", "bfloat16", "sgd", "update"),
+        slow("kahan", "bfloat16", "adafactor", "step"),
+        slow("kahan", "float16", "adamw", "update"),
+        slow("stochastic", "bfloat16", "adamw", "step"),
+        slow("stochastic", "float16", "adamw", "update"),
+    ],
+)
 def test_state_keeps_its_dtypes_and_a_bad_step_changes_nothing(method, dtype, optimizer, way):
     tx = optim.loss_scaled(METHODS[method](OPTIMIZERS[optimizer]()), jmp.DynamicLossScale())
     params = params_of(dtype)
     before = types((params, tx.init(params)))
-    for grads_dtype in (dtype, "float32"):
-        new_params, state, history = _trained(tx, params, _history(grads_dtype, bad=(1, 3)), way)
-        assert types((new_params, state)) == before
-        assert bool(jmp.all_finite((new_params, state.inner_state)))
-        at = lambda step, history=history: bits(jax.tree.map(lambda x: x[step], history))
-        assert at(1) == at(0)
-        assert at(3) == at(2)
-        assert int(state.skipped_steps) == 2
+    new_params, state, history = _trained(tx, params, _history("float32", bad=(1, 3)), way)
+    assert types((new_params, state)) == before
+    assert bool(jmp.all_finite((new_params, state.inner_state)))
+    at = lambda step: bits(jax.tree.map(lambda x: x[step], history))
+    assert at(1) == at(0) != at(2)
+    assert at(3) == at(2)
+    assert int(state.skipped_steps) == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "way"), [slow("masters", "update"), slow("split", "step"), slow("kahan", "step")])
 def test_parameters_of_other_dtypes_are_updated_as_by_the_optimizer_alone(method, way):
-    inner = optax.adamw(1e-2)
-    params, _, _ = _trained(METHODS[method](inner), params_of(), _history("float32"), way)
-    alone, _, _ = _trained(inner, params_of(), _history("float32"), way)
+    params, _, _ = _trained(METHODS[method](ADAMW), params_of(), _history("float32"), way)
+    alone, _, _ = _trained(ADAMW, params_of(), _history("float32"), way)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), params, alone)
 
 
-@pytest.fixture(scope="module")
-def float32_training():
-    """A thousand random AdamW steps over many magnitudes, subnormal ones among them, from bfloat16 parameters."""
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("method", "way"), [("masters", "step"), ("masters", "update"), ("split", "step"), ("split", "update")]
+)
+def test_masters_are_float32_training_and_parameters_their_rounding(method, way):
+    """In every bit, over 300 random AdamW steps of many magnitudes, subnormal ones among them."""
     rng = np.random.default_rng(20261121)
     start = jnp.asarray(rng.normal(size=64) * 10.0 ** rng.integers(-42, 3, size=64), jnp.bfloat16)
-    grads = jnp.asarray(rng.normal(size=(STEPS, 64)) * 10.0 ** rng.integers(-30, 3, size=(STEPS, 64)), jnp.float32)
-    inner = optax.adamw(1e-2)
-    with jax.numpy_dtype_promotion("standard"):
-        final, _, history = _trained(inner, start.astype(jnp.float32), grads)
-    return inner, start, grads, final, history
-
-
-def _bits32(x):
-    return np.asarray(x).view(np.uint32)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_float32_masters_are_float32_training_and_parameters_their_rounding(float32_training, way):
-    inner, start, grads, final, history = float32_training
-    _, state, parameters = _trained(optim.master_weights(inner), start, grads, way)
-    np.testing.assert_array_equal(_bits32(state.master), _bits32(final))
-    expected = np.asarray(history).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(parameters).view(np.uint16), expected.view(np.uint16))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_split_masters_are_float32_training(float32_training, way):
-    inner, start, grads, final, _ = float32_training
-    params, state, _ = _trained(optim.master_weights(inner, mode="split"), start, grads, way)
-    np.testing.assert_array_equal(_bits32(join_float32(params, state.remainder)), _bits32(final))
+    grads = jnp.asarray(rng.normal(size=(300, 64)) * 10.0 ** rng.integers(-30, 3, size=(300, 64)), jnp.float32)
+    final, _, history = _trained(ADAMW, start.astype(jnp.float32), grads)
+    params, state, parameters = _trained(METHODS[method](ADAMW), start, grads, way)
+    assert bits(optim.master_params(state, params)) == bits(final)
+    if method == "masters":
+        assert bits(parameters) == bits(np.asarray(history).astype(jnp.bfloat16))
 
 
 def test_split_masters_keep_ties():
@@ -111,7 +93,7 @@ def test_split_masters_keep_ties():
     params = jnp.ones(2, jnp.bfloat16)
     params, state = optim.step(tx, jnp.float32([-(2.0**-8), 2.0**-9]), tx.init(params), params)
     assert params.tolist() == [1.0078125, 1.0]
-    assert join_float32(params, state.remainder).tolist() == [1 + 2.0**-8, 1 - 2.0**-9]
+    assert optim.master_params(state, params).tolist() == [1 + 2.0**-8, 1 - 2.0**-9]
 
 
 def test_what_changes_a_parameter_but_not_its_float32_copy_is_undone_by_the_next_step():
@@ -135,24 +117,21 @@ def test_a_parameter_that_shrinks_at_once_still_fits_what_is_remembered(mode):
         state = optim.SplitWeightsState(state.inner_state, jnp.uint16([2**11]))
     updates, state = tx.update(jnp.float32([1.0]), state, start)
     params = optax.apply_updates(start, updates)
-    wide = state.master if mode == "float32" else join_float32(params, state.remainder)
+    wide = optim.master_params(state, params)
     np.testing.assert_array_equal(wide.astype(jnp.bfloat16), params)
     np.testing.assert_allclose(wide, 2.0**-12, atol=2.0**-24)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_hundred_small_steps_arrive(way):
+@pytest.mark.parametrize(
+    ("method", "way"), [("kahan", "step"), slow("kahan", "update"), ("stochastic", "step"), slow("split", "step")]
+)
+def test_a_hundred_small_steps_arrive(method, way):
     """Rounding to nearest loses every one of a hundred steps of -1e-4 from one in bfloat16."""
     ones, grads = jnp.ones(4096, jnp.bfloat16), jnp.full((100, 4096), 1e-4, jnp.float32)
-    mean = lambda x: float(x.astype(jnp.float32).mean())
-    plain, _, _ = _trained(optax.sgd(1.0), ones, grads, way)
-    assert mean(plain) == 1.0
-    stochastic, _, _ = _trained(METHODS["stochastic"](optax.sgd(1.0)), ones, grads, way)
-    assert abs(mean(stochastic) - 0.99) < 1e-3
-    params, state, _ = _trained(optim.kahan(optax.sgd(1.0)), ones, grads, way)
-    assert abs(mean(params) + mean(state.compensation) - 0.99) < 1e-4
-    split, _, _ = _trained(METHODS["split"](optax.sgd(1.0)), ones, grads, way)
-    assert mean(split) == mean(jnp.full(1, 0.99, jnp.bfloat16))
+    plain, _, _ = _trained(optax.sgd(1.0), ones, grads)
+    assert float(plain[0]) == 1.0
+    params, state, _ = _trained(METHODS[method](optax.sgd(1.0)), ones, grads, way)
+    assert abs(float(optim.master_params(state, params).mean()) - 0.99) < (1e-3 if method == "stochastic" else 1e-4)
 
 
 def test_kahan_survives_an_overflow_of_its_parameter():
@@ -164,7 +143,7 @@ def test_kahan_survives_an_overflow_of_its_parameter():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tree_without_arrays_takes_its_step(method):
-    tx, empty = METHODS[method](optax.adamw(1e-2)), {"none": None}
+    tx, empty = METHODS[method](ADAMW), {"none": None}
     params, state = optim.step(tx, empty, tx.init(empty), empty)
     assert params == empty
     assert int(optax.tree_utils.tree_get(state, "count")) == 1
@@ -188,8 +167,11 @@ def test_bad_trees_and_nestings_are_errors_that_say_what_fits(method):
         optim.step(tx, {"v": jnp.ones((2, 3))}, state, params)
     with pytest.raises(ValueError, match=r"needs the parameters: tx.update\(grads, opt_state, params\)"):
         tx.update(params, state)
-    with pytest.raises(TypeError, match=r"Expected the state of \w+, got tuple\. Make one: tx.init\(params\)"):
-        tx.update(params, (state,), params)
+    restored = r"of \w+, got tuple\. Make one: tx\.init\(params\).*tx.init\(params\)\._replace\(inner_state=restored"
+    with pytest.raises(TypeError, match=restored):
+        tx.update(params, adam.init(params), params)
+    with pytest.raises(TypeError, match=restored):
+        optim.step(tx, params, adam.init(params), params)
     if method != "stochastic":  # whose state is no tree like the parameters
         other = {"w": jnp.ones((4, 3), jnp.bfloat16)}
         with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(2, 3\), but"):
@@ -201,3 +183,46 @@ def test_modes_of_master_weights_are_checked():
         optim.master_weights(optax.sgd(1.0), mode="splt")
     with pytest.raises(ValueError, match=r"needs bfloat16 parameters, .* got float16 for \['w'\]\. For float16: m"):
         METHODS["split"](optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.float16)})
+
+
+# Stochastic rounding is a function of its key, on one device and on several.
+
+ONES = {"w": jnp.ones(64, jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+SMALL = jax.tree.map(lambda x: jnp.full(64, 1e-3), ONES)
+
+
+def _round(key, state=None):
+    tx = optim.stochastic_rounding(optax.sgd(1.0), key)
+    return optim.step(tx, SMALL, tx.init(ONES) if state is None else state, ONES)
+
+
+def test_a_key_decides_and_every_parameter_and_step_draws_its_own_bits():
+    first, state = _round(jax.random.key(0))
+    raw, _ = _round(jax.random.PRNGKey(0))  # keys of both kinds are taken, and the same one gives the same bits
+    np.testing.assert_array_equal(first["w"], raw["w"])
+    other, later = _round(jax.random.key(1))[0], _round(jax.random.key(0), state)[0]
+    for different in (first["b"], other["w"], later["w"]):
+        assert (first["w"] != different).any()
+    for bad in (7, jnp.ones(2), jax.random.split(jax.random.key(0), 3)):
+        with pytest.raises(TypeError, match=r"key must be one random key, got .*\. For example: jax.random.key\(0\)"):
+            optim.stochastic_rounding(optax.sgd(1.0), bad)
+
+
+def test_a_donated_state_leaves_the_key_alone():
+    key = jax.random.key(0)
+    tx = optim.stochastic_rounding(optax.sgd(1.0), key)
+    jax.jit(lambda state, params: optim.step(tx, SMALL, state, params)[1], donate_argnums=0)(tx.init(ONES), ONES)
+    assert tx.init(ONES).key.tolist() == jax.random.key_data(key).tolist()
+
+
+@pytest.mark.slow
+def test_replicas_are_rounded_alike_and_shards_each_for_itself():
+    mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    tx = optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    take = lambda grads, params: optim.step(tx, grads, tx.init(params), params)[0]
+    arguments = SMALL["w"], ONES["w"]
+    sharded = jax.device_put(arguments, NamedSharding(mesh, P("d")))
+    np.testing.assert_array_equal(jax.jit(take)(*sharded), jax.jit(take)(*arguments))
+    for spec, kinds in ((P(), 1), (P("d"), 4)):
+        out = jax.jit(jax.shard_map(take, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(*arguments)
+        assert len({np.asarray(shard.data).tobytes() for shard in out.addressable_shards}) == kinds

@@ -8,49 +8,50 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from optimizer_registry import bits
 
 import jmp_policy as jmp
 
+# Optimizers see gradients after they were cast up: only this function returns the others.
+from jmp_policy.optim._minimize import call_without_casts
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
-
-
-class Net(nn.Module):
-    """A layer cast once, a table that is read twice, and a norm with float32 parameters."""
-
-    @nn.compact
-    def __call__(self, x):
-        embed = nn.Embed(4, 4)
-        x = nn.LayerNorm()(nn.Dense(4)(x + embed(jnp.arange(3))))
-        return embed.attend(x)
-
-
-NET = jmp.with_policy(Net(), "params=float32,compute=float16,output=float32")
-with jax.numpy_dtype_promotion("standard"):  # the norm promotes its own float32 parameters
-    PARAMS = jax.jit(NET.init)(jax.random.key(0), X)["params"]
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), "table": jnp.linspace(0.5, -0.5, 12).reshape(3, 4)}
+PARAMS["scale"] = jnp.ones(4)
 INNER = {
     "adamw": lambda: optax.adamw(1e-2),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
 }
+SGD = optax.sgd(0.5)
+SKIP = jmp.optim.skip_nonfinite(SGD)
+ONES = jnp.ones(2)
 
 
 def loss_fn(params, x, power=2):
-    logits = NET.apply({"params": params}, x)
-    return jnp.mean(logits**power), logits
+    """A weight that is cast once, a table that is read twice, and a float32 scale."""
+    half = jmp.cast_floating(params, "float16")
+    hidden = (x.astype(jnp.float16) + half["table"]) @ half["w"]
+    logits = (hidden.astype(jnp.float32) * params["scale"]).astype(jnp.float16) @ half["table"].T
+    return jnp.mean(logits.astype(jnp.float32) ** power), logits
 
 
 def _wrap(kind, inner):
     scale = jmp.NoOpLossScale() if kind == "skip" else jmp.DynamicLossScale(2.0**6)
-    return jmp.optim.loss_scaled(inner, scale)
+    return inner if kind == "plain" else jmp.optim.loss_scaled(inner, scale)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["scaled", "skip", "plain"])
-@pytest.mark.parametrize("inner", INNER)
-def test_it_is_value_and_grad_and_step(inner, kind):
-    tx = INNER[inner]() if kind == "plain" else _wrap(kind, INNER[inner]())
+@pytest.mark.parametrize(
+    ("inner", "kind"),
+    [
+        ("clipped", "scaled"),
+        pytest.param("adamw", "plain", marks=pytest.mark.slow),
+        pytest.param("MultiSteps", "skip", marks=pytest.mark.slow),
+        pytest.param("MultiSteps", "scaled", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_value_and_grad_and_step_and_a_bad_step_keeps_every_bit(inner, kind):
+    tx = _wrap(kind, INNER[inner]())
     scale = (lambda state: jmp.NoOpLossScale()) if kind == "plain" else (lambda state: state)
     minimizing_step = jax.jit(jmp.optim.minimize(loss_fn, tx, has_aux=True))
 
@@ -61,135 +62,108 @@ def test_it_is_value_and_grad_and_step(inner, kind):
 
     ours = theirs = (PARAMS, tx.init(PARAMS))
     for x in (X, X * np.inf if kind != "plain" else X, X + 1):
-        ours, theirs = minimizing_step(*ours[:2], x), reference(*theirs[:2], x)
-        # Two programs, in which XLA may fuse a product and a sum differently: within a rounding or two of float32.
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", INNER)
-def test_a_bad_step_keeps_every_bit(inner):
-    tx = _wrap("scaled", INNER[inner]())
-    state = tx.init(PARAMS)
-    params, new_state, _, _ = jax.jit(jmp.optim.minimize(loss_fn, tx, has_aux=True))(PARAMS, state, X * np.inf)
-    assert bits((params, new_state.inner_state)) == bits((PARAMS, state.inner_state))
-    assert float(new_state.loss_scale.loss_scale) == 2.0**5
+        before, ours, theirs = ours, minimizing_step(*ours[:2], x), reference(*theirs[:2], x)
+        # Two programs, in which XLA may fuse a product and a sum differently: within a rounding or two of float16.
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2**-9, atol=2**-9), ours, theirs)
+        if not np.isfinite(x).all():
+            assert bits((ours[0], ours[1].inner_state)) == bits((before[0], before[1].inner_state))
+            assert kind != "scaled" or float(ours[1].loss_scale.loss_scale) == 2.0**5
 
 
 @pytest.mark.parametrize("kind", ["scaled", "plain"])
 def test_an_optimizer_that_needs_the_loss_is_an_error_that_shows_how_to_pass_it(kind):
-    polyak = optax.polyak_sgd()
-    tx = polyak if kind == "plain" else _wrap(kind, polyak)
+    tx = _wrap(kind, optax.polyak_sgd())
     with pytest.raises(TypeError, match="value") as error:
-        jax.eval_shape(jmp.optim.minimize(jnp.sum, tx), jnp.ones(2), tx.init(jnp.ones(2)))
+        jax.eval_shape(jmp.optim.minimize(jnp.sum, tx), ONES, tx.init(ONES))
     (note,) = (note for note in error.value.__notes__ if "JAX" not in note)
     assert "jmp.optim.step(tx, grads, opt_state, params, value=loss)" in note
     with pytest.raises(TypeError, match="value") as error:
-        jax.eval_shape(functools.partial(jmp.optim.step, tx), jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+        jax.eval_shape(functools.partial(jmp.optim.step, tx), ONES, tx.init(ONES), ONES)
     assert error.value.__notes__.count(note) == 1
 
 
-def test_keyword_arguments_reach_the_loss():
-    tx = _wrap("scaled", optax.sgd(0.1))
-    step = jmp.optim.minimize(lambda params, x, power: loss_fn(params, x, power)[0], tx)
-    _, _, loss = step(PARAMS, tx.init(PARAMS), X, power=4)
-    np.testing.assert_allclose(loss, loss_fn(PARAMS, X, 4)[0], rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_the_optimizer_sees_true_gradients_in_the_dtypes_of_parameters():
+def test_keyword_arguments_reach_the_loss_and_true_gradients_the_optimizer():
     seen = []
 
     def update(updates, state, params=None):
         seen.append({g.dtype.name for g in jax.tree.leaves(updates)})
         return updates, state
 
-    spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    for kind in ("scaled", "skip"):
-        tx = _wrap(kind, optax.chain(spy, optax.sgd(1.0)))
-        new, _, _, _ = jmp.optim.minimize(loss_fn, tx, has_aux=True)(PARAMS, tx.init(PARAMS), X)
-        true = jax.grad(lambda p: loss_fn(p, X)[0])(PARAMS)
-        step = jax.tree.map(lambda old, new: old - new, PARAMS, new)
-        jax.tree.map(lambda g, t: np.testing.assert_allclose(g, t, atol=2e-3), step, true)
+    spy = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), update), optax.sgd(1.0))
+    tx = _wrap("scaled", spy)
+    step = jmp.optim.minimize(lambda params, x, power: loss_fn(params, x, power)[0], tx)
+    new, _, loss = jax.jit(functools.partial(step, power=4))(PARAMS, tx.init(PARAMS), X)
+    expected, grads = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, X, 4)[0]))(PARAMS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-3)
+    jax.tree.map(lambda g, old, new: np.testing.assert_allclose(g, old - new, atol=2e-3), grads, PARAMS, new)
     assert seen == [{"float32"}] * len(seen)
 
 
-@pytest.mark.slow
 def test_half_parameters_are_minimized_too():
-    tx = _wrap("skip", jmp.optim.kahan(optax.adamw(1e-2)))
-    params = jmp.cast_floating(PARAMS, "bfloat16")
-    new, state, _, _ = jmp.optim.minimize(loss_fn, tx, has_aux=True)(params, tx.init(params), X)
+    tx, params = _wrap("skip", jmp.optim.kahan(SGD)), jmp.cast_floating(PARAMS, "bfloat16")
+    step = jmp.optim.minimize(loss_fn, tx, has_aux=True)
+    new, state, _, _ = jax.eval_shape(step, params, tx.init(params), X)
     assert {p.dtype.name for p in jax.tree.leaves(new)} == {"bfloat16"}
-    assert bool(state.grads_finite)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
 
 
-@pytest.mark.slow
 def test_a_half_precision_loss_is_a_warning():
-    tx = _wrap("scaled", optax.sgd(0.1))
+    tx = _wrap("scaled", SGD)
     step = jmp.optim.minimize(lambda w: jnp.sum(w.astype(jnp.float16)), tx)
     with pytest.warns(UserWarning, match="The loss is float16"):
-        step(jnp.ones(2), tx.init(jnp.ones(2)))
+        jax.eval_shape(step, ONES, tx.init(ONES))
 
 
 def test_states_without_a_loss_scale_or_with_one_in_the_wrong_place_are_errors():
-    scaled = _wrap("scaled", optax.sgd(0.1))
+    scaled = _wrap("scaled", SGD)
     with pytest.raises(ValueError, match="exactly one loss scale, got tuple with 0"):
-        jmp.optim.minimize(loss_fn, scaled, has_aux=True)(PARAMS, optax.sgd(0.1).init(PARAMS), X)
+        jmp.optim.minimize(loss_fn, scaled, has_aux=True)(PARAMS, SGD.init(PARAMS), X)
     inside = optax.MultiSteps(scaled, 2)
     with pytest.raises(ValueError, match=r"go outermost, .* loss_scaled\(optax.MultiSteps\("):
         jmp.optim.minimize(loss_fn, inside, has_aux=True)(PARAMS, inside.init(PARAMS), X)
 
 
 def test_a_step_of_a_loss_of_nothing_but_parameters_can_be_donated():
-    tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(4.0))
+    tx = jmp.optim.loss_scaled(SGD, jmp.DynamicLossScale(4.0))
     step = jax.jit(jmp.optim.minimize(lambda params: jnp.sum(params**2), tx), donate_argnums=(0, 1))
-    params, _, loss = step(jnp.ones(2), tx.init(jnp.ones(2)))
+    params, _, loss = step(jnp.ones(2), tx.init(ONES))
     assert params.tolist() == [0.0, 0.0]
     assert float(loss) == 2.0
 
 
-@pytest.mark.slow
-def test_static_names_are_found_where_the_step_has_them():
-    def loss_of_power(params, x, power):
-        return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
-
-    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
-    step = jax.jit(jmp.optim.minimize(loss_of_power, tx), static_argnames="power")
-    params = step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0]
-    assert params.tolist() == [0.0, 0.0]
+def loss_of_power(params, x, power):
+    return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
 
 
-@pytest.mark.slow
-def test_static_names_of_a_loss_that_declares_its_signature_are_found_too():
-    def declare(fun):
-        @functools.wraps(fun)
-        def declared(*args, **kwargs):
-            return fun(*args, **kwargs)
+@functools.wraps(loss_of_power)
+def declared(*args, **kwargs):
+    return loss_of_power(*args, **kwargs)
 
-        declared.__signature__ = inspect.signature(fun)
-        return declared
 
-    @declare
-    def loss_of_power(params, x, power):
-        return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
+declared.__signature__ = inspect.signature(loss_of_power)
 
-    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
-    minimizing_step = jmp.optim.minimize(loss_of_power, tx)
+
+@pytest.mark.parametrize("fun", [loss_of_power, declared])
+def test_static_names_are_found_where_the_step_has_them(fun):
+    minimizing_step = jmp.optim.minimize(fun, SKIP)
     assert list(inspect.signature(minimizing_step).parameters) == ["params", "opt_state", "x", "power"]
     step = jax.jit(minimizing_step, static_argnames="power")
-    assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0].tolist() == [0.0, 0.0]
+    assert jax.eval_shape(step, ONES, SKIP.init(ONES), ONES, 2)[0].shape == (2,)
 
 
-@pytest.mark.slow
 def test_a_loss_whose_arguments_are_named_like_those_of_the_step_still_trains():
-    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
-    step = jax.jit(jmp.optim.minimize(lambda weights, params: jnp.sum(weights * params), tx))
-    assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].tolist() == [0.5, 0.5]
+    step = jax.jit(jmp.optim.minimize(lambda weights, params: jnp.sum(weights * params), SKIP))
+    assert step(ONES, SKIP.init(ONES), ONES)[0].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["novograd", "apply_if_finite"])
-@pytest.mark.parametrize("way", ["minimize", "step", "update"])
+@pytest.mark.parametrize(
+    ("way", "name", "dtype"),
+    [
+        ("minimize", "novograd", "bfloat16"),
+        ("step", "apply_if_finite", "float16"),
+        ("update", "novograd", "bfloat16"),
+    ],
+)
 def test_an_optimizer_that_needs_one_dtype_names_master_weights_under_half_precision(dtype, name, way):
     """Optax's error told of branches of `lax.cond` alone."""
     inner = {"novograd": optax.novograd(1e-3), "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3)}[name]
@@ -209,3 +183,71 @@ def test_an_optimizer_that_needs_one_dtype_names_master_weights_under_half_preci
     assert f"parameters are {dtype} here" in note
     assert "loss_scaled(master_weights(optax.novograd(1e-3)), loss_scale)" in note
     jax.eval_shape(lambda: run(jmp.optim.loss_scaled(jmp.optim.master_weights(inner), scale)))
+
+
+# Gradients stay in half precision exactly where that changes none of their bits.
+
+HALF = jnp.float16
+W = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+def _cast_once(w):
+    return jnp.sum(jnp.sin(w.astype(HALF)).astype(jnp.float32))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x
+
+
+doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+FUNS = {
+    "cast once": (_cast_once, HALF),
+    "cast twice": (lambda w: _cast_once(w) + _cast_once(2 * w), jnp.float32),
+    "cast, and used": (lambda w: _cast_once(w) + jnp.sum(w), jnp.float32),
+    "cast after a product": (lambda w: _cast_once(w * 2), jnp.float32),
+    "cast to float32": (lambda w: jnp.sum(w.astype(jnp.float32)), jnp.float32),
+    "cast inside jit": (lambda w: jax.jit(_cast_once)(w), jnp.float32),
+    "cast inside a scan": (lambda w: jax.lax.scan(lambda c, x: (c + _cast_once(x), None), 0.0, w)[0], jnp.float32),
+    "not used": (lambda w: jnp.float32(0.0), jnp.float32),
+    "derivatives of its own": (lambda w: jnp.sum(doubled(w.astype(HALF)).astype(jnp.float32)), HALF),
+}
+
+
+def _differentiate(fun, params):
+    return call_without_casts(jax.value_and_grad(fun), params)
+
+
+@pytest.mark.parametrize("name", FUNS)
+def test_a_gradient_is_half_only_where_its_last_operation_is_a_cast(name):
+    fun, dtype = FUNS[name]
+    (loss, grad), (expected_loss, expected) = _differentiate(fun, W), jax.value_and_grad(fun)(W)
+    assert grad.dtype == dtype
+    np.testing.assert_array_equal(loss, expected_loss)
+    np.testing.assert_array_equal(grad.astype(jnp.float32), expected)
+
+
+def test_a_cast_that_is_left_out_is_not_in_the_jaxpr():
+    def count_casts(gradient):
+        return [eqn.primitive.name for eqn in jax.make_jaxpr(gradient)(W).eqns].count("convert_element_type")
+
+    fun = lambda w: jnp.sum((w.astype(HALF) * 3).astype(jnp.float32))
+    assert count_casts(lambda w: _differentiate(fun, w)) == count_casts(jax.value_and_grad(fun)) - 1
+
+
+def test_a_gradient_that_is_read_again_stays_in_float32():
+    def differentiated(w):
+        grad = jax.grad(_cast_once)(w)
+        return jnp.sum(grad), grad
+
+    total, grad = call_without_casts(differentiated, W)
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(total, jnp.sum(grad))
+
+
+def test_parameters_with_one_gradient_share_it():
+    fun = lambda params: _cast_once(params["a"] + params["b"]) + _cast_once(params["c"])
+    params = dict.fromkeys("abc", W)
+    _, grads = _differentiate(fun, params)
+    assert {name: grad.dtype for name, grad in grads.items()} == {"a": HALF, "b": HALF, "c": HALF}
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.astype(y.dtype), y), grads, jax.grad(fun)(params))

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from programs import cost, operations
 
+# Through `quantize_state` each number would need a block and an optimizer of its own.
 from jmp_policy.optim._moment_codes import DYNAMIC, UNSIGNED_FLOAT, DynamicCode, UnsignedFloatCode
 
 CODES = {"dynamic": DYNAMIC, "unsigned_float": UNSIGNED_FLOAT}
@@ -20,7 +21,6 @@ def linspace(count):
     """PyTorch's float32 linspace(.1, 1, count): from both ends to the middle, with one rounding for `a + b * c`."""
     first, last = np.float32(0.1), np.float32(1)
     step = (last - first) / np.float32(count - 1)
-    assert step.dtype == np.float32
     # A product of 24 and 8 bits is exact in float64, and so is the sum.
     from_first = np.float64(first) + np.float64(step) * np.arange(count)
     from_last = np.float64(last) - np.float64(step) * np.arange(count)[::-1]
@@ -43,6 +43,9 @@ def construct_unsigned_float():
     return np.array(entries, np.float32)
 
 
+CONSTRUCTIONS = {"dynamic": construct_dynamic, "unsigned_float": construct_unsigned_float}
+
+
 def find_borders(code):
     """The numbers above which the next entry is nearer, as float64."""
     values = code.values.astype(np.float64)
@@ -50,9 +53,6 @@ def find_borders(code):
     if code == UNSIGNED_FLOAT:
         borders[0] = 0  # zero is the code of zero alone
     return borders
-
-
-CONSTRUCTIONS = {"dynamic": construct_dynamic, "unsigned_float": construct_unsigned_float}
 
 
 def numbers(code):
@@ -67,8 +67,8 @@ def numbers(code):
             around.append(near)
     tiny = np.finfo(np.float32).tiny
     special = np.float32([0.0, -0.0, 1.0, -1.0, tiny, -tiny, tiny / 2, -tiny / 2, 1e-45, -1e-45])
-    sign = rng.choice(np.float32([-1, 1]), 500_000)
-    drawn = [rng.uniform(-1, 1, 500_000), sign * 10.0 ** rng.uniform(-12, 0, 500_000)]
+    sign = rng.choice(np.float32([-1, 1]), 100_000)
+    drawn = [rng.uniform(-1, 1, 100_000), sign * 10.0 ** rng.uniform(-12, 0, 100_000)]
     x = np.concatenate([*around, special, *drawn]).astype(np.float32)
     return x[np.abs(x) <= 1] if code == DYNAMIC else x[(x >= 0) & (x <= 1)]
 
@@ -88,44 +88,46 @@ def test_entries_that_pytorch_has_computed():
     assert {at: float(DYNAMIC.values[at]) for at in signed} == {at: float.fromhex(each) for at, each in signed.items()}
 
 
-@pytest.mark.slow
 @every_code
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_decoding_gives_the_entries_in_every_bit(code, compiled):
+def test_codes_are_values_that_come_back_in_every_bit_clip_what_is_beyond_and_promote_nothing(code):
     codes = jnp.arange(256, dtype=jnp.uint8)
-    decoded = decode(code, codes) if compiled else code.decode(codes)
+    decoded = decode(code, codes)
     assert decoded.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(decoded).view(np.int32), code.values.view(np.int32))
+    beyond = np.float32([-np.inf, -3, -1.0001, 1.0001, 3, np.inf])
+    x = jnp.concatenate([decoded, beyond])
+    expected = np.array([*range(256), 0, 0, 0, 255, 255, 255], np.uint8)
+    for noise in (None, np.uint16(0), np.uint16(2**16 - 1)):
+        with jax.numpy_dtype_promotion("strict"):
+            found = encode(code, x, noise if noise is None else jnp.full(x.shape, noise))
+        assert found.dtype == jnp.uint8
+        np.testing.assert_array_equal(found, expected)
+    assert max(encode(code, jnp.float32([np.nan, -np.nan])).tolist()) < 256
+    assert code in {DynamicCode(), UnsignedFloatCode()}
 
 
-@pytest.mark.slow
+def test_an_entry_is_computed_as_it_is_looked_up():
+    compute = jax.jit(DYNAMIC._compute_value)(jnp.arange(-127, 129))
+    np.testing.assert_array_equal(np.asarray(compute).view(np.int32), DYNAMIC.values.view(np.int32))
+
+
+def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
+    x = np.float32([1e-45, 1e-40, np.finfo(np.float32).tiny, 1e-30, 1e-10])
+    for noise in (None, jnp.zeros(x.shape, jnp.uint16)):
+        assert (encode(UNSIGNED_FLOAT, x, noise) == 1).all()
+    assert encode(UNSIGNED_FLOAT, jnp.float32([0.0, -0.0])).tolist() == [0, 0]
+    assert (encode(DYNAMIC, x) == 127).all()
+
+
 @every_code
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_encoding_is_a_search_among_borders(code, compiled):
+def test_encoding_is_a_search_among_borders(code):
     x = numbers(code)
-    codes = encode(code, x) if compiled else code.encode(x)
-    assert codes.dtype == jnp.uint8
+    codes = encode(code, x)
     borders, x = find_borders(code), x.astype(np.float64)
     # The dynamic code scales a number by up to three powers of ten, adds to it, and multiplies it: a rounding each.
     near = np.abs(x) * (2.0**-19 if code == DYNAMIC else 0)
     assert (codes >= np.searchsorted(borders, x - near)).all()
     assert (codes <= np.searchsorted(borders, x + near)).all()
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_an_entry_is_computed_as_it_is_looked_up(compiled):
-    places = jnp.arange(-127, 129)
-    compute = jax.jit(DYNAMIC._compute_value) if compiled else DYNAMIC._compute_value
-    np.testing.assert_array_equal(np.asarray(compute(places)).view(np.int32), DYNAMIC.values.view(np.int32))
-
-
-@pytest.mark.slow
-@every_code
-def test_entries_come_back_as_their_codes(code):
-    codes = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(encode(code, decode(code, codes)), codes)
-    for noise in (np.uint16(0), np.uint16(2**16 - 1)):
-        np.testing.assert_array_equal(encode(code, decode(code, codes), jnp.full(codes.shape, noise)), codes)
 
 
 @pytest.mark.slow
@@ -144,16 +146,6 @@ def test_a_loop_over_pieces_gives_the_same_bits(code):
 
 @pytest.mark.slow
 @every_code
-def test_what_is_beyond_the_entries_is_clipped(code):
-    x = jnp.float32([-np.inf, -3, -1.0001, 1.0001, 3, np.inf])
-    ends = np.array([0, 0, 0, *[255] * 3], np.uint8)
-    np.testing.assert_array_equal(encode(code, x), ends)
-    np.testing.assert_array_equal(encode(code, x, jnp.full(x.shape, 2**16 - 1, jnp.uint16)), ends)
-    assert max(encode(code, jnp.float32([np.nan, -np.nan])).tolist()) < 256
-
-
-@pytest.mark.slow
-@every_code
 def test_rounding_at_random_is_right_on_average(code):
     """The average of the dynamic code is that of numbers, the average of unsigned floats is that of logarithms."""
     values, rng = code.values.astype(np.float64), np.random.default_rng()
@@ -161,7 +153,7 @@ def test_rounding_at_random_is_right_on_average(code):
     upper = values[np.searchsorted(values, lower) + 1]
     x = (lower + rng.random(len(lower)) * (upper - lower)).astype(np.float32)
     every_noise = jnp.arange(2**16, dtype=jnp.uint16)
-    for number, a, b in list(zip(x, lower, upper, strict=True))[::2]:
+    for number, a, b in list(zip(x, lower, upper, strict=True))[::4]:
         rounded = values[encode(code, jnp.full(every_noise.shape, number), every_noise)]
         assert set(rounded) <= {a, b}
         chance = np.mean(rounded == b)
@@ -183,55 +175,7 @@ def test_an_octave_of_second_moments_takes_as_long_as_its_logarithm():
 
 
 @pytest.mark.slow
-@every_code
-def test_a_block_divided_by_its_largest_number_with_its_sign_stays_as_it_is(code):
-    def write(block):
-        scale = block[jnp.argmax(jnp.abs(block))]
-        codes = code.encode(block / scale)
-        return codes, code.decode(codes) * scale
-
-    block = -np.abs(np.random.default_rng().normal(size=256).astype(np.float32)) * np.float32(
-        1 if code == DYNAMIC else -1
-    )
-    codes, first = jax.jit(write)(block)
-    assert np.abs(first).max() == np.abs(block).max()
-    for _ in range(10):
-        again, values = jax.jit(write)(first)
-        np.testing.assert_array_equal(again, codes)
-        np.testing.assert_array_equal(values, first)
-
-
-@pytest.mark.slow
-def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
-    x = np.float32([1e-45, 1e-40, np.finfo(np.float32).tiny, 1e-30, 1e-10])
-    for noise in (None, jnp.zeros(x.shape, jnp.uint16)):
-        assert (encode(UNSIGNED_FLOAT, x, noise) == 1).all()
-    assert encode(UNSIGNED_FLOAT, jnp.float32([0.0, -0.0])).tolist() == [0, 0]
-    assert (encode(DYNAMIC, x) == 127).all()
-
-
-@pytest.mark.slow
-@every_code
-def test_a_decay_shorter_than_a_step_survives_rounding_at_random_alone(code):
-    def decay(round_one):
-        return lax.fori_loop(0, 700, lambda i, x: code.decode(round_one(i, x * np.float32(0.999))), jnp.full(4096, 0.5))
-
-    start = decode(code, encode(code, jnp.float32(0.5)))
-    assert (jax.jit(decay, static_argnums=0)(lambda _, x: code.encode(x)) == start).all()
-    key = jax.random.key(np.random.default_rng().integers(2**31))
-    draw = lambda i, x: jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16)
-    decayed = jax.jit(decay, static_argnums=0)(lambda i, x: code.encode(x, draw(i, x)))
-    # .999**700 is .496; neighbours are up to an eighth apart, 4096 numbers average that 64 times better.
-    mean = decayed.mean() if code == DYNAMIC else jnp.exp(jnp.log(decayed).mean())
-    assert abs(float(mean) / (0.5 * 0.999**700) - 1) < 0.03
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "encode", "decode"),
-    [(DYNAMIC, 60, 45), (UNSIGNED_FLOAT, 25, 12)],
-    ids=CODES.keys(),
-)
+@pytest.mark.parametrize(("code", "encode", "decode"), [(DYNAMIC, 60, 45), (UNSIGNED_FLOAT, 25, 12)], ids=CODES)
 def test_programs_are_short_and_elementwise(code, encode, decode):
     x, codes = jnp.zeros(2**16), jnp.zeros(2**16, jnp.uint8)
     for fun, operand, most in ((code.encode, x, encode), (code.decode, codes, decode)):
@@ -241,14 +185,3 @@ def test_programs_are_short_and_elementwise(code, encode, decode):
         paid = cost(fun, operand)
         assert paid.temporaries == 0
         assert paid.bytes <= 5 * operand.size + 4096  # what goes in and out, and constants
-
-
-@every_code
-def test_dtypes_are_promoted_nowhere(code):
-    with jax.numpy_dtype_promotion("strict"):
-        codes = jax.eval_shape(code.encode, jnp.float32([0.3]), jnp.zeros(1, jnp.uint16))
-        assert jax.eval_shape(code.decode, codes).dtype == jnp.float32
-
-
-def test_codes_are_values():
-    assert {DYNAMIC, UNSIGNED_FLOAT} == {DynamicCode(), UnsignedFloatCode()}

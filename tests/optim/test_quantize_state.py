@@ -10,38 +10,31 @@ import numpy as np
 import optax
 import pytest
 from optimizer_registry import bits, types
-from quantized_moments import (
-    ELEMENTWISE,
-    SIDES,
-    Model,
-    list_stored,
-    make_grads,
-    make_noise,
-    make_params,
-    read,
-    store,
-)
+from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params
 
 from jmp_policy import optim
+
+# The noise of a step never leaves it.
 from jmp_policy.optim._moment_blocks import number_positions
 from jmp_policy.optim._quantized_update import _hash
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
-STEPS = 10
+STEPS = 3
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # LLVM would round a product before a sum here, and not there
-ROUNDED_OTHERWISE = ("adabelief", "adadelta", "amsgrad", "rmsprop")  # XLA fuses a quotient otherwise
-QUICK = ("adamw", "lion", "rmsprop")
 
 
 def quantize(inner, **options):
     return optim.quantize_state(inner, min_size=500, **options)
 
 
+SLOW = ("lion", "rmsprop", "amsgrad", "partition", "MultiSteps")
+
+
 @functools.cache
-def trained(name, elementwise=True):
-    """Ten steps of an optimizer: the updates and the state of each."""
-    tx = quantize(ELEMENTWISE[name](), elementwise=elementwise)
+def trained(name):
+    """Some steps of an optimizer: the updates and the state of each."""
+    tx = quantize(ELEMENTWISE[name]())
     params = make_params()
     state, update = tx.init(params), jax.jit(tx.update, compiler_options=UNOPTIMIZED)
     history = []
@@ -52,9 +45,8 @@ def trained(name, elementwise=True):
     return history
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_ten_steps_store_what_a_model_in_numpy_stores(name):
+@pytest.mark.parametrize("name", ["adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_steps_store_what_a_model_in_numpy_stores(name):
     params = make_params()
     model = Model(ELEMENTWISE[name](), params, SIDES)
     for step, (updates, state) in enumerate(trained(name)):
@@ -69,9 +61,7 @@ def test_ten_steps_store_what_a_model_in_numpy_stores(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ELEMENTWISE]
-)
+@pytest.mark.parametrize("name", ["adamw", *SLOW])
 def test_steps_on_pieces_are_those_on_whole_moments(name):
     whole = quantize(ELEMENTWISE[name](), elementwise=False)
     params = make_params()
@@ -80,7 +70,7 @@ def test_steps_on_pieces_are_those_on_whole_moments(name):
         new, state = update(make_grads(params, step), state, params)
         params = optax.apply_updates(params, new)
         assert types(state) == types(expected)
-        if name not in ROUNDED_OTHERWISE:
+        if name not in ("amsgrad", "rmsprop"):  # whose quotients XLA fuses otherwise
             assert bits(state) == bits(expected)
         for (codes, scales), (expected_codes, expected_scales) in zip(
             list_stored(state), list_stored(expected), strict=True
@@ -88,44 +78,6 @@ def test_steps_on_pieces_are_those_on_whole_moments(name):
             np.testing.assert_allclose(codes, expected_codes, rtol=1e-6)  # of bytes: the same
             np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), updates, new)
-
-
-def _adamw(param, grad, mu, nu, step):
-    mu, nu = 0.9 * mu + 0.1 * grad, 0.999 * nu + 0.001 * grad**2
-    root = np.sqrt(nu / (1 - 0.999**step)) + 1e-8
-    return -1e-2 * (mu / (1 - 0.9**step) / root + 0.1 * param), mu, nu
-
-
-def _lion(param, grad, mu, nu, step):
-    return -1e-3 * (np.sign(0.9 * mu + 0.1 * grad) + 0.1 * param), 0.99 * mu + 0.01 * grad, nu
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tx", "model"), [(optax.adamw(1e-2, weight_decay=0.1), _adamw), (optax.lion(1e-3, weight_decay=0.1), _lion)]
-)
-def test_a_large_parameter_takes_the_steps_of_an_optimizer_in_numpy(tx, model):
-    """Both compute by themselves: a number at the threshold between two codes, one in 10,000, may have the other."""
-    random = np.random.default_rng(0)
-    params = {"w": random.normal(size=(1024, 256)).astype(np.float32)}
-    tx = optim.quantize_state(tx)
-    state, step = tx.init(params), jax.jit(tx.update)
-    mu, nu = (np.zeros((1024, 256)) for _ in range(2))
-    for n in range(1, STEPS + 1):
-        grad = random.normal(size=(1024, 256)).astype(np.float32) * 2.0 ** random.integers(-8, 8, (1024, 1))
-        grads = {"w": grad.astype(np.float32)}
-        updates, state = step(grads, state, params)
-        expected, mu, nu = model(params["w"].astype(np.float64), grads["w"].astype(np.float64), mu, nu, n)
-        moments = [np.float32(moment) for moment in (mu, nu)][: len(state.scales)]
-        noise = [make_noise((1024, 256), leaf, n - 1) for leaf in (2, 3)]  # after the gradient and the count
-        stored = [store(*each) for each in zip(moments, (True, False), ((32, 8),) * 2, noise, strict=False)]
-        for (codes, scales), (expected_codes, expected_scales) in zip(list_stored(state), stored, strict=True):
-            assert np.mean(codes != expected_codes) < 1e-4 * n
-            np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
-        mu, nu = [*(read(*s, is_mean) for s, is_mean in zip(stored, (True, False), strict=False)), nu][:2]
-        is_same = np.abs(np.asarray(updates["w"]) - expected) < 1e-6
-        assert is_same.mean() > 1 - 1e-3 * n
-        params = {"w": (params["w"] + np.asarray(updates["w"])).astype(np.float32)}
 
 
 def _count_calls_of_init(leaves):
@@ -142,9 +94,12 @@ def test_tracing_init_is_linear_in_the_number_of_parameters():
     assert _count_calls_of_init(16) <= 4.5 * _count_calls_of_init(4)
 
 
-@pytest.mark.parametrize("shape", [(7 * 32, 32), (32, 512), (3, 64, 64), (64, 12, 8), (4096,)])
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 64, 64), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((7 * 32, 32), (32, 512), (4096,)))],
+)
 def test_each_block_is_updated_once_whatever_the_number_of_rows_of_blocks(shape):
-    """A prime number of rows of blocks, one row, a stack, three axes of blocks, and a vector."""
+    """A stack, a prime number of rows of blocks, one row, and a vector."""
     params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
     grads = {"w": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
     states = []
@@ -190,28 +145,11 @@ def _draw_gradients(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["constant", "shrinking", "growing", "noisy", "sparse"])
-@pytest.mark.parametrize("b2", [0.9, 0.95, 0.99, 0.999])
+@pytest.mark.parametrize(("kind", "b2"), [("constant", 0.9), ("shrinking", 0.999), ("growing", 0.95), ("sparse", 0.99)])
 def test_updates_are_not_larger_than_those_of_the_optimizer_whatever_its_b2(kind, b2):
     """Moments that were rounded to nearest did not follow gradients: updates were up to 46 % larger after 400 steps."""
     share = np.asarray(jax.jit(_follow, static_argnums=(0, 1, 2))(_draw_gradients(kind), b2, 401))
     np.testing.assert_allclose(share[[50, 150, 400]], 1, atol=0.03)
-
-
-@pytest.mark.slow
-def test_moments_of_an_optimizer_without_a_count_follow_gradients():
-    """The state counts the steps by which it rounds. To nearest, a trace stays where it changes by half a code."""
-    tx = quantize(optax.trace(0.99))
-    params = {"w": jnp.zeros((64, 64))}
-    state = tx.init(params)
-    assert (state.key.dtype, int(state.key)) == (np.uint32, 0)
-    grads = {"w": jnp.float32(np.random.default_rng().uniform(0.05, 0.1, (64, 64))).at[::32, ::8].set(1)}
-    step = jax.jit(tx.update)
-    for _ in range(301):
-        updates, state = step(grads, state)
-    assert int(state.key) == 301
-    expected = np.asarray(grads["w"], np.float64) * (1 - 0.99**301) / 0.01
-    assert abs(np.mean(updates["w"] / expected) - 1) < 0.02
 
 
 def test_noise_is_uniform_and_independent_of_neighbors_and_of_other_keys():
@@ -241,29 +179,16 @@ def _temporaries(tx, params):
     ("count", "shape", "bound"),
     [
         (1, (2048, 2048), 0.15),
-        (1, (1024, 4096), 0.15),
-        (2, (4096, 4096), 0.15),
-        (6, (1312, 1312), 0.15),
         (2, (1312, 1312), 0.15),
-        (1, (2**22,), 0.15),
-        (1, (1024, 2048), 0.3),
         (1, (32, 65536), 0.3),
         (1, (2**18, 4), 0.55),
     ],
 )
 def test_an_update_needs_memory_for_one_chunk(count, shape, bound, monkeypatch):
-    """XLA copied the whole state where chunks were one row of blocks, or where no divisor fitted their number, and the
-    chunk where blocks were longer than 32.
+    """XLA copied the whole state where chunks were one row of blocks or no divisor fitted their number; noise had the
+    positions of all elements, 4 bytes each.
     """
     monkeypatch.undo()  # chunks of the usual size
     params = {f"w{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(count)}
-    assert _temporaries(optim.quantize_state(optax.adamw(1e-3)), params) <= bound
-
-
-@pytest.mark.slow
-@pytest.mark.cpu("temporaries of XLA:CPU")
-def test_noise_needs_memory_for_one_chunk(monkeypatch):
-    """The positions of all elements were 4 bytes each."""
-    monkeypatch.undo()  # chunks of the usual size
-    tx = optim.quantize_state(optax.adamw(1e-3), stochastic=jax.random.key(0))
-    assert _temporaries(tx, {"w": jax.ShapeDtypeStruct((2048, 2048), "float32")}) <= 0.15
+    noise = {"stochastic": jax.random.key(0)} if shape == (2048, 2048) else {}
+    assert _temporaries(optim.quantize_state(optax.adamw(1e-3), **noise), params) <= bound

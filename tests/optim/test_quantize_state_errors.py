@@ -1,6 +1,6 @@
-"""What `quantize_state` refuses, and what it leaves as it is."""
+"""What `quantize_state` refuses, what it leaves as it is, and the report of its state: bits, bytes, and why."""
 
-import re
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,132 +10,131 @@ import pytest
 from optax import contrib
 from quantized_moments import make_params
 
+import jmp_policy as jmp
 from jmp_policy import optim
 
 PARAMS = {"w": jnp.ones((64, 24)), "b": jnp.ones(24)}
-
 REFUSED = {
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
-    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.adam(1e-2)),
-    "lamb": lambda: optax.lamb(1e-2),
-    "lars": lambda: optax.lars(1e-2),
-    "muon": lambda: contrib.muon(1e-2),
-    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.1, 0), optax.adam(1e-2)),
-    "novograd": lambda: optax.novograd(1e-2),
-    "prodigy": lambda: contrib.prodigy(),
-    "sm3": lambda: optax.sm3(1e-2),
-}
-NAMED = {
-    "lamb": "reduce_sum at .*optax",
-    "muon": "reshape|dot_general|transpose",
-    "clip_by_global_norm": "reduce_sum at",
+    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9), ""),
+    "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), "reduce_sum at"),
+    "lamb": (lambda: optax.lamb(1e-2), "reduce_sum at .*optax"),
+    "muon": (lambda: contrib.muon(1e-2), "reshape|dot_general|transpose"),
+    "noise": (lambda: optax.chain(optax.add_noise(0.1, 0.1, 0), optax.adam(1e-2)), ""),
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", ["adafactor", "clip_by_global_norm", *(pytest.param(n, marks=pytest.mark.slow) for n in [*REFUSED][2:])]
+)
 def test_what_is_not_elementwise_is_refused_and_named(name):
-    tx = optim.quantize_state(REFUSED[name](), min_size=500)
-    with pytest.raises(ValueError, match=r"^quantize_state runs an optimizer on one chunk of a parameter") as caught:
-        jax.eval_shape(tx.update, PARAMS, tx.init(PARAMS), PARAMS)
-    said = str(caught.value)
-    assert re.search(rf"is not elementwise: .*({NAMED.get(name, '')})", said), said
-    assert "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3)))" in said
-    assert said.endswith("quantize_state(tx, elementwise=False).")
+    make, named = REFUSED[name]
+    tx = optim.quantize_state(make(), min_size=500)
+    text = (
+        rf"^quantize_state runs an optimizer on one chunk of a parameter.* is not elementwise: .*({named})(?s:.*)"
+        r"optax\.chain\(optax\.clip_by_global_norm\(1\.0\), quantize_state\(optax\.adamw\(1e-3\)\)\)(?s:.*)"
+        r"quantize_state\(tx, elementwise=False\)\."
+    )
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(tx.update, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lamb", "clip_by_global_norm"])
-def test_what_is_not_elementwise_runs_on_whole_moments_if_asked(name):
-    tx = optim.quantize_state(REFUSED[name](), min_size=500, elementwise=False)
-    state = tx.init(PARAMS)
-    _, new = jax.jit(tx.update)(PARAMS, state, PARAMS)
-    _, wide = REFUSED[name]().update(PARAMS, REFUSED[name]().init(PARAMS), PARAMS)
+def test_what_is_not_elementwise_runs_on_whole_moments_if_asked():
+    tx = optim.quantize_state(optax.lamb(1e-2), min_size=500, elementwise=False)
+    _, new = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    _, wide = optax.lamb(1e-2).update(PARAMS, optax.lamb(1e-2).init(PARAMS), PARAMS)
     mu = optax.tree_utils.tree_get(new, "mu")
     assert mu["w"].dtype == jnp.uint8
     np.testing.assert_allclose(mu["b"], optax.tree_utils.tree_get(wide, "mu")["b"], rtol=1e-6)
 
 
-def test_a_missing_argument_is_what_the_optimizer_says_itself():
-    tx = optim.quantize_state(optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()), min_size=500)
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'value'"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    tx = optim.quantize_state(optax.adamw(1e-2), min_size=500)
-    with pytest.raises(ValueError, match="params"):
-        tx.update(PARAMS, tx.init(PARAMS))
+ADAM = optax.adam(1e-2)
 
 
-def test_wrong_settings_are_errors():
-    adam = optax.adam(1e-2)
-    with pytest.raises(ValueError, match=r"^bits must be 8, got 4\. For example: quantize_state\(optax"):
-        optim.quantize_state(adam, bits=4)
-    for block_size in (0, 100, 8, 8192, 256.0, "256"):
-        text = (
-            rf"^block_size must be a power of two from 16 to 4096, got .*{block_size}.*\. For example: block_size=256"
+def _update(inner, state=None, **extra):
+    tx = optim.quantize_state(inner, min_size=500)
+    return jax.eval_shape(lambda: tx.update(PARAMS, tx.init(PARAMS) if state is None else state, **extra))
+
+
+ERRORS = [
+    (
+        lambda: optim.quantize_state(ADAM, bits=4),
+        ValueError,
+        r"^bits must be 8, got 4\. For example: quantize_state\(opt",
+    ),
+    *(
+        (
+            lambda size=size: optim.quantize_state(ADAM, block_size=size),
+            ValueError,
+            rf"^block_size must be a power of two from 16 to 4096, got .*{size}.*\. For example: block_size=256",
         )
-        with pytest.raises(ValueError, match=text):
-            optim.quantize_state(adam, block_size=block_size)
-    with pytest.raises(TypeError, match=r"adam"):
-        optim.quantize_state(optax.adam)
-    with pytest.raises(ValueError, match=r"quantize_state goes inside of"):
-        optim.quantize_state(optim.kahan(adam))
-    with pytest.raises(TypeError, match=r"stochastic .*key.*got 3"):
-        optim.quantize_state(adam, stochastic=3)
-    with pytest.raises(TypeError, match=r"stochastic .*key"):
-        optim.quantize_state(adam, stochastic=jax.random.split(jax.random.key(0), 3))
+        for size in (0, 100, 8, 8192, 256.0, "256")
+    ),
+    (lambda: optim.quantize_state(optax.adam), TypeError, "adam"),
+    (lambda: optim.quantize_state(optim.kahan(ADAM)), ValueError, "quantize_state goes inside of"),
+    (lambda: optim.quantize_state(ADAM, stochastic=3), TypeError, "stochastic .*key.*got 3"),
+    (
+        lambda: optim.quantize_state(ADAM, stochastic=jax.random.split(jax.random.key(0), 3)),
+        TypeError,
+        "stochastic .*key",
+    ),
+    (
+        lambda: optim.quantize_state(optax.sgd(1e-2)).init(PARAMS),
+        ValueError,
+        r"is for optimizers with moments, but the state of this one has none\. For ex",
+    ),
+    (
+        lambda: optim.quantize_state(optax.flatten(ADAM), min_size=500).init(PARAMS),
+        ValueError,
+        r"found no moments with the shape of a parameter: 'w'\. It is for .* For",
+    ),
+    (
+        lambda: optim.quantize_state(ADAM, where="blocks").init(PARAMS),
+        ValueError,
+        r"^where='blocks' matches no parameter of 'b', 'w'\. A pattern matches a whole",
+    ),
+    (
+        lambda: optim.quantize_state(ADAM, where=["w", "("]),
+        ValueError,
+        r"^where=\['w', '\('\] contains an invalid regular expression: .* For",
+    ),
+    (lambda: optim.quantize_state(ADAM, where=3), ValueError, r"^where=3 contains an invalid regular expression"),
+    (
+        lambda: _update(ADAM, ADAM.init(PARAMS)),
+        TypeError,
+        r"^Expected the state of quantize_state, got tuple\. Make one: tx\.init\(params\)",
+    ),
+    # what the optimizer says itself
+    (
+        lambda: _update(optax.chain(ADAM, contrib.reduce_on_plateau())),
+        TypeError,
+        "missing 1 required keyword-only argument: 'value'",
+    ),
+    (lambda: _update(optax.adamw(1e-2)), ValueError, "params"),
+]
 
 
-def test_an_optimizer_without_moments_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"is for optimizers with moments, but the state of this one has none\. For ex"
-    ):
-        optim.quantize_state(optax.sgd(1e-2)).init(PARAMS)
-    for inner in (contrib.galore(1e-2, rank=1), optax.flatten(optax.adam(1e-2))):
-        with pytest.raises(ValueError, match=r"found no moments with the shape of a parameter: 'w'\. It is for .* For"):
-            optim.quantize_state(inner, min_size=500).init(PARAMS)
-
-
-def test_patterns_that_match_nothing_or_are_none_are_errors():
-    with pytest.raises(
-        ValueError, match=r"^where='blocks' matches no parameter of 'b', 'w'\. A pattern matches a whole"
-    ):
-        optim.quantize_state(optax.adam(1e-2), where="blocks").init(PARAMS)
-    with pytest.raises(ValueError, match=r"^where=\['w', '\('\] contains an invalid regular expression: .* For"):
-        optim.quantize_state(optax.adam(1e-2), where=["w", "("])
-    with pytest.raises(ValueError, match=r"^where=3 contains an invalid regular expression"):
-        optim.quantize_state(optax.adam(1e-2), where=3)
-
-
-def test_the_state_of_another_optimizer_is_an_error():
-    tx = optim.quantize_state(optax.adam(1e-2), min_size=500)
-    with pytest.raises(
-        TypeError, match=r"^Expected the state of quantize_state, got tuple\. Make one: tx\.init\(params\)"
-    ):
-        tx.update(PARAMS, optax.adam(1e-2).init(PARAMS), PARAMS)
-
-
-@pytest.mark.slow
-def test_what_blocks_do_not_fit_small_ones_embeddings_and_integers_are_left():
-    params = make_params() | {"steps": jnp.ones((64, 64), jnp.int32), "none": None}
-    params |= {"wte": jnp.ones((64, 16)), "my_Embedding": {"table": jnp.ones((64, 16))}, "empty": jnp.ones((0, 64))}
-    state = optim.quantize_state(optax.trace(0.9), min_size=500).init(params)
-    paths = jax.tree_util.tree_leaves_with_path(state.inner_state.trace)
-    assert {jax.tree_util.keystr(path) for path, x in paths if x.dtype == jnp.uint8} == {"['w']", "['blocks']['v']"}
+@pytest.mark.parametrize(("call", "error", "text"), ERRORS)
+def test_wrong_settings_patterns_states_and_missing_arguments_are_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
 
 
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
+        (None, {"w", "blocks/v"}),
         ("w", {"w"}),
         ("blocks", {"blocks/v"}),
         (["blocks/.*", "embed"], {"blocks/v", "embed"}),
-        (lambda path, param: param.shape == (64, 16) or path == "w", {"embed", "w"}),
+        (lambda path, param: param.shape == (64, 16) or path == "w", {"embed", "w", "wte", "my_Embedding/table"}),
     ],
 )
-def test_a_rule_chooses_by_path(where, expected):
-    state = optim.quantize_state(optax.trace(0.9), min_size=500, where=where).init(make_params())
-    paths = jax.tree_util.tree_leaves_with_path(state.inner_state.trace)
+def test_a_rule_chooses_by_path_and_without_it_small_ones_embeddings_and_integers_are_left(where, expected):
+    params = make_params() | {"steps": jnp.ones((64, 64), jnp.int32), "none": None, "empty": jnp.ones((0, 64))}
+    params |= {"wte": jnp.ones((64, 16)), "my_Embedding": {"table": jnp.ones((64, 16))}}
+    tx = optim.quantize_state(optax.trace(0.9), min_size=500, **({} if where is None else {"where": where}))
+    paths = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, params).inner_state.trace)
     found = {jax.tree_util.keystr(path, simple=True, separator="/") for path, x in paths if x.dtype == jnp.uint8}
     assert found == expected
 
@@ -143,4 +142,60 @@ def test_a_rule_chooses_by_path(where, expected):
 def test_blocks_have_the_size_that_was_asked_for():
     for block_size, shape in ((16, (4, 24)), (256, (2, 3)), (1024, (1, 3))):
         tx = optim.quantize_state(optax.trace(0.9), block_size=block_size, min_size=500)
-        assert tx.init({"w": jnp.ones((64, 24))}).scales[0]["w"].shape == shape
+        assert jax.eval_shape(tx.init, {"w": jnp.ones((64, 24))}).scales[0]["w"].shape == shape
+
+
+LARGE = make_params() | {"large": jnp.ones((1024, 512), jnp.bfloat16)}
+WRAPPED = {
+    "plain": optax.adamw(1e-3),
+    "quantize_state": optim.quantize_state(optax.adamw(1e-3), min_size=500),
+    "stochastic": optim.quantize_state(optax.lion(1e-3), min_size=500, stochastic=jax.random.key(0)),
+    "masters": optim.loss_scaled(
+        optim.master_weights(optim.quantize_state(optax.adan(1e-3), min_size=500)), jmp.DynamicLossScale()
+    ),
+    "partition": optax.partition(
+        {"matrix": optim.quantize_state(optax.adam(1e-3)), "rest": optax.adam(1e-3)},
+        lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params),
+    ),
+    "key": optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(0)), optax.trace(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_reported_bytes_are_those_of_the_state(name):
+    state = jax.eval_shape(WRAPPED[name].init, LARGE)
+    report = optim.state_report(state, LARGE)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    plain = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(state)]
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in plain)
+    assert report.moment_bytes + report.other_bytes == size
+    assert report.bytes_per_param == pytest.approx(size / sum(p.size for p in jax.tree.leaves(LARGE)))
+    assert sum(row.dtype == "uint8" for row in report.rows) == sum(x.dtype == jnp.uint8 for x in plain)
+    assert json.loads(json.dumps(report.to_dict()))["rows"][0]["path"] == "b"
+
+
+def test_large_leaves_take_little_more_than_two_bytes_a_parameter():
+    params = {"kernel": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    report = optim.state_report(jax.eval_shape(optim.quantize_state(optax.adamw(1e-3)).init, params), params)
+    assert report["kernel"].bytes == 4096 * 1024 * (1 + 4 / 256)
+    assert 2.03 < report.bytes_per_param < 2.04
+    assert [(row.role, row.bits, row.block) for row in report.rows] == [("mu", 8, (32, 8)), ("nu", 8, (32, 8))]
+
+
+def test_the_report_says_why_moments_are_left_and_may_be_empty():
+    report = lambda tx, params: optim.state_report(jax.eval_shape(tx.init, params), params)
+    rows = report(WRAPPED["quantize_state"], LARGE)
+    assert rows["large"].left == ""
+    assert rows["odd"].left == "no blocks of 256 divide its axes"
+    assert rows["embed"].left == "embeddings"
+    assert report(optax.trace(0.9), LARGE)["embed"].left == ""
+    params = {"n": jnp.ones((64, 64), jnp.int32), "norm": jnp.ones(256), "w": jnp.ones((64, 64))}
+    rows = report(optim.quantize_state(optax.trace(0.9)), params)
+    assert rows["n"].left == "no floating numbers"
+    assert rows["norm"].left == "256 numbers: fewer than min_size, or by a rule"
+    with pytest.raises(KeyError, match=r"No moment at 'v'\. Those stored are 'n', 'norm', 'w'\."):
+        rows["v"]
+    assert repr(rows) == "<StateReport: 3 moments; print it for the table>"
+    empty = report(optax.sgd(1e-2), LARGE)
+    assert (empty.rows, empty.moment_bytes, empty.other_bytes) == ((), 0, 0)
+    assert "moments: 0 B" in str(empty)
