@@ -67,7 +67,7 @@ def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes(preset):
     policy = Policy("float32", "float32", "float32", precision=preset)
     assert jmp.get_policy(str(policy)) is policy is policy.replace(precision=f" {preset.name.lower()}")
     with jax.default_matmul_precision(policy.precision):
-        pass
+        assert Policy(None, None, None, precision=jax.lax.Precision.HIGHEST).precision == "highest"
 
 
 @pytest.mark.parametrize(

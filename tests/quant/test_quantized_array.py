@@ -195,8 +195,7 @@ def test_what_cannot_be_is_an_error(make, error, text):
         make()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int4/8", "nvfp4"])
+@pytest.mark.parametrize("format", ["int4/8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_an_exported_program_of_quantized_weights_is_serialized(format):
     params, x = {"w": quantize_array(jnp.asarray(fresh(16, 8)), format)}, jnp.ones((2, 16))
     exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"].dequantize()))(params, x)

@@ -75,6 +75,10 @@ def select_twice(x):
     return jnp.where((x > 0) & (x < 5), jnp.exp(9 * x), 0.0) + jnp.where((x < 1) | ~(x < 9), 0.0, jnp.log(x))
 
 
+def average_loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
 def pool(x):
     return jnp.sum(nn.max_pool(x, (3,), padding="SAME") ** 2)
 
@@ -84,6 +88,7 @@ CASES = {
     "logsumexp": Case(lambda x: jax.nn.logsumexp(x, axis=-1), WIDE, (X,)),
     "masked softmax": Case(attention_weights, [*WIDE, (0, 1)], (X, shape(3, 5, dtype="int32"))),
     "cross entropy": Case(optax.softmax_cross_entropy_with_integer_labels, [*WIDE, (0, 4)], (X, LABELS)),
+    "gradient of cross entropy": Case(jax.grad(average_loss), [*WIDE, (0, 4)], (X, LABELS)),
     "soft labels": Case(optax.softmax_cross_entropy, [*WIDE, (0, 1)], (X, X)),
     "LayerNorm": Case(lambda x: nn.LayerNorm(use_bias=False, use_scale=False).apply({}, x), WIDE, (X,)),
     "LayerNorm of float16": Case(layer_norm, [(-1000.0, 1000.0)], (X16,)),
