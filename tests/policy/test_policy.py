@@ -47,15 +47,12 @@ def test_equal_policies_are_equal_and_hash_alike_and_others_are_not():
     [
         lambda p: jmp.get_policy(str(p)),
         lambda p: jmp.get_policy(f"  {str(p).upper().replace(',', ' , ')} "),
-        lambda p: jmp.get_policy(p.name),
         lambda p: eval(repr(p), {"Policy": Policy}),
         lambda p: Policy.from_config(json.loads(json.dumps(p.get_config()))),
         lambda p: pickle.loads(pickle.dumps(p)),
         copy.copy,
         copy.deepcopy,
-        lambda p: p.replace(),
         lambda p: dataclasses.replace(p.replace(output_dtype="float64"), output_dtype=p.output_dtype),
-        lambda p: jax.tree.map(lambda x: x, p),
         lambda p: jax.tree.unflatten(jax.tree.structure(p), []),
         jax.jit(lambda p: p),
         lambda p: jax.eval_shape(lambda p: p, p),
@@ -68,9 +65,9 @@ def test_every_round_trip_gives_the_policy_itself(any_policy, round_trip):
 @pytest.mark.parametrize("preset", jax.lax.DotAlgorithmPreset, ids=lambda p: p.name)
 def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes(preset):
     policy = Policy("float32", "float32", "float32", precision=preset)
-    assert jmp.get_policy(str(policy)) is policy
+    assert jmp.get_policy(str(policy)) is policy is policy.replace(precision=f" {preset.name.lower()}")
     with jax.default_matmul_precision(policy.precision):
-        pass
+        assert Policy(None, None, None, precision=jax.lax.Precision.HIGHEST).precision == "highest"
 
 
 @pytest.mark.parametrize(
@@ -87,13 +84,8 @@ def test_a_dtype_that_is_left_out_has_the_default_of_the_strings(fields, text):
     assert Policy(**fields) is jmp.get_policy(text)
 
 
-@pytest.mark.parametrize("precision", ["highest", "HIGHEST", " Highest", jax.lax.Precision.HIGHEST])
-def test_precision_in_any_spelling(precision):
-    assert Policy(None, None, None, precision=precision).precision == "highest"
-
-
-@pytest.mark.slow
-def test_policies_have_no_leaves_and_live_in_any_tree(any_policy):
+def test_policies_have_no_leaves_and_live_in_any_tree():
+    any_policy = jmp.get_policy("int8_from_mixed_bfloat16")
     assert jax.tree.leaves(any_policy) == []
     carried, _ = jax.lax.scan(lambda c, _: (c, None), {"policy": any_policy, "x": jnp.zeros(())}, length=2)
     assert carried["policy"] is any_policy
@@ -109,14 +101,13 @@ def test_a_policy_is_a_static_argument_and_a_key_of_the_jit_cache():
     assert dtypes == [jnp.float16, jnp.bfloat16, jnp.float16]
 
 
-@pytest.mark.parametrize("method", CASTS)
-def test_casts_are_those_of_their_field(any_policy, method):
-    dtype = getattr(any_policy, CASTS[method])
+def test_casts_are_those_of_their_field(any_policy):
     tree = {"w": np.ones(2, np.float32), "n": np.arange(2), "s": 1.0}
-    cast = getattr(any_policy, method)(tree)
-    assert cast["w"].dtype == (np.float32 if dtype is None else dtype)
-    assert cast["n"] is tree["n"]
-    assert cast["s"] is tree["s"]
+    for method, field in CASTS.items():
+        dtype, cast = getattr(any_policy, field), getattr(any_policy, method)(tree)
+        assert cast["w"].dtype == (np.float32 if dtype is None else dtype)
+        assert cast["n"] is tree["n"]
+        assert cast["s"] is tree["s"]
 
 
 @pytest.mark.parametrize(
@@ -132,11 +123,8 @@ def test_casts_are_those_of_their_field(any_policy, method):
 )
 def test_resolve_takes_the_compute_dtype_of_the_first_floating_input(inputs, dtype):
     assert Policy("float32", None, None).resolve(*inputs) == Policy("float32", dtype, None)
-
-
-def test_resolve_leaves_a_compute_dtype_alone():
-    policy = Policy(None, "float16", None)
-    assert policy.resolve(jnp.ones(2, jnp.bfloat16)) is policy
+    given = Policy(None, "float64", None)
+    assert given.resolve(*inputs) is given
 
 
 def test_loss_scale_keys_off_the_compute_dtype(any_policy):
@@ -158,19 +146,19 @@ def test_names_are_the_shortest_spelling():
     assert Policy("float32", "float64", "float64").name == "params=float32,compute=float64,output=float64"
 
 
-@pytest.mark.parametrize("option", ["reduce_dtype", "accumulate_dtype"])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", None])
+@pytest.mark.parametrize(("option", "dtype"), [("reduce_dtype", "float64"), ("accumulate_dtype", None)])
 def test_a_name_says_a_float64_option_which_numpy_has_equal_none(option, dtype):
     policy = Policy(dtype, dtype, dtype, **{option: "float64"})
     assert f"{option.removesuffix('_dtype')}=float64" in policy.name
     assert jmp.get_policy(policy.name) is policy
 
 
-def test_policies_are_immutable(any_policy):
+def test_policies_are_immutable():
+    policy = jmp.get_policy("bfloat16")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        any_policy.compute_dtype = np.float32
+        policy.compute_dtype = np.float32
     with pytest.raises(dataclasses.FrozenInstanceError):
-        del any_policy.compute_dtype
+        del policy.compute_dtype
 
 
 @pytest.mark.parametrize(
@@ -181,27 +169,18 @@ def test_policies_are_immutable(any_policy):
         (lambda: Policy(None, None, float), r"^Unknown dtype <class 'float'> for output_dtype\."),
         (lambda: Policy(None, None, None, reduce_dtype="f33"), r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean"),
         (lambda: Policy(None, None, None, accumulate_dtype="f33"), r"^Unknown dtype 'f33' for accumulate_dtype\. Did"),
-        (lambda: Policy(None, None, None, accumulate_dtype="int32"), r"^Unknown dtype 'int32' for accumulate_dtype\."),
         (lambda: Policy(None, None, None, cache="int7"), r"^Unknown cache 'int7'\. Did you mean 'int8'\? For"),
         (lambda: Policy(None, None, None, cache="bf16"), r"^Unknown cache 'bf16'\. Known are 'int8', 'float8_e4m3fn'"),
         (lambda: Policy(None, None, None, cache=object), r"^Unknown cache <class 'object'>\. .*: cache='int8'\.$"),
         (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For "),
-        (
-            lambda: Policy(None, None, None).replace(compute="f16"),
-            r"^Unknown field 'compute' of a Policy\. Did you mean 'compute_dtype'\? For example: policy\.replace\(",
-        ),
-        (
-            lambda: Policy.from_config({"param_dtype": "float32"}),
-            r"^A policy's config has the keys \['compute_dtype', 'output_dtype', 'param_dtype'\], .*For example: \{",
-        ),
-        (
-            lambda: Policy.from_config(Policy(None, None, None).get_config() | {"name": "x"}),
-            r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype'\]",
-        ),
-        (
-            lambda: Policy(None, None, None, quantization="int7"),
-            r"^Unknown quantization 'int7' for quantization\. Did you mean 'int8'\? For example: 'int8'\.$",
-        ),
+        (lambda: Policy(None, None, None).replace(compute="f16"),
+         r"^Unknown field 'compute' of a Policy\. Did you mean 'compute_dtype'\? For example: policy\.replace\("),
+        (lambda: Policy.from_config({"param_dtype": "float32"}),
+         r"^A policy's config has the keys \['compute_dtype', 'output_dtype', 'param_dtype'\], .*For example: \{"),
+        (lambda: Policy.from_config(Policy(None, None, None).get_config() | {"name": "x"}),
+         r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype'\]"),
+        (lambda: Policy(None, None, None, quantization="int7"),
+         r"^Unknown quantization 'int7' for quantization\. Did you mean 'int8'\? For example: 'int8'\.$"),
         (lambda: Policy.from_config("float32"), r"^A policy's config has the keys .*, got 'float32'\. For example: \{"),
     ],
 )  # fmt: skip
@@ -222,11 +201,6 @@ def test_every_spelling_of_a_quantization_gives_one_policy(given):
     assert policy != policy.replace(quantization=None)
 
 
-def test_a_config_without_precision_is_read():
-    config = {"param_dtype": "float32", "compute_dtype": None, "output_dtype": "bf16"}
-    assert Policy.from_config(config) == Policy("float32", None, "bfloat16")
-
-
 OPTIONS = {"precision": "highest", "quantization": "int8", "reduce_dtype": "float32", "accumulate_dtype": "float32",
            "cache": "int8"}  # fmt: skip
 
@@ -239,13 +213,18 @@ def test_a_config_has_the_options_that_are_set(field):
     assert given.get_config() == policy.get_config() | {field: OPTIONS[field]}
     assert given is not policy
     assert given.replace(**{field: None}) is policy
+    policies = jmp.PolicyMap({"head": given}, policy)
+    for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
+        assert again == policies
+        assert (again["head"], again["body"]) == (given, policy)
+    from_keras = jmp.compat.keras.dtype_policies.get(given.name)
+    assert jmp.get_policy(type(from_keras).from_config(from_keras.get_config())) is given
 
 
 NARROWER = [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16"),
             ("bfloat16", "float8_e4m3fn")]  # fmt: skip
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("compute", "accumulate"), NARROWER)
 def test_an_accumulate_dtype_that_cannot_hold_the_numbers_of_products_is_refused(compute, accumulate):
     text = rf"^Products of '{compute}' cannot be accumulated in '{accumulate}', which cannot represent all .*: "
@@ -262,15 +241,3 @@ def test_an_accumulate_dtype_that_cannot_hold_the_numbers_of_products_is_refused
 def test_an_accumulate_dtype_that_holds_the_numbers_of_products_is_taken(compute, accumulate):
     assert Policy(None, compute, None, accumulate_dtype=accumulate).accumulate_dtype == np.dtype(accumulate)
     assert Policy(None, compute, None, accumulate_dtype=compute).accumulate_dtype == np.dtype(compute)
-
-
-@pytest.mark.parametrize("field", ["reduce_dtype", "accumulate_dtype", "cache"])
-def test_maps_and_keras_keep_options(field):
-    policy = jmp.get_policy("mixed_bfloat16").replace(**{field: OPTIONS[field]})
-    policies = jmp.PolicyMap({"head": policy}, "mixed_bfloat16")
-    for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
-        assert again == policies
-        assert again["head"] is policy
-        assert again["body"] is jmp.get_policy("mixed_bfloat16")
-    from_keras = jmp.compat.keras.DTypePolicy(policy.name)
-    assert jmp.get_policy(type(from_keras).from_config(from_keras.get_config())) is policy

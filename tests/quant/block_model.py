@@ -12,7 +12,6 @@ EMAX = {E4M3: 8, E5M2: 15, E2M1: 2}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 NAN = {E4M3: 0x7F, E5M2: 0x7E, E2M1: 0}
 """What stands for a number of a block that is not finite: e2m1 has zeros alone."""
-SIGN = {E4M3: 0x80, E5M2: 0x80, E2M1: 0x08}
 
 
 class Model(NamedTuple):
@@ -37,12 +36,7 @@ def mx(x: Any, dtype: Any, axis: int, block_size: int = 32, rounding: str = "up"
 
 
 def nv(
-    x: Any,
-    axis: int,
-    block_size: int = 16,
-    square_axis: int | None = None,
-    tensor_axes: tuple[int, ...] | None = None,
-    noise: np.ndarray | None = None,
+    x: Any, axis: int, block_size: int = 16, square_axis: int | None = None, tensor_axes: tuple[int, ...] | None = None
 ) -> Model:
     x = widen(x)
     axes = tuple(range(x.ndim)) if tensor_axes is None else tensor_axes
@@ -67,8 +61,6 @@ def nv(
     with np.errstate(all="ignore"):
         factor = np.where(scale > 0, round24(s / scale), 0)
     scaled = round24(np.where(is_finite, rows, 0) * factor)
-    if noise is not None:
-        scaled = moved(scaled, _split(noise, axis, block_size)[0])
     codes = np.where(is_finite, nearest(scaled, E2M1), np.uint8(0))
     scale = np.where(is_finite, scale, np.nan)
     return Model(restore(codes.view(E2M1)), restore(scale.astype(E4M3)), tensor_scale.astype(np.float32))
@@ -84,23 +76,7 @@ def numbers(blocks: Any, axis: int) -> np.ndarray:
 
 def nearest(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The codes of the nearest numbers of a format; of two that are as near the one with an even code; clipped."""
-    grid = positive(dtype)
-    middle = (grid[1:] + grid[:-1]) / 2
-    below, above = (np.searchsorted(middle, np.abs(x), side) for side in ("left", "right"))
-    return (np.where(below % 2 == 0, below, above) | np.where(np.signbit(x), SIGN[dtype], 0)).astype(np.uint8)
-
-
-def positive(dtype: np.dtype) -> np.ndarray:
-    """The finite numbers of a format from zero up, at the places of their codes."""
-    grid = np.arange(SIGN[dtype], dtype=np.uint8).view(dtype).astype(np.float64)
-    return grid[np.isfinite(grid)]
-
-
-def moved(x: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Rounded to one of both neighbours in e2m1, up where 8 bits of noise carry over, in float32 as the sum is."""
-    size = np.minimum(np.abs(x), 6)
-    spacing = np.select([size < 2, size < 4], [0.5, 1], 2)
-    return np.copysign(np.floor(round24(size / spacing + (noise + 0.5) / 256)) * spacing, x)
+    return np.clip(x, -LARGEST[dtype], LARGEST[dtype]).astype(dtype).view(np.uint8)
 
 
 def round24(x: np.ndarray) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Training in 8-bit floating point once more, in NumPy and ml_dtypes: scales, casts, products and their transposes."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,25 +49,15 @@ def rolled(history: np.ndarray, amax: Any) -> np.ndarray:
     return history
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A product, how JAX is asked for it and how NumPy computes it.
+class Case(NamedTuple):
+    """A product, how JAX is asked for it and how NumPy computes it."""
 
-    Attributes:
-      shapes: of the left operand, of the weight and of the result.
-      call: `(x, w, **options) -> result`, by the package.
-      forward: `(x, w) -> result`.
-      to_left: `(grad, w) -> grad of x`.
-      to_right: `(x, grad) -> grad of w`.
-      summed: for each of these three, the axes of both operands that a scale of a row or a column spans.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    call: Callable[..., jax.Array]
-    forward: Callable[..., np.ndarray]
-    to_left: Callable[..., np.ndarray]
-    to_right: Callable[..., np.ndarray]
-    summed: tuple[tuple[tuple[int, ...], ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the left operand, of the weight and of the result
+    call: Callable[..., jax.Array]  # by the package
+    forward: Callable[..., np.ndarray]  # `(x, w) -> result`
+    to_left: Callable[..., np.ndarray]  # `(grad, w) -> grad of x`
+    to_right: Callable[..., np.ndarray]  # `(x, grad) -> grad of w`
+    summed: tuple[tuple[tuple[int, ...], ...], ...]  # for each of these, the axes that a scale of a row or column spans
 
 
 def contraction(equation: str, lengths: dict[str, int], call: Callable[..., jax.Array]) -> Case:

@@ -6,8 +6,6 @@ TINY = float(np.finfo(np.float32).tiny)
 HALF = 0.5 + 1e-5
 """Half a step, and what float32 loses of it: a quotient of up to 127 is off by at most 127 · 2^-23 < 2e-5 / 2."""
 
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 def int8(x: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Integers as floats, before rounding, and their scale."""

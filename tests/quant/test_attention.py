@@ -33,10 +33,8 @@ BIAS, MASK = draw_masks()
 @pytest.mark.parametrize(
     "options",
     [
-        {"is_causal": True, "local_window_size": (4, 2)},
-        {"query_seq_lengths": ROWS, "key_value_seq_lengths": COLUMNS, "local_window_size": 20},
-        {"bias": BIAS, "mask": MASK, "scale": 0.3, "query_seq_lengths": ROWS, "return_residual": True},
-        {"key_value_seq_lengths": COLUMNS, "is_causal": True, "bias": BIAS[:, :1]},
+        {"query_seq_lengths": ROWS, "key_value_seq_lengths": COLUMNS, "local_window_size": (20, 2)},
+        {"bias": BIAS, "mask": MASK, "scale": 0.3, "is_causal": True, "return_residual": True},
     ],
 )
 def test_masks_equal_those_of_jax(options):
@@ -77,9 +75,8 @@ def differentiate_exactly(operands, lengths, grad):
     )
 
 
-@pytest.mark.parametrize(
-    "format", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in list(FORMATS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_error_against_float64_is_within_the_format(format):
     operands, grad = draw(), jnp.array(np.random.default_rng(2).normal(size=(2, 32, 4, 32)), np.float32)
     options = {"is_causal": True, "key_value_seq_lengths": COLUMNS, "quantization": format}

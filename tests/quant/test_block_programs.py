@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -37,8 +36,7 @@ def make_step(format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "platform"), list(zip(FORMATS, ["tpu", "cuda"], strict=True)))
 def test_a_step_exports_with_three_products_of_narrow_numbers_for_each_layer(format, platform):
     loss_fn, args = make_step(format)
     grads_of_all = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1)))
@@ -65,56 +63,25 @@ def test_an_audit_counts_the_products_and_finds_nothing(format):
     assert not report.findings
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("format", FORMATS)
-def test_records_measure_the_products(format):
-    loss_fn, args = make_step(format)
-    (loss, _), stats = jax.jit(numerics.collect(jax.value_and_grad(loss_fn)))(*args)
-    measured = [(row.path, row.direction) for row in stats.rows() if row.primitive == "scaled_dot"]
-    assert [len([one for one in measured if one == key]) for key in KEYS] == [1, 1, 2, 1]
-    np.testing.assert_allclose(loss, jax.jit(loss_fn)(*args), rtol=2.0**-20)
-
-
 @pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("format", ["mxfp8(min_size=0)", "mxfp4(activations=true,min_size=0)", "nvfp4(min_size=0)"])
-def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
+def test_a_nan_is_followed_through_blocks_to_where_it_began():
     """Four bits have no nan: it is in the scale, which is made of the bits of the largest magnitude."""
-    loss_fn, (params, x) = make_step(format)
+    loss_fn, (params, x) = make_step("nvfp4(min_size=0)")
     origin = numerics.first_nonfinite(loss_fn)(params, x.at[0, 0].set(jnp.nan))[1]
     assert "argument `x`" in str(origin)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("format", FORMATS)
-def test_gradients_are_followed_to_the_products_that_sum_them(format):
-    loss_fn, args = make_step(format)
-    options = {"loss_scale": jmp.NoOpLossScale(), "reduce_dtype": "float32"}
-    reduced = jax.jit(jmp.value_and_grad(loss_fn, **options))(*args)  # nothing warns of what is opaque
-    plain = jax.jit(jax.value_and_grad(loss_fn))(*args)
-    for layer in ("up", "down"):  # sums in float32 already; biases are not
-        np.testing.assert_array_equal(reduced[1][layer]["kernel"], plain[1][layer]["kernel"])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_autocast_leaves_the_products_alone(format):
-    loss_fn, args = make_step(format)
+def test_autocast_leaves_the_products_alone():
+    loss_fn, args = make_step("nvfp4(min_size=0)")
     operands = lambda fun: re.findall(r"scaled_dot\[.*?\] (\S+) (\S+)", str(jax.make_jaxpr(fun)(*args)), re.DOTALL)
     assert len(operands(loss_fn)) == len(operands(jmp.autocast(loss_fn, "bfloat16"))) == 2
     dtypes = lambda fun: [m.dtypes for m in numerics.audit(fun)(*args).matmuls]
     assert dtypes(jmp.autocast(loss_fn, "bfloat16")) == dtypes(loss_fn)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("format", "computed"),
-    [
-        ("mxfp8", ("float8_e4m3fn", "bfloat16")),
-        ("nvfp4", ("float4_e2m1fn", "bfloat16")),
-        ("mxfp4", ("bfloat16",)),
-        ("mxfp8(activations=false)", ("bfloat16",)),
-    ],
+    ("format", "computed"), [("nvfp4", ("float4_e2m1fn", "bfloat16")), ("mxfp8(activations=false)", ("bfloat16",))]
 )
 def test_explain_shows_what_layers_compute_in_and_no_conversions(format, computed):
     layer = jmp.with_policy(nn.Dense(64), f"{format}_from_mixed_bfloat16")

@@ -12,7 +12,7 @@ from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmp_policy as jmp
-from jmp_policy.quant._attention import CacheSlot
+from jmp_policy.quant import CacheSlot
 
 FORMATS = ["int8", "float8_e4m3fn"]
 HEADS, DEPTH, FEATURES, TOKENS, BATCH = 2, 8, 16, 12, 3
@@ -86,6 +86,7 @@ def make_nnx(policy, weights, x):
 
 
 ADAPTERS = {"linen": make_linen, "nnx": make_nnx}
+PAIRS = list(zip(ADAPTERS, FORMATS, strict=True))
 
 
 def decode(step, cache, x, mask=None):
@@ -146,8 +147,7 @@ def check_logits(logits, weights, x, starts, format):
         assert RELATIVE[format] / 8 < relative < RELATIVE[format]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "format"), PAIRS)
 def test_decoding_a_batch_of_mixed_lengths_is_within_a_bound_of_the_whole_sequences_in_float64(adapter, format):
     weights, x = draw_weights(), draw_tokens()
     starts = TOKENS - LENGTHS
@@ -156,18 +156,7 @@ def test_decoding_a_batch_of_mixed_lengths_is_within_a_bound_of_the_whole_sequen
     check_logits(decode(step, cache, x, jnp.asarray(mask))[0], weights, x, starts, format)
 
 
-@pytest.mark.slow
-@pytest.mark.every_case
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_512_tokens_are_within_the_bound_of_the_whole_sequence_in_float64(adapter, format):
-    weights, x = draw_weights(), draw_tokens(512, 2)
-    step, cache = ADAPTERS[adapter](f"params=float32,cache={format}", weights, x)
-    check_logits(decode(step, cache, x)[0], weights, x, (0, 0), format)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "format"), PAIRS)
 def test_each_position_is_written_once(adapter, format):
     weights, x = draw_weights(), draw_tokens(4)
     step, cache = ADAPTERS[adapter](f"params=float32,compute=bfloat16,cache={format}", weights, x)
@@ -186,40 +175,12 @@ def test_each_position_is_written_once(adapter, format):
 
 def list_arrays(cache):
     """Returns the arrays of a cache by name, without its index."""
-    leaves = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in
-              jax.tree.leaves_with_path(cache))  # fmt: skip
-    names = {path.split("/")[1]: leaf for path, leaf in leaves}
+    spell = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    names = {spell(path).split("/")[1]: leaf for path, leaf in jax.tree.leaves_with_path(cache)}
     return {name: leaf for name, leaf in names.items() if name != "cache_index"}
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_a_cache_in_int8_takes_its_bytes_and_those_of_its_scales(adapter):
-    class Wide(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.MultiHeadAttention(4, decode=True, name="attend")(x)
-
-    def count(policy):
-        x = jnp.ones((2, 128, 256), jnp.float32)
-        if adapter == "linen":
-            cache = jmp.with_policy(Wide(), policy).init(jax.random.key(0), x)["cache"]
-        else:
-            layer = jmp.with_policy(nnx.MultiHeadAttention(4, 256, decode=True, rngs=nnx.Rngs(0)), policy)
-            layer.init_cache(x.shape)
-            cache = {"attend": nnx.state(layer, nnx.Cache)}
-        return cache
-
-    def size(policy):
-        arrays = list_arrays(nnx.eval_shape(lambda: count(policy)))
-        return sum(x.size * x.dtype.itemsize for x in arrays.values())
-
-    positions = 2 * 2 * 128 * 4  # keys and values, rows, positions, heads
-    assert size("mixed_bfloat16") == positions * 64 * 2
-    assert size("c=bf16,cache=int8") == size("c=bf16,cache=float8") == positions * (64 + 4)  # 0.53 of bfloat16
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "platform"), list(zip(ADAPTERS, ["tpu", "cuda"], strict=True)))
 def test_exported_steps_read_and_update_int8_and_no_cache_in_the_compute_dtype(adapter, platform):
     weights, x = draw_weights(), draw_tokens()
     step, cache = ADAPTERS[adapter]("params=float32,compute=bfloat16,cache=int8", weights, x)

@@ -10,17 +10,10 @@ from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
-from benchmarks._compiled import products
-from benchmarks._programs import Program
-from benchmarks._targets import tpu
 from jmp_policy import quant
 
 FORMATS = ("int8", "float8(recipe=current,min_size=0)", "mxfp8")
-VARIANTS = (
-    "float8(recipe=current/row,min_size=0)",
-    "float8(recipe=current,min_size=0,weight_grad=false)",
-    "mxfp8(block_size=16,gradients=e5m2)",
-)
+VARIANTS = ("float8(recipe=current/row,min_size=0,weight_grad=false)", "mxfp8(block_size=16,gradients=e5m2)")
 UNEVEN = (5, 0, 19, 6)  # of 32 rows
 _DENSE = (((1,), (0,)), ((), ()))
 
@@ -67,64 +60,37 @@ def assert_equal(tree, other):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-@pytest.mark.parametrize("format", [*FORMATS, *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)])
-def test_groups_equal_a_dense_matmul_each(format):
+@pytest.mark.parametrize(
+    ("format", "sizes"),
+    [
+        *((format, UNEVEN) for format in FORMATS[:2]),
+        *(pytest.param(format, UNEVEN, marks=pytest.mark.slow) for format in VARIANTS),
+        pytest.param("int8", (0, 0, 0, 0), marks=pytest.mark.slow),
+        pytest.param("mxfp8", (1, 29, 1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_groups_equal_a_dense_matmul_each(format, sizes):
     x, w, g = draw_exact(np.float32)
     # A scale or a block that rows of two groups shared would round the smaller ones to fewer bits.
     magnitudes = 2.0 ** (10 * np.repeat((0, 1, -1), (5, 19, 8)))[:, None].astype(np.float32)
     operands = (x * magnitudes, w, g * magnitudes)
     groups, dense = (jax.jit(run, static_argnums=(3, 4)) for run in (run_groups, run_dense))
-    assert_equal(groups(*operands, UNEVEN, format), dense(*operands, UNEVEN, format))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(32, 0, 0, 0), (0, 0, 0, 0), (8, 8, 8, 8), (1, 29, 1, 1)])
-@pytest.mark.parametrize("format", FORMATS)
-def test_any_sizes_equal_dense_matmuls(format, sizes):
-    operands = draw_exact(jnp.bfloat16)
-    wide = {"preferred_element_type": np.float32}  # bfloat16 sums are rounded before or after the scales
-    x, w, g = *operands[:2], operands[2].astype(np.float32)
-    groups, dense = (
-        jax.jit(lambda x, w, g, run=run: run(x, w, g, sizes, format, **wide)) for run in (run_groups, run_dense)
-    )
-    results, expected = groups(x, w, g), dense(x, w, g)
-    assert_equal(results[:1], expected[:1])
-    for result, other in zip(results[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(
-            np.asarray(result, np.float32), np.asarray(other, np.float32), rtol=2**-6, atol=2**-7
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_random_numbers_differ_from_dense_by_the_order_of_sums(format):
-    draws = np.random.default_rng(1)
-    x, w, g = (jnp.array(draws.normal(size=shape), np.float32) for shape in ((32, 64), (4, 64, 48), (32, 48)))
-    groups, dense = (jax.jit(run, static_argnums=(3, 4)) for run in (run_groups, run_dense))
-    # Each sum of n products differs by at most n * 2**-24 times the sum of magnitudes, which is at most n * 4.5**2.
-    for result, other in zip(groups(x, w, g, UNEVEN, format), dense(x, w, g, UNEVEN, format), strict=True):
-        np.testing.assert_allclose(result, other, rtol=0, atol=64 * 64 * 4.5**2 * 2**-24)
+    assert_equal(groups(*operands, sizes, format), dense(*operands, sizes, format))
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rows_after_the_last_group_do_not_count(format):
+def test_rows_after_the_last_group_do_not_count_and_a_bad_group_leaves_the_others_alone(format):
     x, w, g = draw_exact(np.float32)
     sizes = (5, 0, 9, 2)
     poisoned = x.at[16:].set(jnp.nan), w, g.at[16:].set(1e30)
     groups = jax.jit(run_groups, static_argnums=(3, 4))
     results = groups(*poisoned, sizes, format)
+    if format != "mxfp8":
+        bad = groups(x.at[0, 0].set(jnp.inf), w, g, UNEVEN, format)[0]
+        assert np.isfinite(bad).all(1).tolist() == [row >= (1 if format == "int8" else 5) for row in range(32)]
     assert_equal(results, groups(x.at[16:].set(0), w, g, sizes, format))
     assert not results[0][16:].any()
     assert not results[1][16:].any()
-
-
-@pytest.mark.parametrize("format", ["int8", "float8(recipe=current,min_size=0)"])
-def test_a_bad_group_leaves_the_others_alone(format):
-    x, w, _ = draw_exact(np.float32)
-    multiply = jax.jit(lambda x: quant.ragged_dot(x.at[0, 0].set(jnp.inf), w, jnp.array(UNEVEN), quantization=format))
-    out = multiply(x)
-    assert not jnp.isfinite(out[0]).any()
-    assert jnp.isfinite(out[5:]).all()
 
 
 @pytest.mark.parametrize(
@@ -143,22 +109,6 @@ def test_accelerators_get_8_bit_operands(format, operands):
         calls = [line for line in text.splitlines() if 'composite "chlo.ragged_dot"' in line]
         types = [re.findall(r"tensor<[0-9x]+x(\w+)>", line.rpartition(" : ")[2]) for line in calls]
         assert [f"{left} {right} {out}" for left, right, _, out in types] == operands
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "operands"),
-    [
-        ("int8", {"s8": 1, "bf16": 2}),
-        ("float8(recipe=current)", {"f8e4m3fn": 1, "f8e5m2 x f8e4m3fn": 1, "f8e4m3fn x f8e5m2": 1}),
-        ("mxfp8", {"bf16": 3}),
-    ],
-)
-def test_the_compiler_for_a_tpu_keeps_8_bit_operands(format, operands):
-    pytest.importorskip("libtpu")
-    shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (4, 128, 256), (256, 256)))
-    program = Program(jax.jit(lambda *operands: run_groups(*operands, (64, 0, 160, 32), format)), shapes)
-    assert products(tpu().compile(program)) == operands
 
 
 def test_output_and_gradients_have_the_dtypes_of_dot_general():
@@ -189,7 +139,7 @@ def test_vmap_equals_a_call_each():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS[:2])
 def test_shard_map_sums_the_gradient_of_replicated_matrices(format):
     x, w, g = draw_exact(np.float32, rows=64)
     sizes, mesh = jnp.array([UNEVEN, (10, 2, 10, 10)]), make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -214,14 +164,15 @@ def test_shard_map_sums_the_gradient_of_replicated_matrices(format):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("format", FORMATS[1:])
-def test_a_second_derivative_is_an_error(format):
+def test_a_second_derivative_is_an_error():
     x, w, _ = draw_exact(np.float32)
-    loss = lambda x: quant.ragged_dot(x, w, jnp.array(UNEVEN), quantization=format).sum()
-    with pytest.raises(TypeError, match=r"have no second derivative\. For example"):
-        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).sum()), x)
+    for format in FORMATS[1:]:
+        loss = lambda x, format=format: quant.ragged_dot(x, w, jnp.array(UNEVEN), quantization=format).sum()
+        with pytest.raises(TypeError, match=r"have no second derivative\. For example"):
+            jax.eval_shape(jax.grad(lambda x, loss=loss: jax.grad(loss)(x).sum()), x)
 
 
+@pytest.mark.slow
 def test_a_mixed_second_derivative_of_int8_is_that_of_dot_general():
     x, w, g = draw_exact(np.float32)
     groups, dense = (
@@ -247,14 +198,10 @@ X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
         ((X, W, SIZES), {"quantization": "float8"}, ValueError, r"which 'float8' needs\. For .*float8\(recipe=current"),
         ((X, W, SIZES), {"quantization": "mxfp8"}, ValueError, r"Blocks of 32 do not divide the 4 inputs"),
         ((X, W, SIZES), {"quantization": "int9"}, ValueError, r"Unknown quantization 'int9'"),
+        ((X, quant.quantize_array(jax.ShapeDtypeStruct(W.shape, W.dtype), "int8"), SIZES), {}, TypeError,
+         r"got QuantizedArray\(int8, .*For example: rhs\.dequantize\(\)"),
     ],
 )  # fmt: skip
 def test_errors_quote_and_show_an_example(arguments, options, error, text):
     with pytest.raises(error, match=text):
         quant.ragged_dot(*arguments, **{"quantization": "int8"} | options)
-
-
-def test_a_stored_weight_must_be_dequantized():
-    stored = quant.quantize_array(W, "int8")
-    with pytest.raises(TypeError, match=r"got QuantizedArray\(int8, .*For example: rhs\.dequantize\(\)"):
-        quant.ragged_dot(X, stored, SIZES, quantization="int8")

@@ -1,23 +1,13 @@
-"""Certificates: three issues of JAX are found, and 10,000 random inputs break no certificate."""
+"""Certificates: functions that are proved, issues of JAX that are found, and what cannot be told."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certified import CASES, WIDE, X, draw, shape
-from flax import linen as nn
-from jax.experimental import checkify
+from certified import CASES, WIDE, X, find_break, shape
+from zoo import ZOO
 
 from jmp_policy.contrib import Certificate, certify
-from jmp_policy.contrib._certify._interpreter import FaultSearch
-
-
-def find_break(fun, *args):
-    """Returns the fault of the first operation that fails for these arguments, one operation at a time."""
-    program = jax.make_jaxpr(fun)(*args)
-    trial = FaultSearch(set())
-    trial.run(program.jaxpr, program.consts, jax.tree.leaves(args))
-    return trial.fault
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -26,22 +16,6 @@ def test_the_function_is_certified(name):
     certificate = certify(case.fun, case.ranges)(*case.args)
     assert certificate.holds, str(certificate)
     assert str(certificate) == "proved: no overflow, division by zero, invalid operation or cancellation"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", CASES)
-def test_10_000_random_inputs_do_not_break_the_certificate(name):
-    case = CASES[name]
-    batch = draw(case, 10_000)
-    if "while" in name:  # a mapped one, which checkify does not support
-        out = jax.jit(jax.vmap(case.fun))(*batch)
-    else:
-        error, out = jax.jit(jax.vmap(checkify.checkify(case.fun, errors=checkify.float_checks)))(*batch)
-        assert error.get() is None
-    for leaf in jax.tree.leaves(out):
-        assert np.isfinite(np.asarray(leaf, np.float64)).all()
-    if "while" not in name:  # of which each operation would be compiled for each iteration
-        assert find_break(jax.vmap(case.fun), *batch) is None
 
 
 def softmax_loss(logits):
@@ -94,68 +68,30 @@ BROKEN = {
     "overflow of a product": (jnp.square, (-300, 300), "float16", "square"),
     "division by zero, underflow": (lambda x: 1 / (x * x), (1e-30, 1), "float32", "div"),
     "division by zero, no eps": (lambda x: x / jnp.sqrt(jnp.sum(x * x)), (-1, 1), "float32", "div"),
-    "division by zero, eps of float32": (
-        lambda x: 1 / (jnp.abs(x) + jnp.asarray(1e-8, x.dtype)),
-        (-1, 1),
-        "float16",
-        "div",
-    ),
+    "division by zero, eps": (lambda x: 1 / (jnp.abs(x) + jnp.array(1e-8, x.dtype)), (-1, 1), "float16", "div"),
     "division by zero, product": (lambda x: 1 / jnp.prod(x), (1e-5, 1), "float32", "div"),
     "division by zero, power that underflows": (lambda x: x**-2, (1e-30, 1), "float32", "integer_pow"),
     "division by zero, log": (lambda x: jnp.log(jax.nn.sigmoid(x)), (-20, 20), "float16", "log"),
-    "division by zero, power": (lambda x: x**-2, (0, 1), "float32", "integer_pow"),
     "invalid operation": (lambda x: jnp.sqrt(1 - x), (0, 2), "float32", "sqrt"),
-    "division by zero, gradient of jnp.where": (
-        jax.grad(lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()),
-        (-1, 1),
-        "float32",
-        "div",
-    ),
+    "division by zero, gradient": (
+        jax.grad(lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()), (-1, 1), "float32", "div"),
     "division by zero, unselected but multiplied": (lambda x: jnp.sign(x) * (1 / x), (-1, 1), "float32", "div"),
-    "division by zero, unselected but summed": (
-        lambda x: jnp.where(x > 0, jnp.sum(1 / x), 0.0),
-        (-1, 1),
-        "float32",
-        "div",
-    ),
-    "division by zero, selected and returned": (
-        lambda x: (jnp.where(x > 0, 1 / x, 0.0), 1 / x),
-        (-1, 1),
-        "float32",
-        "div",
-    ),
+    "division by zero, but summed": (lambda x: jnp.where(x > 0, jnp.sum(1 / x), 0.0), (-1, 1), "float32", "div"),
+    "division by zero, and returned": (lambda x: (jnp.where(x > 0, 1 / x, 0.0), 1 / x), (-1, 1), "float32", "div"),
     "division by zero, in the wrong case": (lambda x: jnp.where(x > 0, 0.0, 1 / x), (-1, 1), "float32", "div"),
-    "division by zero, in a transposed place": (
-        lambda x: jnp.where(x[:, :3].T > 0, 1 / x[:, :3], 0.0),
-        (-1, 1),
-        "float32",
-        "div",
-    ),
+    "division by zero, transposed": (lambda x: jnp.where(x[:, :3].T > 0, 1 / x[:, :3], 0.0), (-1, 1), "float32", "div"),
     "invalid operation, between two values": (
-        lambda x: jnp.where((x != 0) & (x != 1), jnp.sqrt(x * (x - 1)), 0.0),
-        (-2, 2),
-        "float32",
-        "sqrt",
-    ),
+        lambda x: jnp.where((x != 0) & (x != 1), jnp.sqrt(x * (x - 1)), 0.0), (-2, 2), "float32", "sqrt"),
     "overflow, selected": (lambda x: jnp.where(x > 0, 1 / x, 0.0), (-1, 1), "float16", "div"),
     "cancellation, log": (lambda x: jnp.log(1 - jax.nn.sigmoid(x)), (-30, 30), "float32", "sub"),
     "cancellation, expm1": (lambda x: jnp.exp(x) - 1, (1e-8, 1), "float32", "sub"),
     "cancellation, scaled": (lambda x: 0.5 * (1 + jnp.tanh(x)), (-30, 30), "float32", "add"),
     "overflow in a scan": (
-        lambda x: jax.lax.scan(lambda c, _: (c * c, None), x, None, length=9)[0],
-        (1, 2),
-        "float32",
-        "mul",
-    ),
+        lambda x: jax.lax.scan(lambda c, _: (c * c, None), x, None, length=9)[0], (1, 2), "float32", "mul"),
     "overflow after a while": (
-        lambda x: jnp.exp(jax.lax.while_loop(lambda c: jnp.max(c) < 100, lambda c: 2 * c, x)),
-        (1, 2),
-        "float32",
-        "exp",
-    ),
-    "division by zero, selected": (lambda x: jnp.log(jnp.where(x < 0, 1.0, x)), (-1, 1), "float32", "log"),
+        lambda x: jnp.exp(jax.lax.while_loop(lambda c: jnp.max(c) < 99, lambda c: 2 * c, x)), (1, 2), "float32", "exp"),
     "overflow in a cond": (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.exp, jnp.sin, x), (-100, 100), "float32", "exp"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -175,17 +111,12 @@ LARGE = shape(3000, 3000)
 
 UNKNOWN = {
     "linear algebra": (jnp.linalg.qr, (-1, 1), "it has no rule", "qr"),
-    "random numbers": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), (-1, 1), "it has no rule", ""),
-    "a loop": (
-        lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, length=300)[0],
-        (0, 1),
-        "its bounds still grow",
-        "scan",
-    ),
+    "a loop": (lambda x: jax.lax.scan(lambda c, _: (c + x, None), x, None, length=300)[0], (0, 1),
+               "its bounds still grow", "scan"),
     "subnormal numbers": (lambda x: jnp.arctan2(x, x), (-1, 1), "it has no rule", "atan2"),  # nan on a CPU
     "a sorted difference": (lambda x: jnp.sort(1 - jax.nn.sigmoid(x)), (-20, 20), "cancellation", "sub"),
     "correlations": (lambda x: jnp.sqrt(jnp.exp(x) - x), (-3, 3), "invalid operation", "sqrt"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -194,19 +125,10 @@ def test_it_says_that_it_cannot_tell(name):
     certificate = certify(fun, [pair])(LARGE)
     assert certificate.holds is None
     assert certificate.fault.startswith(fault)
-    assert certificate.primitive == primitive or not primitive
+    assert certificate.primitive == primitive
     assert certificate.counterexample is None
     assert not certificate
     assert str(certificate).startswith("cannot tell: ")
-
-
-def test_it_cannot_tell_of_a_network():
-    net = nn.Sequential([nn.Dense(5), nn.relu] * 20)
-    x = shape(10**6, 5)  # too large to be tried
-    certificate = certify(net.apply, [(-10, 10), (-10, 10)], "float16")(
-        jax.eval_shape(net.init, jax.random.key(0), x), x
-    )
-    assert (certificate.holds, certificate.fault) == (None, "overflow")
 
 
 # The functions of four numbers are at most this large.
@@ -275,11 +197,8 @@ def test_ranges_are_a_tree_or_one_pair():
     assert jax.tree.structure(broken.counterexample) == jax.tree.structure((tree, X))
 
 
-def test_values_of_arguments_do_not_matter():
+def test_values_of_arguments_do_not_matter_and_large_arrays_are_not_tried():
     assert certify(jnp.exp, [(0, 100)])(jnp.zeros((3, 5))).holds is False
-
-
-def test_large_arrays_are_not_tried():
     certificate = certify(jnp.exp, [(0, 100)])(shape(10**5, 10**5))
     assert (certificate.holds, certificate.fault, certificate.operands) == (None, "overflow", ((0.0, 100.0),))
 
@@ -294,24 +213,40 @@ def test_a_certificate_is_true_only_if_it_holds():
     assert [bool(Certificate(holds)) for holds in (True, False, None)] == [True, False, False]
 
 
-def test_errors():
-    with pytest.raises(
-        TypeError, match=r"certify takes a function, got 3\. .*: certify\(train_step, \[\(-1, 1\), \(0, 10\)\]\)"
-    ):
-        certify(3, (0, 1))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match=r"The ranges \[\(0, 1\)\] do not fit arguments of shapes .*For example: certify\(loss"
-    ):
-        certify(jnp.add, [(0, 1)])(X, X)
-    with pytest.raises(
-        TypeError, match=r"The argument 2\.0 is a Python number, .*jax\.ShapeDtypeStruct\(\(\), 'float32'\)"
-    ):
-        certify(lambda x, y: x * y, [(0, 1), (0, 9)])(X, 2.0)
-    with pytest.raises(ValueError, match=r"\(1, 0\) is not a range\. .*For example: \(-10\.0, 10\.0\)"):
-        certify(jnp.exp, [(1, 0)])(X)
-    with pytest.raises(ValueError, match=r"The range \(0, 1000000\.0\) does not fit float16, .*65504"):
-        certify(jnp.exp, [(0, 1e6)], "float16")(X)
-    with pytest.raises(
-        ValueError, match=r"No number of int32 is in the range \(0\.1, 0\.9\)\. .*For example: \(0, 1\)"
-    ):
-        certify(lambda i: i, [(0.1, 0.9)])(shape(3, dtype="int32"))
+@pytest.mark.parametrize("name", ["scan_over_layers", "while_loop", "switch_in_vmap", "custom_vjp_in_vmap_and_scan"])
+def test_control_flow_of_the_zoo_is_followed(name):
+    assert certify(ZOO[name].fun, (0, 1))(*ZOO[name].args).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ZOO][::12])
+def test_a_program_of_the_zoo_is_certified_or_not_without_an_error(name):
+    specimen = ZOO[name]
+    args = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf, specimen.args)
+    with specimen.context():
+        certificate = certify(specimen.fun, (0, 1))(*args)
+    assert bool(certificate) == (str(certificate)[:6] == "proved")
+    if certificate.holds is False:
+        assert jax.tree.structure(certificate.counterexample) == jax.tree.structure(args)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: certify(3, (0, 1)), TypeError,
+         r"certify takes a function, got 3\. .*: certify\(train_step, \[\(-1, 1\), \(0, 10\)\]\)"),
+        (lambda: certify(jnp.add, [(0, 1)])(X, X), ValueError,
+         r"The ranges \[\(0, 1\)\] do not fit arguments of shapes .*For example: certify\(loss"),
+        (lambda: certify(lambda x, y: x * y, [(0, 1), (0, 9)])(X, 2.0), TypeError,
+         r"The argument 2\.0 is a Python number, .*jax\.ShapeDtypeStruct\(\(\), 'float32'\)"),
+        (lambda: certify(jnp.exp, [(1, 0)])(X), ValueError,
+         r"\(1, 0\) is not a range\. .*For example: \(-10\.0, 10\.0\)"),
+        (lambda: certify(jnp.exp, [(0, 1e6)], "float16")(X), ValueError,
+         r"The range \(0, 1000000\.0\) does not fit float16, .*65504"),
+        (lambda: certify(lambda i: i, [(0.1, 0.9)])(shape(3, dtype="int32")), ValueError,
+         r"No number of int32 is in the range \(0\.1, 0\.9\)\. .*For example: \(0, 1\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_certified_is_an_error(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

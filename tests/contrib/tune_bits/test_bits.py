@@ -8,26 +8,23 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
+
+# The whole front of a table of costs, of which a result shows a few points only.
 from jmp_policy.contrib import _tune_bits
-from jmp_policy.contrib._bit_tuning import Layer, Model
-from jmp_policy.numerics._tune_search import Subject
 
 INT4, INT8 = "int4/8(min_size=0)", "int8(activations=false,min_size=0)"
 FORMATS = [INT8, INT4, "bfloat16"]
 
 
 class Net(nn.Module):
-    sizes: tuple[int, ...] = (16, 4)
-
     @nn.compact
     def __call__(self, x):
-        for index, size in enumerate(self.sizes):
+        for index, size in enumerate((16, 4)):
             x = nn.Dense(size, name=f"layer_{index}")(nn.tanh(x))
         return x
 
@@ -117,22 +114,20 @@ def test_the_plot_has_predicted_and_measured_losses(tuning):
     assert axes.get_xlabel() == "bits per weight, with scales"
 
 
+@pytest.mark.slow
 def test_the_prediction_is_half_the_mean_square_of_gradient_times_error():
     """Against float64: gradients of a least-squares problem are known."""
     kernel, labels = VARIABLES["params"]["layer_0"]["kernel"], draw(4, (8, 16))
-    model = nn.Dense(16)
     variables = {"params": {"kernel": kernel, "bias": jnp.zeros(16)}}
-    measured = Model(Subject(model, (variables, X, labels), False, False, 0), jmp.get_policy("float32"), loss_fn)
-    policies = {INT4: jmp.get_policy(f"{INT4}_from_float32")}
-    layers = measured.list_layers(policies)
-    ((predicted,),) = measured.predict(layers)
+    found = tune(nn.Dense(16), (variables, X, labels), formats=[INT4], effective_bits=16)
     x, w, y = (np.asarray(array, np.float64) for array in (X, kernel, labels))
     error = np.asarray(quant.quantize_array(kernel, INT4).dequantize(), np.float64) - w
     products = 2 * np.sum((x @ w - y) * (x @ error), axis=1) / 16
-    assert predicted == pytest.approx(np.mean(products**2) / 2, rel=1e-5)
+    before = np.mean((x @ w - y) ** 2)
+    assert found.curve[0].predicted == pytest.approx(np.mean(products**2) / 2 / before, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_front_is_that_of_all_choices(seed):
     rng = random.Random(seed)
     bits = [[rng.randint(1, 9) * size for _ in range(3)] for size in (1, 4, 4, 16, 5)]
@@ -162,62 +157,6 @@ def test_a_thinned_front_loses_little(monkeypatch):
         assert exact <= near <= 1.1 * exact  # 1.07 at most
 
 
-SIX = (32, 64, 32, 16, 64, 4)
-
-
-def train_six_layers(seed):
-    """Returns variables and a data set of 256 examples with noise, after 300 steps."""
-    teacher, x = Net(SIX), draw(seed + 10, (256, 8))
-    labels = teacher.apply(teacher.init(jax.random.key(seed + 20), x), 2 * x) + 0.3 * draw(seed + 30, (256, 4))
-    tx = optax.adam(3e-3)
-
-    def step(carry, _):
-        variables, state = carry
-        grads = jax.grad(lambda variables: loss_fn(Net(SIX), variables, x, labels))(variables)
-        updates, state = tx.update(grads, state)
-        return (optax.apply_updates(variables, updates), state), None
-
-    variables = Net(SIX).init(jax.random.key(seed), x)
-    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
-        train = jax.jit(lambda *start: jax.lax.scan(step, start, length=300)[0][0])
-        variables = train(variables, tx.init(variables))
-    return variables, x, labels
-
-
-def measure_all(variables, x, labels):
-    """Returns the bits per weight and the loss of each of the 729 assignments, and the loss without quantization."""
-    params = variables["params"]
-    kernels = [params[f"layer_{index}"]["kernel"] for index in range(6)]
-    stored = [[quant.quantize_array(kernel, format) for format in (INT4, INT8)] for kernel in kernels]
-    bits = [[8 * each.nbytes for each in pair] + [16 * pair[0].size] for pair in stored]
-    tables = [
-        jnp.stack([*(each.dequantize() for each in pair), kernel.astype(jnp.bfloat16).astype(jnp.float32)])
-        for pair, kernel in zip(stored, kernels, strict=True)
-    ]
-
-    def measure(formats):
-        new = {f"layer_{n}": {**params[f"layer_{n}"], "kernel": tables[n][formats[n]]} for n in range(6)}
-        return loss_fn(Net(SIX), {"params": new}, x, labels)
-
-    every = jnp.array(list(itertools.product(range(3), repeat=6)))
-    losses = np.asarray(jax.jit(lambda every: jax.lax.map(measure, every))(every))
-    taken = np.array(bits)[np.arange(6), np.asarray(every)].sum(1) / sum(kernel.size for kernel in kernels)
-    return taken, losses, float(loss_fn(Net(SIX), variables, x, labels))
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-@pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_within_5_percent_of_the_best_of_all_assignments(seed):
-    args = train_six_layers(seed)
-    bits, losses, before = measure_all(*args)
-    assert losses[0] > 1.05 * before  # so that the choice matters
-    for limit in (9.1, 9.3, 9.6, 10.0):
-        found = tune(Net(SIX), args, effective_bits=limit)
-        best = losses[bits <= limit].min()
-        assert before * (1 + found.error) <= 1.05 * best
-
-
 class TwoLinears(nnx.Module):
     def __init__(self, is_tied=False):
         self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -241,20 +180,6 @@ def test_an_nnx_model_is_stored_within_the_limit_with_a_dtype_among_the_formats(
 
 
 @pytest.mark.slow
-def test_linen_variables_are_stored_within_the_limit_with_a_dtype_among_the_formats():
-    found = tune(Net(), ARGS, formats=[INT4, "bfloat16"], effective_bits=12.0)
-    assert sorted(found.formats.values()) == ["bfloat16", INT4]
-    served = jmp.with_policy(Net(), found.policy_map)
-    shapes = jax.eval_shape(served.init, jax.random.key(0), X)
-    cast = jax.tree.map(lambda value, shape: value.astype(shape.dtype), VARIABLES, shapes)
-    params = quant.quantize(cast, found.policy_map)["params"]
-    bits = 8 * sum(params[name]["kernel"].nbytes for name in found.formats)
-    assert bits / 192 == found.effective_bits <= 12.0
-    before, after = float(loss_fn(Net(), *ARGS)), float(loss_fn(served, {"params": params}, X, LABELS))
-    assert after / before - 1 == pytest.approx(found.error, rel=1e-3)
-
-
-@pytest.mark.slow
 def test_a_tied_weight_is_one_layer():
     found = tune(TwoLinears(is_tied=True), (X, draw(5, (8, 8))), nnx_loss, effective_bits=13.0)
     assert {*found.formats} == {"first", "second"}
@@ -269,15 +194,6 @@ class Tokens(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.table(x))
-
-
-def test_a_layer_has_each_stored_weight_once_and_names_its_own_format():
-    weight = draw(6, (8, 8))
-    stored = (*(quant.quantize_array(weight, format) for format in (INT8, INT8, INT4)), weight)
-    layer = Layer(("table",), 0, weight, (INT4, INT8, "int4/8", "mxfp8"), stored, (9, 9, 5, 32)).select([0, 1, 2, 3])
-    assert layer.formats == (INT4, "int4/8", "mxfp8")
-    assert layer.bits == (9, 5, 32)
-    assert [layer.name_stored(index) for index in range(3)] == ["int8", "int4/8", "float32"]
 
 
 @pytest.mark.slow
@@ -306,15 +222,13 @@ def test_inputs_in_8_bits_are_part_of_the_error():
 
 
 @pytest.mark.slow
-def test_trials_in_a_file_are_not_run_again(tmp_path):
-    file, calls = tmp_path / "trials.jsonl", []
-    whole = tune(Net(), ARGS, trials_file=file)
+def test_trials_in_a_file_are_not_run_again(tmp_path, capsys):
+    file = tmp_path / "trials.jsonl"
+    whole = tune(Net(), ARGS, trials_file=file, progress=True)
+    assert len(capsys.readouterr().err.splitlines()) == len(whole.trials)
     lines = file.read_text(encoding="utf-8")
-    measure = Model.measure
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Model, "measure", lambda *args: calls.append(args) or measure(*args))
-        assert tune(Net(), ARGS, trials_file=file) == whole
-    assert len(calls) == 2  # before quantization, and under the map
+    assert tune(Net(), ARGS, trials_file=file, progress=True) == whole
+    assert capsys.readouterr().err == ""
     assert file.read_text(encoding="utf-8") == lines
     with pytest.raises(ValueError, match="trials of another run: its policy is"):
         tune(Net(), ARGS, formats=[INT8], trials_file=file)
@@ -329,18 +243,12 @@ def test_the_budget_ends_the_search(capsys):
     assert re.fullmatch(r"tuning Net: trial 1, loss [+-]\S+ %\n", capsys.readouterr().err)
 
 
-def check(error, message, *args, **options):
-    with pytest.raises(error, match=re.escape(message)):
-        tune(*args, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"effective_bits": None}, "effective_bits must be a number above 0, got None. For example: tune_bits(model, "),
         ({"effective_bits": -1}, "effective_bits must be a number above 0, got -1."),
         ({"effective_bits": True}, "effective_bits must be a number above 0, got True."),
-        ({"formats": None}, "effective_bits needs a list of formats to choose from, got None."),
         ({"formats": []}, "effective_bits needs a list of formats to choose from, got []."),
         ({"formats": "int8"}, "effective_bits needs a list of formats to choose from, got 'int8'."),
         ({"formats": ["bfloat16"]}, "No format quantizes, got ['bfloat16']."),
@@ -351,36 +259,23 @@ def check(error, message, *args, **options):
         ({"formats": ["int8"]}, "Nothing to quantize under the policy 'int8_from_float32': 'layer_0/kernel': 128"),
         ({"metric": lambda *args: jnp.nan * loss_fn(*args)}, "The loss of Net is nan before quantization."),
         ({"metric": lambda *args: 0 * loss_fn(*args)}, "The loss of Net is 0 before quantization."),
-        (
-            {"metric": lambda *args: 1 + jnp.sqrt(0 * loss_fn(*args))},
-            "The gradients of the loss of Net are not finite. Find the origin with numerics.first_nonfinite.",
-        ),
+        ({"metric": lambda *args: 1 + jnp.sqrt(0 * loss_fn(*args))},
+         "The gradients of the loss of Net are not finite. Find the origin with numerics.first_nonfinite."),
+        ({"args": ARGS[:2], "metric": None},
+         "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune_bits(model, (variables, x, "),
+        ({"model": TwoLinears(), "args": ARGS[1:2], "metric": None},
+         "got float32[8, 8]. For example: tune_bits(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "),
+        ({"args": (VARIABLES, X, jnp.float32(2.0)),
+          "metric": lambda model, variables, x, scale: scale * jnp.mean(model.apply(variables, x))},
+         "the inputs of Net have no leading axis of the same length, got [(), (8,)]."),
+        ({"model": nnx_loss, "args": (X,)}, "effective_bits is for the weights of a module, and nnx_loss is a func"),
     ],
-)
-def test_bad_options(options, message):
-    check(ValueError, message, Net(), ARGS, **options)
+)  # fmt: skip
+def test_what_cannot_be_tuned_is_an_error(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(**{"model": Net(), "args": ARGS, **options})
 
 
-def test_a_model_that_returns_no_loss():
-    message = (
-        "effective_bits needs a scalar loss of Net, got float32[8, 4]. For example: tune_bits(model, (variables, x, l"
-    )
-    check(ValueError, message, Net(), ARGS[:2], None)
-
-
-def test_an_example_for_an_nnx_model_has_no_variables():
-    example = " For example: tune_bits(model, (x, labels), 'mixed_bfloat16', metric=loss_fn, "
-    check(ValueError, f"got None.{example}", TwoLinears(), ARGS[1:], nnx_loss, effective_bits=None)
-    check(ValueError, f"got float32[8, 8].{example}", TwoLinears(), ARGS[1:2], None)
+def test_a_tuned_function_of_a_module_is_an_error_that_names_the_module():
     with pytest.raises(ValueError, match=r"Tune the module itself\. For example: tune\(model, \(x,\), 'int8_from"):
         jmp.tune(nnx_loss, (TwoLinears(), *ARGS[1:]), "int8_from_float32", tolerance=0.1)
-
-
-def test_inputs_without_an_axis_of_examples():
-    metric = lambda model, variables, x, scale: scale * jnp.mean(model.apply(variables, x))
-    message = "the inputs of Net have no leading axis of the same length, got [(), (8,)]."
-    check(ValueError, message, Net(), (VARIABLES, X, jnp.float32(2.0)), metric)
-
-
-def test_a_function_has_no_weights_to_choose_formats_for():
-    check(ValueError, "effective_bits is for the weights of a module, and nnx_loss is a function.", nnx_loss, (X,))

@@ -1,0 +1,324 @@
+"""What holds for products in every format: dtypes, derivatives, transformations, meshes, bad numbers, programs."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
+from quant_reference import fresh
+
+from jmp_policy.quant import (
+    FakeQuantized,
+    Int8,
+    Layout,
+    conv_general_dilated,
+    dot_general,
+    einsum,
+    embedding_lookup,
+    float8_state,
+    kernel_layout,
+    quantize_array,
+    table_layout,
+)
+
+ROWS = (((1,), (0,)), ((), ()))
+DELAYED, CURRENT, BY_ROW = (
+    "float8/3(min_size=0)",
+    "float8(recipe=current,min_size=0)",
+    "float8(recipe=current/row,min_size=0)",
+)
+INTEGERS = ("int8", "int8(activations=false)", "int4/8")
+BLOCKS = ("mxfp8/8", "nvfp4/8", "mxfp4/8(activations=true)", "mxfp4/8")
+STORED = INTEGERS + BLOCKS
+FORMATS = (*STORED, CURRENT, BY_ROW)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def array(*shape, dtype="float32"):
+    return jnp.asarray(fresh(*shape), dtype)
+
+
+def multiply(x, w, format):
+    return dot_general(x, w, ROWS, quantization=format)
+
+
+quantized = jax.jit(quantize_array, static_argnums=(1, 2))
+multiplied = jax.jit(multiply, static_argnums=2)
+
+
+def with_gradients(x, w, t, format):
+    out, backward = jax.vjp(lambda x, w: multiply(x, w, format), x, w)
+    return out, *backward(t)
+
+
+def assert_close(found, expected, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("format", "preferred"), list(zip(FORMATS, itertools.cycle([None, jnp.float32, jnp.float16]))))
+def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operands(format, preferred):
+    product = functools.partial(dot_general, preferred_element_type=preferred, quantization=format)
+    loss = lambda x, w: (lambda out: (jnp.sum(out.astype(jnp.float32)), out))(product(x, w, ROWS))
+    x, w = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    (of_x, of_w), out = jax.eval_shape(jax.grad(loss, (0, 1), has_aux=True), x, w)
+    assert (out.dtype, of_x.dtype, of_w.dtype) == (preferred or jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        ("int8", "float32"),
+        ("int4/8", "bfloat16"),
+        ("mxfp8/8", "float16"),
+        pytest.param("int8(activations=false)", "float16", marks=pytest.mark.slow),
+        pytest.param("nvfp4/8", "float32", marks=pytest.mark.slow),
+        pytest.param("mxfp4/8", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
+    x, w = array(5, 16, dtype=dtype), array(16, 6)
+    stored = quantized(w, format)
+    plain, other = multiplied(x, w, format), multiplied(x, stored, None)
+    assert plain.dtype == other.dtype == dtype
+    if jax.default_backend() == "gpu" and "int4" in format:  # which multiply as floats, in an order of each kernel
+        np.testing.assert_allclose(np.float32(plain), np.float32(other), rtol=2.0**-7, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(plain, other)
+    # The backward pass of blocks rounds what is stored once more, along another axis.
+    again = stored.dequantize() if format in BLOCKS[:3] else w
+    loss = lambda x, w, format: jnp.sum(multiply(x, w, format))
+    gradients = jax.jit(jax.grad(loss, (0, 1), allow_int=True), static_argnums=2)
+    of_x, of_stored = gradients(x, stored, None)
+    np.testing.assert_array_equal(of_x, gradients(x, again, format)[0])
+    assert not any(leaf.any() for leaf in jax.tree.leaves(of_stored) if leaf.dtype == jnp.float32)
+
+
+@pytest.mark.parametrize(("format", "bad"), list(zip(FORMATS, itertools.cycle([np.nan, np.inf, -np.inf]))))
+def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_it_is_part_of(format, bad):
+    x, w, t = array(48, 16), array(16, 16), array(48, 16)
+    (plain, *_), (spoilt, _, of_w) = (
+        jax.jit(with_gradients, static_argnums=3)(a, w, t, format) for a in (x, x.at[2, 3].set(bad))
+    )
+    assert not np.isfinite(spoilt[2]).any()
+    if format not in (CURRENT, "nvfp4/8"):  # which scale the tensor by its largest finite magnitude, or by all of them
+        np.testing.assert_array_equal(np.delete(spoilt, 2, axis=0), np.delete(plain, 2, axis=0))
+    if format not in INTEGERS:  # whose gradients are of the rounded rows
+        assert not np.isfinite(of_w[3]).any()
+    spoilt_weight = multiplied(x, w.at[4, 5].set(bad), format)
+    assert not np.isfinite(spoilt_weight[:, 5]).any()
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "sums", "columns"),
+    [
+        ("mxfp8/8", 0, 16, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", 3, 0, 5), ("int4/8", 3, 16, 5))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nvfp4/8", 3, 16, 0), ("mxfp4/8", 3, 0, 5))),
+    ],
+)
+def test_rows_of_zeros_no_rows_no_outputs_and_sums_of_nothing(format, rows, sums, columns):
+    x, w = jnp.zeros((rows, sums)), jnp.ones((sums, columns))
+    results = jax.jit(with_gradients, static_argnums=3)(x, w, jnp.ones((rows, columns)), format)
+    assert [array.shape for array in results] == [(rows, columns), x.shape, w.shape]
+    assert not any(array.any() for array in results[::2])
+
+
+def straight_through(original, rounded):
+    """By hand: the numbers of the second, the derivative of the first."""
+    return lax.stop_gradient(rounded) + (original - lax.stop_gradient(original))
+
+
+def by_hand(x, w, format):
+    """The product of both operands as they were rounded, in floats."""
+    if format == "int8":  # a row of the input is a column of its transpose
+        x = straight_through(x, quantize_array(x.T, "int8").dequantize().T)
+    return x @ straight_through(w, quantize_array(w, format).dequantize())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "int4/8", "mxfp4/8"])
+def test_derivatives_are_those_of_the_fake_quantized_program(format):
+    (x, dx), (w, dw), cotangent = [array(5, 16) for _ in "ab"], [array(16, 6) for _ in "ab"], array(5, 6)
+
+    @jax.jit
+    def derivatives(x, w):
+        def of(multiply):
+            _, forward = jax.jvp(multiply, (x, w), (dx, dw))
+            _, backward = jax.vjp(multiply, x, w)
+            # At the same point, so that the bits in which the two differ have no say.
+            curved = lambda x, w: jnp.sum(cotangent * multiply(x, w) * multiply(x * 2, w))
+            return forward, backward(cotangent), jax.jvp(jax.grad(curved, (0, 1)), (x, w), (dx, dw))[1]
+
+        return [of(functools.partial(multiply, format=format)), of(functools.partial(by_hand, format=format))]
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), *derivatives(x, w))
+
+
+@pytest.mark.parametrize(
+    ("format", "second"), list(zip((*BLOCKS[:3], DELAYED, CURRENT, BY_ROW), itertools.cycle([jax.grad, jax.jacfwd])))
+)
+def test_second_derivatives_are_refused(format, second):
+    """Tangents that are cast to 8 bits without a scale would be nan for some losses, and a third wrong for others."""
+    state = float8_state(format) if format == DELAYED else None
+    loss = lambda w, state: jnp.sum(dot_general(jnp.ones((16, 16)), w, ROWS, quantization=format, state=state) ** 2)
+    penalty = lambda w: jnp.sum(jax.grad(loss, argnums=(0, 1))(w, state)[0] ** 2)
+    with pytest.raises(
+        TypeError, match=r"^(Block-scaled matmuls \('.*'\)|Float8 matmuls) have no second derivative\. F"
+    ):
+        jax.eval_shape(second(penalty), jnp.ones((16, 16)))
+
+
+@pytest.mark.slow
+def test_a_table_passes_gradients_to_the_rows_that_were_read():
+    table, indices = array(7, 16), jnp.array([0, 3, 3])
+    weight = lambda table: FakeQuantized(table, Int8(), table_layout(table.shape))
+    gradient = jax.jit(jax.grad(lambda table: jnp.sum(embedding_lookup(weight(table), indices))))(table)
+    np.testing.assert_array_equal(gradient, jnp.zeros((7, 16)).at[indices].add(1.0))
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        "mxfp8/8",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4/8", "nvfp4/8", "mxfp4/8", BY_ROW)),
+    ],
+)
+def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
+    x, w, t = array(64, 16), array(16, 16), array(64, 16)
+    x, t = (a.at[::8].set(8.0) for a in (x, t))  # a largest magnitude that all devices have, which nvfp4 scales by
+    mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    run = functools.partial(with_gradients, format=format)
+
+    def of_device(x, w, t):
+        out, of_x, of_w = run(x, w, t)
+        return out, of_x, lax.psum(of_w, "data")
+
+    def all_ways(x, w, t):
+        specs = {"in_specs": (P("data"), P(), P("data")), "out_specs": (P("data"), P("data"), P())}
+        checked = jax.shard_map(run, mesh=mesh, **specs)(x, w, t)  # JAX sums what it knows devices to share
+        unchecked = jax.shard_map(of_device, mesh=mesh, check_vma=False, **specs)(x, w, t)
+        plain, pairs = run(x, w, t), [a.reshape(2, 32, 16) for a in (x, t)]
+        mapped = jax.vmap(run, (0, None, 0))(pairs[0], w, pairs[1])
+        loops = [run(*each) for each in ((pairs[0][i], w, pairs[1][i]) for i in range(2))]
+        return (
+            plain,
+            jax.checkpoint(run)(x, w, t),
+            checked,
+            unchecked,
+            mapped,
+            jax.tree.map(lambda *a: jnp.stack(a), *loops),
+        )
+
+    plain, remat, checked, unchecked, mapped, looped = jax.jit(all_ways)(x, w, t)
+    jax.tree.map(np.testing.assert_array_equal, plain, remat)
+    for found, expected in ((checked, plain), (unchecked, plain), (mapped, looped)):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "mxfp8/8"])
+def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
+    x, stack = array(5, 16), array(3, 16, 16) / 16
+    stored = quantized(stack, format, kernel_layout(stack.shape, stacked=1))
+    layer = lambda x, w: jnp.tanh(multiply(x, w, format))
+
+    def scanned(x, stack):
+        return lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, stack)[0]
+
+    def looped(x, stack):
+        return functools.reduce(layer, stack, x)
+
+    @jax.jit
+    def results(x, stack, stored):
+        gradients = [jax.grad(lambda x, s, f=f: jnp.sum(f(x, s)), (0, 1))(x, stack) for f in (scanned, looped)]
+        return scanned(x, stored), scanned(x, stack), looped(x, stack), gradients
+
+    of_stored, of_floats, of_loop, gradients = results(x, stack, stored)
+    np.testing.assert_array_equal(of_stored, of_floats)
+    np.testing.assert_allclose(of_floats, of_loop, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
+
+
+PLACES = [(P("d"), P(), None), (P(), P(None, "t"), None), (P("d"), P(None, "t"), None), (P("d", "t"), P("t"), P("d"))]
+
+
+@pytest.mark.parametrize(
+    ("format", "places"),
+    list(zip(("mxfp8/8", CURRENT, "nvfp4/8", BY_ROW, DELAYED, "int8"), itertools.cycle(PLACES))),
+    ids=str,
+)
+def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(format, places):
+    rows, columns, out = places
+    state = float8_state(format) if format == DELAYED else None
+    product = functools.partial(einsum, "ab,bc->ac", quantization=format, out_sharding=out)
+    gradients = jax.grad(lambda x, w, s: jnp.sum(jnp.sin(product(x, w, state=s))), (0, 1, 2))
+    with jax.set_mesh(make_mesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)):
+        x, w = jax.device_put(jnp.ones((32, 32)), rows), jax.device_put(jnp.ones((32, 32)), columns)
+        of_x, of_w, after = jax.eval_shape(gradients, x, w, state)
+        plain, y = (
+            jax.eval_shape(lambda x, w, f=f: einsum("ab,bc->ac", x, w, quantization=f, out_sharding=out, state=s), x, w)
+            for f, s in ((None, None), (format, state))
+        )
+    assert (of_x.sharding, of_w.sharding, y.sharding) == (
+        jax.typeof(x).sharding,
+        jax.typeof(w).sharding,
+        plain.sharding,
+    )
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(after))
+
+
+X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32)))
+IMAGE, FILTER = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 9, 9, 16), (3, 3, 16, 8)))
+
+
+def exported(function, *arguments, platform="cuda"):
+    return jax.export.export(jax.jit(function), platforms=[platform])(*arguments).mlir_module()
+
+
+def types_of(text, operation):
+    """The element types of the operands and the result of each such operation."""
+    lines = re.findall(rf"stablehlo\.{operation}.*: \((.*?)\) -> (tensor<\S*)", text)
+    return [tuple(re.findall(r"x([a-z]+\d+)>", f"{operands} {result}")) for operands, result in lines]
+
+
+@pytest.mark.parametrize(("stored", "platform"), [(True, "cuda"), (False, "tpu")])
+def test_hardware_gets_products_of_integers(stored, platform):
+    w, kernel = (quantize_array(a, "int8") if stored else a for a in (W, FILTER))
+    form = None if stored else "int8"
+    text = exported(functools.partial(multiply, format=form), X, w, platform=platform)
+    assert types_of(text, "dot_general") == [("i8", "i8", "i32")]
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    convolve = lambda x, w: conv_general_dilated(x, w, **options, quantization=form)
+    assert types_of(exported(convolve, IMAGE, kernel, platform=platform), "convolution") == [("i8", "i8", "i32")]
+
+
+@pytest.mark.parametrize(("format", "platform"), [("int8(activations=false)", "cuda"), ("int4/8", "tpu")])
+def test_weights_alone_are_multiplied_wide(format, platform):
+    text = exported(lambda x, w: dot_general(x, w, ROWS), X, quantize_array(W, format), platform=platform)
+    assert types_of(text, "dot_general") == [("bf16", "bf16", "bf16")]
+    # XLA for TPUs fuses shifts of both halves of a block into the matmul, but neither interleaved values nor a
+    # concatenation: a matmul of 2048 rows then moves 1.14 instead of 1.08 of bfloat16's bytes.
+    assert "bitcast_convert" not in text
+    assert "concatenate" not in text
+    assert bool(re.search(r"shift_right_logical.*xui8>", text)) == format.startswith("int4")
+
+
+def test_the_backward_pass_is_of_two_products_in_the_compute_dtype():
+    text = exported(jax.grad(lambda x, w: jnp.sum(multiply(x, w, "int8").astype(jnp.float32) ** 2), (0, 1)), X, W)
+    assert sorted(types_of(text, "dot_general")) == [("bf16", "bf16", "bf16")] * 2 + [("i8", "i8", "i32")]
+    assert text.count("stablehlo.round_nearest_even") == 2  # each operand is rounded once for both passes
+
+
+def test_an_integer_product_moves_no_scale_about():
+    text = exported(lambda x, w: dot_general(x, w, ROWS), X, quantize_array(W, "int8"))
+    assert "stablehlo.transpose" not in text
+    assert "stablehlo.reshape" not in text
+    split = quantize_array(jax.ShapeDtypeStruct((64, 4, 8), jnp.bfloat16), "int8", Layout((64,), 2))
+    assert "stablehlo.transpose" not in exported(lambda x, w: dot_general(x, w, ROWS), X, split)
