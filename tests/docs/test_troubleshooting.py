@@ -10,7 +10,8 @@ BY_TITLE = {entry.partition("\n")[0]: entry for entry in ENTRIES}
 ASKED_FOR = {
     "The loss is nan", "The loss scale sits at its floor", "Many steps are skipped", "Half precision is not faster",
     "Accuracy differs from float32", "A quantized model", "Recorded values", "Several devices", "Out of memory",
-    "Every step compiles again", "Gradients are zero", "Lost updates", "Checkpoints", "Evaluation differs from training",
+    "Every step compiles again", "Gradients are zero", "Lost updates", "Checkpoints",
+    "Evaluation differs from training",
 }  # fmt: skip
 
 
