@@ -1,9 +1,9 @@
-"""The programs of a page of the documentation, as a reader pastes them one below the other, and what they print."""
+"""The programs of a page of the documentation, as a reader pastes them one below the other, and their outputs."""
 
-import dataclasses
 import doctest
 import pathlib
 import re
+from typing import NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "docs"
 
@@ -14,16 +14,8 @@ _FENCE = re.compile(
 )
 
 
-@dataclasses.dataclass
-class Block:
-    """A block of Python.
-
-    Attributes:
-      code: the program.
-      line: where it begins on the page.
-      output: what the page says that it prints, or None if the page does not say: `...` stands for anything.
-      needs: the modules of other libraries without which it cannot run.
-    """
+class Block(NamedTuple):
+    """A block of Python, the line where it begins, its output (`...` stands for anything), and the libraries in it."""
 
     code: str
     line: int
@@ -31,27 +23,12 @@ class Block:
     needs: tuple[str, ...] = ()
 
 
-def read_pages() -> list[pathlib.Path]:
-    """The pages that have programs."""
-    return [page for page in sorted(FOLDER.rglob("*.md")) if read_blocks(page.read_text(encoding="utf-8"))]
-
-
 def read_blocks(text: str) -> list[Block]:
-    """The blocks of Python of a page, in order.
+    """Returns the blocks of Python of a page, in order.
 
-    A block of `text` right below one of `python` is what it prints. `<!-- needs: torch -->` above a block says that it
-    runs only where torch is installed.
-
-    >>> [block] = read_blocks('''<!-- needs: torch -->
-    ... ```python
-    ... print(1)
-    ... ```
-    ...
-    ... ```text
-    ... 1
-    ... ```''')
-    >>> block
-    Block(code='print(1)\\n', line=3, output='1\\n', needs=('torch',))
+    >>> page = ["<!-- needs: torch -->", "```python", "print(1)", "```", "", "```text", "1", "```"]
+    >>> read_blocks("\\n".join(page))
+    [Block(code='print(1)\\n', line=3, output='1\\n', needs=('torch',))]
     """
     blocks: list[Block] = []
     needs: tuple[str, ...] = ()
@@ -62,17 +39,16 @@ def read_blocks(text: str) -> list[Block]:
             continue
         body = re.sub(f"^{fence['indent']}", "", fence["body"], flags=re.MULTILINE)
         if fence["language"] == "python":
-            line = text.count("\n", 0, fence.start("body")) + 1
-            blocks.append(Block(body, line, needs=needs))
+            blocks.append(Block(body, text.count("\n", 0, fence.start("body")) + 1, needs=needs))
             needs, end = (), fence.end()
-        elif fence["language"] == "text" and end >= 0 and not text[end : fence.start()].strip():
-            blocks[-1].output, end = body, -1
-        else:
-            end = -1
+            continue
+        if fence["language"] == "text" and end >= 0 and not text[end : fence.start()].strip():
+            blocks[-1] = blocks[-1]._replace(output=body)
+        end = -1
     return blocks
 
 
 def assert_prints(place: str, printed: str, expected: str) -> None:
-    """Asserts that a program printed what a page says, in which `...` stands for anything."""
+    """Asserts that a program printed the output on the page, in which `...` stands for anything."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert doctest.OutputChecker().check_output(expected, printed, options), f"{place} printed:\n{printed}"

@@ -12,12 +12,10 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 from jmp_policy.autocast import AutocastRules
 
+# fmt: off
 # Policies.
-
 half = jmp.get_policy("p=f32,c=bf16,o=f32")
 rules = jmp.PolicyMap({"head": "float32", nn.LayerNorm: half, r"block_\d+": jnp.bfloat16}, default="mixed_bfloat16")
-by_path = {"head": "float32"}
-by_type = {nn.LayerNorm: "float32"}
 reveal_type(half)  # revealed: Policy
 reveal_type(half.compute_dtype)  # revealed: dtype[Any] | None
 reveal_type(half.loss_scale())  # revealed: LossScale
@@ -29,41 +27,27 @@ reveal_type(jmp.get_policy(rules))  # revealed: PolicyMap
 reveal_type(jmp.get_policy(None))  # revealed: Policy | PolicyMap
 reveal_type(jmp.get_policy(half.get_config()))  # revealed: Policy | PolicyMap
 reveal_type(rules["head"])  # revealed: Policy
-reveal_type(jmp.PolicyMap(by_path))  # revealed: PolicyMap
-reveal_type(jmp.PolicyMap(by_type))  # revealed: PolicyMap
+reveal_type(jmp.PolicyMap({"head": "float32"}))  # revealed: PolicyMap
+reveal_type(jmp.PolicyMap({nn.LayerNorm: "float32"}))  # revealed: PolicyMap
 reveal_type(half.cast_to_compute({"kernel": jnp.ones(2)}))  # revealed: dict[str, Array]
 reveal_type(jmp.cast_floating([jnp.ones(2)], "bfloat16"))  # revealed: list[Array]
-with jmp.use_policy("mixed_bfloat16"):
-    reveal_type(jmp.default_policy())  # revealed: Policy | PolicyMap
-
 
 # Linen: classes, instances, and what is decorated.
-
-
 class Net(nn.Module):
     features: int
     dtype: Any = None
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         return nn.Dense(self.features, dtype=self.dtype)(x)
-
-
 @jmp.with_policy
 class Bare(Net):
     depth: int = 1
-
-
 @jmp.with_policy("mixed_bfloat16")
 class Called(Net):
     depth: int = 1
-
-
 @jmp.with_policy(policy=half, no_cast=["x"])
 class Kept(Net):
     depth: int = 1
-
-
 x = jnp.ones((2, 4))
 net = jmp.with_policy(Net(3), half)
 reveal_type(net)  # revealed: Net
@@ -78,19 +62,13 @@ reveal_type(Called)  # revealed: type[Called]
 reveal_type(Kept(3).depth)  # revealed: int
 reveal_type(jmp.policy_of(net))  # revealed: Policy | PolicyMap | None
 
-
 # Nnx.
-
-
 @jmp.with_policy("mixed_bfloat16")
 class Encoder(nnx.Module):
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.dense = nnx.Linear(width, width, rngs=rngs)
-
     def encode(self, x: jax.Array) -> jax.Array:
         return self.dense(x)
-
-
 encoder = Encoder(4, rngs=nnx.Rngs(0))
 linear = jmp.with_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), half)
 reveal_type(encoder.encode(x))  # revealed: Array
@@ -99,52 +77,35 @@ reveal_type(encoder.dense.out_features)  # revealed: int
 reveal_type(jmp.with_policy(nnx.Dict(head=nnx.Linear(4, 3, rngs=nnx.Rngs(0)))))  # revealed: Dict[Linear]
 reveal_type(jmp.nnx.cast_params(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "bfloat16"))  # revealed: Linear
 
-
 # Functions, methods and jitted functions.
-
-
 def scale(x: jax.Array, *, factor: float = 0.5) -> jax.Array:
     return x * factor
-
-
 @jmp.with_policy("mixed_bfloat16")
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y
-
-
 with jmp.use_policy("mixed_bfloat16"):
-
+    reveal_type(jmp.default_policy())  # revealed: Policy | PolicyMap
     @jmp.autocast
     def double(x: jax.Array) -> jax.Array:
         return x + x
-
-
 @jmp.autocast("p=f32,c=bf16", rules=AutocastRules(functions={"softmax": "full"}), custom_rules="inside")
 def attend(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x @ x.T)
-
-
 @jmp.force_full_precision
 def total(x: jax.Array) -> jax.Array:
     return x.sum()
-
-
 class Metrics:
     @jmp.with_policy("float32")
     def mean(self, x: jax.Array) -> jax.Array:
         return x.mean()
-
     @jmp.autocast("mixed_bfloat16")
     @staticmethod
     def norm(x: jax.Array) -> jax.Array:
         return (x * x).sum()
-
     @jmp.with_policy("float32")
     @classmethod
     def name(cls, x: jax.Array) -> str:
         return cls.__name__
-
-
 reveal_type(jmp.with_policy(scale, half))  # revealed: (x: Array, *, factor: float = 0.5) -> Array
 reveal_type(jmp.autocast(scale, policy=half))  # revealed: (x: Array, *, factor: float = 0.5) -> Array
 reveal_type(jmp.autocast(np.float16)(scale))  # revealed: (x: Array, *, factor: float = 0.5) -> Array
@@ -158,18 +119,11 @@ reveal_type(Metrics().mean)  # revealed: (x: Array) -> Array
 reveal_type(Metrics.norm)  # revealed: (x: Array) -> Array
 reveal_type(Metrics.name)  # revealed: (x: Array) -> str
 
-
 # Training.
-
-
 def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return (x * params["w"]).sum()
-
-
 def loss_and_aux(params: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, int]:
     return loss_fn(params, x), 3
-
-
 params = {"w": jnp.ones(4)}
 tx = jmp.optim.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1)), half.loss_scale())
 accumulating = jmp.optim.skip_nonfinite(optax.MultiSteps(optax.sgd(0.1), 4))
@@ -189,26 +143,16 @@ reveal_type(train_step(params, opt_state, x))  # revealed: tuple[dict[str, Array
 reveal_type(jmp.get_loss_scale(opt_state))  # revealed: LossScale
 reveal_type(jmp.optim.accumulate(params, grads))  # revealed: dict[str, Array]
 reveal_type(jmp.optim.global_norm(grads))  # revealed: Array
-
-
 class State(jmp.linen.TrainState):
     batch_stats: Any = None
-
-
 state = State.create(apply_fn=net.apply, params=params, tx=tx)
 reveal_type(state.apply_gradients(grads=grads))  # revealed: State
 optimizer = jmp.nnx.Optimizer(linear, tx, wrt=nnx.Param)
-
-
 def linear_loss(model: nnx.Linear) -> jax.Array:
     return model(x).sum()
-
-
 reveal_type(jmp.nnx.value_and_grad(linear_loss, loss_scale=optimizer))  # revealed: (model: Linear) -> tuple[Array, Any]
 
-
 # Whether it worked, and quantization.
-
 explanation = jmp.explain(net, x)
 report = jmp.numerics.audit(scale)(jax.ShapeDtypeStruct((2,), "float32"))
 reveal_type(explanation.rows)  # revealed: tuple[ModuleRow, ...]
