@@ -92,7 +92,7 @@ class Linen:
 
         step = make_loss(call, policy if by_hand else None)
         return (
-            jax.jit(step).lower(trained, state, (layer.inputs, layer.kwargs)),
+            jax.jit(step).lower(trained, state, layer.inputs),
             list_dtypes(trained),
             list_dtypes(state),
         )
