@@ -91,7 +91,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_whatever_is_called_like_a_function_takes_a_policy(function):
     policied = jmp.with_policy(function, "bfloat16")

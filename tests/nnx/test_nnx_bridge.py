@@ -57,20 +57,6 @@ def test_linen_module_in_a_bridge_has_the_policy(lazily):
 
 
 @pytest.mark.slow
-def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.dense = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(X)
-
-        def __call__(self, x):
-            return str(self.dense(x).dtype)
-
-    model = jmp.with_policy(Outer(), BF16_INSIDE)
-    assert model(X) == "bfloat16"
-    assert jmp.with_policy(model, "mixed_float16")(X) == "float16"
-
-
-@pytest.mark.slow
 def test_linen_module_in_a_bridge_keeps_its_own_policy():
     model = nnx.bridge.ToNNX(jmp.with_policy(nn.Dense(4), "mixed_float16"), rngs=rngs()).lazy_init(X)
     assert jmp.policy_of(jmp.with_policy(model, "p=f32,c=bf16,o=none").to_nnx__module).name == "mixed_float16"
@@ -206,17 +192,6 @@ class TestInsideLinen:
         assert jax.tree.structure(variables) == jax.tree.structure(model.init(jax.random.key(0), X))
         assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {F32}
 
-    def test_gradients_reach_the_params_in_their_dtype(self):
-        model = jmp.with_policy(InLinen(), BF16_INSIDE)
-        variables = model.init(jax.random.key(0), X)
-        grads = jax.grad(lambda variables: model.apply(variables, X).sum())(variables)
-        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
-
-    def test_rule_of_a_map_names_it(self):
-        model = jmp.with_policy(InLinen(), jmp.PolicyMap({"inner": "p=f32,c=f16,o=f32"}, BF16_INSIDE))
-        variables = model.init(jax.random.key(0), X)
-        assert set(matmuls(model, variables)) == {"float16"}
-
     @pytest.mark.parametrize(
         ("rules", "expected"),
         [
@@ -285,19 +260,3 @@ class TestInsideLinen:
         variables = model.init(jax.random.key(0), X)
         assert set(matmuls(model, variables)) == {"bfloat16"}
         assert model.apply(variables, X).dtype == F32
-
-    def test_explain_shows_what_it_computes_in(self):
-        rows = {row.path: row for row in jmp.explain(jmp.with_policy(InLinen(), BF16_INSIDE), X).rows}
-        assert "bfloat16" in rows["inner"].compute_dtypes
-        assert rows["inner"].output_dtypes == ("bfloat16",)
-
-
-def test_bridges_inside_bridges_have_the_policy_of_the_nnx_model():
-    class Root(nnx.Module):
-        def __init__(self):
-            self.linen = nnx.bridge.ToNNX(InLinen(), rngs=rngs()).lazy_init(X)
-
-        def __call__(self, x):
-            return str(self.linen(x).dtype)
-
-    assert jmp.with_policy(Root(), BF16_INSIDE)(X) == "bfloat16"

@@ -38,11 +38,10 @@ READS = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("read", READS)
 def test_own_params_are_read_in_compute_dtype_however_they_are_read(read):
     model = jmp.with_policy(Reader(READS[read]), "p=f32,c=bf16,o=none")
-    assert model().dtype == jnp.bfloat16
+    assert nnx.eval_shape(lambda model: model(), model).dtype == jnp.bfloat16
     assert model.w.dtype == jnp.float32
 
 
@@ -134,17 +133,6 @@ def test_items_that_a_call_puts_into_containers_of_params_stay_there():
     assert model.builtin["b"] == "set"
     assert model.counter.calls == 1
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model)))
-
-
-def test_attributes_set_before_an_error_stay_as_without_a_policy():
-    def fail(m):
-        m.seen = True
-        raise KeyError("no such thing")
-
-    model = jmp.with_policy(Reader(fail), "p=f32,c=bf16,o=none")
-    with pytest.raises(KeyError, match="no such thing"):
-        model()
-    assert model.seen
 
 
 @pytest.mark.slow
