@@ -110,23 +110,6 @@ def test_kept_arguments_enter_uncast_however_they_are_passed():
     assert dtype(X, X) == dtype(X, position=X) == dtype(position=X, x=X) == full
 
 
-def test_keep_may_name_a_keyword_that_only_kwargs_takes():
-    probe = jmp.with_policy(lambda **kw: str(kw["t"].dtype), "float16", no_cast=["t"])
-    assert probe(t=X) == "float32"
-
-
-def test_a_function_that_calls_itself_casts_at_each_level():
-    dtypes = []
-
-    @jmp.with_policy("params=float32,compute=bfloat16,output=float32")
-    def recurse(x, depth):
-        dtypes.append(str(x.dtype))
-        return recurse(x.astype(jnp.float32), depth - 1) if depth else x
-
-    assert recurse(jnp.ones(2), 2).dtype == jnp.float32
-    assert dtypes == ["bfloat16"] * 3
-
-
 def test_a_policied_function_inside_another_keeps_its_own_policy():
     inner = jmp.with_policy(lambda x: (str(x.dtype), x), "p=f32,c=f16,o=f16")
     outer = jmp.with_policy(lambda x: inner(x), "p=f32,c=bf16,o=f32")
@@ -168,19 +151,12 @@ def test_applying_a_policy_anew_does_not_trace_what_is_inside_anew():
     assert len(traces) == 2
 
 
-def test_the_same_function_under_another_policy_is_another_boundary():
+def test_the_same_function_under_another_policy_or_that_keeps_other_arguments_is_another_boundary():
     def f(x, inner=None):
         return inner(x.astype(jnp.float32)) if inner else x
 
     inner = jmp.with_policy(f, "float16")
     assert jmp.with_policy(f, "bfloat16")(X, lambda x: str(inner(x).dtype)) == "float16"
-
-
-def test_the_same_function_that_keeps_other_arguments_is_another_boundary():
-    def f(x, inner=None):
-        return inner(x.astype(jnp.float32)) if inner else x
-
-    inner = jmp.with_policy(f, "float16")
     assert jmp.with_policy(f, "float16", no_cast=["x"])(X, lambda x: str(inner(x).dtype)) == "float16"
 
 
@@ -225,23 +201,26 @@ def test_metadata_and_policy_are_on_the_result_and_the_target_is_untouched():
     assert square_sum(jnp.asarray(X)).dtype == jnp.float32
 
 
-def test_a_bad_policy_is_an_error_before_the_target_is_looked_at():
-    with pytest.raises(ValueError, match=r"^Unknown dtype or policy 'nope'"):
-        jmp.with_policy(square_sum, "nope")
+STRING = r"^no_cast must be a collection of argument names, got the string 'x'; write \['x'\]"
 
 
-def test_keep_must_name_arguments():
-    with pytest.raises(
-        ValueError, match=r"^no_cast names 'y', but square_sum has no such argument\. Its arguments are 'x'\.$"
-    ):
-        jmp.with_policy(square_sum, MIXED, no_cast=["y"])
-    for target in (square_sum, nn.Dense(2), nn.Dense, nnx.Linear):
-        with pytest.raises(
-            ValueError, match=r"^no_cast must be a collection of argument names, got the string 'x'; write \['x'\]"
-        ):
-            jmp.with_policy(target, MIXED, no_cast="x")
-    with pytest.raises(ValueError, match=r"Its arguments are none\.$"):
-        jmp.with_policy(lambda: 0, MIXED, no_cast=["y"])
+@pytest.mark.parametrize(
+    ("target", "policy", "no_cast", "message"),
+    [
+        (square_sum, "nope", (), r"^Unknown dtype or policy 'nope'"),
+        (
+            square_sum,
+            MIXED,
+            ["y"],
+            (square_sum, MIXED, ["y"], r"^no_cast names 'y', but square_sum has no such argument\. Its .* are 'x'\.$"),
+        ),
+        (lambda: 0, MIXED, ["y"], r"Its arguments are none\.$"),
+        *[(target, MIXED, "x", STRING) for target in (square_sum, nn.Dense(2), nn.Dense, nnx.Linear)],
+    ],
+)
+def test_bad_policies_and_names_of_arguments_are_errors(target, policy, no_cast, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.with_policy(target, policy, no_cast=no_cast)
 
 
 @pytest.mark.parametrize("give", [jmp.with_policy, jmp.autocast])
@@ -266,8 +245,6 @@ def test_a_policy_by_keyword_gives_a_decorator(give):
 
 
 def test_a_decorator_by_keyword_keeps_arguments_and_modules():
-    from flax import linen as nn
-
     @jmp.with_policy(policy="bfloat16", no_cast=["t"])
     def dtypes(x, t):
         return [str(x.dtype), str(t.dtype)]
