@@ -208,12 +208,7 @@ STRING = r"^no_cast must be a collection of argument names, got the string 'x'; 
     ("target", "policy", "no_cast", "message"),
     [
         (square_sum, "nope", (), r"^Unknown dtype or policy 'nope'"),
-        (
-            square_sum,
-            MIXED,
-            ["y"],
-            (square_sum, MIXED, ["y"], r"^no_cast names 'y', but square_sum has no such argument\. Its .* are 'x'\.$"),
-        ),
+        (square_sum, MIXED, ["y"], r"^no_cast names 'y', but square_sum has no such argument\. Its .* are 'x'\.$"),
         (lambda: 0, MIXED, ["y"], r"Its arguments are none\.$"),
         *[(target, MIXED, "x", STRING) for target in (square_sum, nn.Dense(2), nn.Dense, nnx.Linear)],
     ],
