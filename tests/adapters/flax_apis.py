@@ -41,6 +41,7 @@ class FlaxApi:
                 for name in params:
                     setattr(module, name, self.make_param(module, name))
 
+            construct.__name__ = self.constructor
             body = {name: value for name, value in vars(written).items() if name not in ("__dict__", "__weakref__")}
             return type(base)(written.__name__, (base,), body | {self.constructor: construct})
 

@@ -96,10 +96,7 @@ LAYERS = {
 for _kind, _queries in [(nn.MultiHeadDotProductAttention, 2), (nn.MultiHeadAttention, 2), (nn.SelfAttention, 1)]:
     _layer = layer(_kind, num_heads=2, attention_fn=attend, normalize_qk=True, inputs=(X,) * _queries)
     _cached = layer(_kind, num_heads=2, decode=True, inputs=(X[:, :1],) * _queries)
-    LAYERS |= {
-        _kind.__name__: _layer,
-        f"{_kind.__name__} with a cache": _cached._replace(init_inputs=(X,) * _queries),
-    }
+    LAYERS |= {_kind.__name__: _layer, f"{_kind.__name__} with a cache": _cached._replace(init_inputs=(X,) * _queries)}
 LAYERS |= {
     "SimpleCell": Layer(simple_cell, (CARRY, X)),
     "LSTMCell": Layer(lstm, ((CARRY, CARRY), X)),

@@ -91,11 +91,7 @@ class Linen:
             return module.apply(trained | state, *inputs, **options, **kwargs)
 
         step = make_loss(call, policy if by_hand else None)
-        return (
-            jax.jit(step).lower(trained, state, (layer.inputs, layer.kwargs)),
-            list_dtypes(trained),
-            list_dtypes(state),
-        )
+        return (jax.jit(step).lower(trained, state, layer.inputs), list_dtypes(trained), list_dtypes(state))
 
 
 class Nnx:

@@ -91,12 +91,6 @@ def test_flax_shows_the_same_with_and_without_a_policy(name):
         assert (str(a), getattr(a, "dtype", None)) == (str(b), getattr(b, "dtype", None))
 
 
-@pytest.mark.slow
-def test_captured_and_sown_values_are_those_inside():
-    state = MODEL.apply(VARIABLES, X, capture_intermediates=True, mutable=["intermediates", "dtypes"])[1]
-    assert {leaf.dtype for leaf in jax.tree.leaves((state["intermediates"]["dense"], state["dtypes"]))} == {BF16}
-
-
 class Tracing(nn.Module):
     """Tells how many bytes a number has that its methods see."""
 

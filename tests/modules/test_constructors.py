@@ -68,7 +68,6 @@ CONSTRUCTORS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "dtype"), CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_class_inside_gets_the_policy(make, dtype):
     policied = jmp.with_policy(make, POLICY)
@@ -79,7 +78,6 @@ def test_class_inside_gets_the_policy(make, dtype):
     assert dtype(jmp.with_policy(POLICY)(make)) == jnp.bfloat16
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("generic", "dtype"), [(GenericNet, linen_dtype), (GenericLinear, nnx_dtype)])
 def test_generic_class_with_a_policy_takes_subscripts(generic, dtype):
     policied = jmp.with_policy(generic, POLICY)
@@ -119,7 +117,6 @@ def test_module_in_a_partial_gets_the_policy():
     assert call.func.layer.dtype == jnp.bfloat16
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("factory", "kind"),
     [

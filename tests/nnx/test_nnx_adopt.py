@@ -3,13 +3,11 @@
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from nnx_layers import attend
 from nnx_models import BF16_INSIDE, Net, Scale, X, dtype_of, rngs
 
 import jmp_policy as jmp
 
 
-@pytest.mark.slow
 def test_replaced_child_gets_the_policy_and_the_object_assigned_does_not():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     new = model.embed = nnx.Linear(4, 4, rngs=rngs())
@@ -19,7 +17,6 @@ def test_replaced_child_gets_the_policy_and_the_object_assigned_does_not():
     assert model.embed.kernel is new.kernel
 
 
-@pytest.mark.slow
 def test_replaced_element_of_a_list_gets_the_policy():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.blocks[1] = nnx.Linear(4, 4, rngs=rngs())
@@ -28,7 +25,6 @@ def test_replaced_element_of_a_list_gets_the_policy():
     assert [block.dtype for block in model.blocks] == [jnp.bfloat16] * 3
 
 
-@pytest.mark.slow
 def test_child_replaced_inside_a_child_that_is_called_directly_gets_the_policy():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):
@@ -38,22 +34,6 @@ def test_child_replaced_inside_a_child_that_is_called_directly_gets_the_policy()
     model.net.embed = nnx.Linear(4, 4, rngs=rngs())
     model.net(X)
     assert model.net.probe.saw == "bfloat16"
-
-
-@pytest.mark.slow
-def test_layer_of_flax_with_replaced_parts_gives_them_the_policy():
-    model = jmp.with_policy(nnx.MultiHeadAttention(2, 4, attention_fn=attend, decode=False, rngs=rngs()), BF16_INSIDE)
-    model.out = nnx.LinearGeneral((2, 2), 4, axis=(-2, -1), rngs=rngs())
-    model(X)
-    assert model.out.dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_own_policy_of_a_new_child_wins():
-    model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
-    model.embed = jmp.with_policy(nnx.Linear(4, 4, rngs=rngs()), "float32")
-    model(X)
-    assert model.probe.saw == "float32"
 
 
 def test_child_taken_from_another_policied_model_gets_the_policy_of_its_new_place():
@@ -72,19 +52,6 @@ def test_new_child_gets_what_the_map_says_of_its_path():
     assert (model.head.dtype, model.scale.read, model.encoded) == (jnp.float32, "float16", "float16")
 
 
-@pytest.mark.slow
-def test_new_child_gets_what_the_map_says_of_the_types_around_it():
-    class Outer(nnx.Module):
-        def __init__(self, *, rngs):
-            self.net = Net(rngs=rngs)
-
-    model = jmp.with_policy(Outer(rngs=rngs()), jmp.PolicyMap({Net: "mixed_float16"}, BF16_INSIDE))
-    model.net.embed = nnx.Linear(4, 4, rngs=rngs())
-    model.net(X)
-    assert model.net.embed.dtype == jnp.float16
-
-
-@pytest.mark.slow
 def test_new_child_whose_parameters_have_another_dtype_is_an_error():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=rngs())
@@ -92,7 +59,6 @@ def test_new_child_whose_parameters_have_another_dtype_is_an_error():
         model(X)
 
 
-@pytest.mark.slow
 def test_child_replaced_under_jit_stays_policied_and_does_not_retrace_for_ever():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = nnx.Linear(4, 4, rngs=rngs())

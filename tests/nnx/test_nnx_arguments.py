@@ -15,24 +15,6 @@ BOUNDARIES = {
 }
 
 
-class Dropped(nnx.Module):
-    """A model that gets its random numbers from its caller."""
-
-    def __init__(self):
-        self.dropout = nnx.Dropout(0.5)
-
-    def __call__(self, x, rngs):
-        return self.dropout(x, rngs=rngs)
-
-
-@pytest.mark.slow
-def test_rngs_passed_to_a_model_advance():
-    model, streams = jmp.with_policy(Dropped(), "mixed_bfloat16"), rngs()
-    ones = jnp.ones((64,))
-    assert not jnp.array_equal(model(ones, streams), model(ones, rngs=streams))
-    assert int(streams.default.count[...]) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_rngs_and_streams_passed_to_a_function_advance(boundary):
@@ -42,7 +24,6 @@ def test_rngs_and_streams_passed_to_a_function_advance(boundary):
     assert int(streams.params.count[...]) == int(streams.dropout.count[...]) == 1
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_a_function_writes_to_the_variables_it_was_given_and_narrows_none(boundary):
     mean = nnx.BatchStat(jnp.array(1.0 + 2.0**-20))

@@ -1,12 +1,13 @@
-"""Policies of nnx instances, where nnx alone can do it: shared Variables, `cast_params`, captures."""
+"""Policies of nnx instances, where nnx alone can do it: shared Variables, `cast_params`, captures, transforms."""
 
 import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from nnx_models import BF16_INSIDE, Net, Probe, Scale, X, dtype_of, rngs
+from nnx_models import BF16_INSIDE, Net, Probe, Scale, X, dtype_of, is_bfloat16, rngs
 
 import jmp_policy as jmp
 
@@ -172,3 +173,80 @@ def test_a_policy_that_is_given_while_flax_captures_holds_after_it():
     give = lambda model, x: jmp.with_policy(model, "mixed_bfloat16")(x)
     nnx.capture(give, nnx.Intermediate, method_outputs=nnx.Intermediate)(Late(), X[:, :2])
     assert give(Late(), X[:, :2]).dtype == jnp.bfloat16
+
+
+class Tied(nnx.Module):
+    """Two layers with one kernel."""
+
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(4, 4, use_bias=False, rngs=rngs()) for _ in range(2))
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.first(x).dtype, self.second(x).dtype
+
+
+@pytest.mark.parametrize("attach", [lambda m, p: jmp.with_policy(m, p), jmp.nnx.cast_params])
+def test_tied_parameter_that_two_rules_store_differently_is_an_error(attach):
+    message = (
+        r"^The parameter 'second/kernel' is 'first/kernel' as well, but one policy stores it in bfloat16 and the other "
+        r"in float32\. Give both places one param dtype\. For example: 'params=float32,compute=bfloat16'\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        attach(Tied(), jmp.PolicyMap({"second": "bfloat16"}, "float32"))
+
+
+def test_tied_parameter_is_computed_with_as_the_rule_of_each_place_says():
+    rules = jmp.PolicyMap({"second": "params=float32,compute=bfloat16"}, "float32")
+    assert jmp.with_policy(Tied(), rules)(X) == (jnp.float32, jnp.bfloat16)
+
+
+def test_shared_module_follows_the_rules_of_its_first_place_and_the_other_is_named():
+    class Shared(Tied):
+        def __init__(self):
+            self.first = self.second = nnx.Linear(4, 4, rngs=rngs())
+
+    with pytest.warns(UserWarning, match="policy rule 'second' matches no module"):
+        model = jmp.with_policy(Shared(), jmp.PolicyMap({"second": "mixed_bfloat16"}, "float32"))
+    assert model(X) == (jnp.float32, jnp.float32)
+    assert model.first is model.second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_methods_that_are_transforms_keep_parameters_as_they_are_stored(transform):
+    class Transformed(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.scale = nnx.Param(jnp.float32(1.001) * jnp.ones(4))
+
+        __call__ = transform(lambda self, x: self.linear(x) * self.scale)
+
+    model = jmp.with_policy(Transformed(rngs=rngs()), BF16_INSIDE)
+    before = model.scale[...]
+    out = model(X)
+    assert is_bfloat16(out)
+    np.testing.assert_array_equal(model.scale[...], before, strict=True)  # not rounded on the way back
+    assert nnx.grad(lambda m: m(X).sum())(model)["scale"][...].dtype == jnp.float32
+
+
+def test_intermediates_are_captured():
+    class Sower(nnx.Module):
+        def __init__(self, *, rngs):
+            self.scale = nnx.Param(jnp.ones(4, jnp.float32))
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "hidden", x * self.scale)
+            return x
+
+    out, captured = nnx.capture(jmp.with_policy(Sower(rngs=rngs()), BF16_INSIDE), nnx.Intermediate)(X)
+    assert captured["hidden"].get_value()[0].dtype == jnp.bfloat16
+    assert out.dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_array_references_as_values_of_variables():
+    with nnx.var_defaults(ref=True):
+        model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
+        assert model(X).dtype == jnp.float32
+    assert model.scale.read == "bfloat16"

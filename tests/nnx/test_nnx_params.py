@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from nnx_models import BF16_INSIDE, X, rngs
+from nnx_models import BF16_INSIDE, rngs
 
 import jmp_policy as jmp
 
@@ -38,11 +38,10 @@ READS = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("read", READS)
 def test_own_params_are_read_in_compute_dtype_however_they_are_read(read):
     model = jmp.with_policy(Reader(READS[read]), "p=f32,c=bf16,o=none")
-    assert model().dtype == jnp.bfloat16
+    assert nnx.eval_shape(lambda model: model(), model).dtype == jnp.bfloat16
     assert model.w.dtype == jnp.float32
 
 
@@ -136,17 +135,6 @@ def test_items_that_a_call_puts_into_containers_of_params_stay_there():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def test_attributes_set_before_an_error_stay_as_without_a_policy():
-    def fail(m):
-        m.seen = True
-        raise KeyError("no such thing")
-
-    model = jmp.with_policy(Reader(fail), "p=f32,c=bf16,o=none")
-    with pytest.raises(KeyError, match="no such thing"):
-        model()
-    assert model.seen
-
-
 @pytest.mark.slow
 def test_gradients_of_many_uses_are_summed_in_param_dtype():
     """A weight cast once and used many times would sum the gradients of its uses in half precision."""
@@ -164,33 +152,6 @@ def test_gradients_of_many_uses_are_summed_in_param_dtype():
     exact = np.asarray(x.astype(jnp.bfloat16), np.float64).sum()
     assert gradient.dtype == jnp.float32
     assert abs(gradient[0] - exact) < 1e-6 * exact
-
-
-@pytest.mark.slow
-def test_tied_params_stay_tied():
-    class Tied(nnx.Module):
-        def __init__(self, *, rngs):
-            self.embed = nnx.Embed(7, 4, rngs=rngs)
-            self.table = self.embed.embedding
-
-        def __call__(self, tokens):
-            return self.embed(tokens) @ self.table.T
-
-    model = jmp.with_policy(Tied(rngs=rngs()), BF16_INSIDE)
-    gradient = nnx.grad(lambda m: m(jnp.arange(3)).sum())(model)
-    assert len(jax.tree.leaves(gradient)) == 1
-    assert model(jnp.arange(3)).dtype == jnp.float32
-
-
-def test_parent_reads_the_param_of_a_child_as_it_is_stored():
-    class Parent(nnx.Module):
-        def __init__(self, *, rngs):
-            self.child = nnx.Linear(4, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.child.kernel[...]
-
-    assert jmp.with_policy(Parent(rngs=rngs()), "p=f32,c=bf16,o=none")(X).dtype == jnp.float32
 
 
 def test_an_embedding_whose_table_was_cast_computes_in_the_compute_dtype_of_the_policy():
