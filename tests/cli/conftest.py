@@ -48,6 +48,9 @@ def none(): return 1
 def arguments():
     return jnp.full((2, 3), 2.0**-13), jnp.full((3, 4), 2.0**-13)  # products of 3 * 2**-26: half of float16's least
 
+def ones():
+    return jnp.ones((2, 3)), jnp.ones((3, 4))
+
 def shapes():
     return jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 AUDIT = ["audit", "user:product", "--args", "user:shapes"]
 NUMERICS = ["numerics", "user:product", "--args", "user:arguments", "--of", "forward"]
 DIVERGE = ["diverge", "user:product", "user:doubled", "--args", "user:arguments"]
-TUNE = ["tune", "user:net", "--args", "user:arguments"]
+TUNE = ["tune", "user:net", "--args", "user:ones"]
 
 
 def read_json(command, capsys, noise=""):
@@ -78,9 +78,9 @@ def test_signs_that_a_pipe_has_no_code_for_are_plain(encoding, arrow, monkeypatc
 def test_numerics_are_printed_with_the_formats_that_were_asked_for_and_a_page_and_a_plot(capsys, folder, line_of):
     assert main([*NUMERICS, "--formats", "float8_e5m2", "int8", "--html", "page.html", "--plot", "plot.png"]) == 0
     header, _, line, *_ = capsys.readouterr().out.splitlines()
-    assert header.split()[-3:] == ["amax", "e5m2", "int8"]
+    assert header.split()[-4:] == ["amax", "rms", "e5m2", "int8"]
     assert line.split()[:4] == ["head", "dot_general", line_of("return x @ w").strip(), "forward"]
-    assert line.split()[4:] == ["4.5e-08", "↓100%"]  # the numbers are equal, and a scale of int8 fits them
+    assert line.split()[4:7] == ["4.5e-08", "4.5e-08", "↓100%"]
     page = (folder / "page.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
     assert "<title>numerics of user:product</title>" in page
