@@ -191,18 +191,11 @@ REPORTS = {
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
-NAMES = {
-    "prediction": [*PATHS[:2], "recomputed", "overflow"],
-    "explanation": [*PATHS[1:], RULE, "DenseGeneral", "MultiHeadDotProductAttention", "f8_e4m3fn",
-                    "float8(min_size=0)_from_p=f32,c=bf16,o=f32"],
-    "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
-              "/home/someone/projects/translation/training/transformer_layers.py:1234"],
-    "collectives": [*PATHS, "transformer_layers.py:1234", "collective-permute", "replica,data,fsdp", "recomputed",
-                    "16384x53248", "f8_e4m3fn"],
-    "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
-    "state": [*(f"{path}/kernel" for path in PATHS), "nu", "u8", "f32"],
-    "divergence": [*PATHS, "forward", "bfloat16"],
-    "diagnosis": ["float8_e4m3fn", "0.125", "25.00", "0.80x"],
-    "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
-}  # fmt: skip
-"""The names that must be whole in the text of each."""
+NAMES = dict.fromkeys(REPORTS, PATHS) | {
+    "prediction": PATHS[:2],
+    "explanation": PATHS[1:],
+    "state": [f"{path}/kernel" for path in PATHS],
+    "diagnosis": ["float8_e4m3fn"],
+    "statistics": PATHS[:-1],
+}
+"""The names in the first columns that must be whole in the text of each."""

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import jmp_policy as jmp
 from jmp_policy.numerics import collect, predict
@@ -85,30 +84,6 @@ def test_an_overflow_behind_a_custom_derivative_is_in_the_map_and_training_under
     found = jmp.value_and_grad(jmp.autocast(loss, prediction.policy_map), loss_scale=scale)(w, x)
     # float16 rounds to 2**-11, and four roundings in a row are within 2**-9.
     assert find_largest_error(found, jax.value_and_grad(loss)(w, x)) < 2**-9
-
-
-class FeedForward(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Dense(8, name="up")(x))
-        with jax.named_scope("scaled"):
-            return nn.Dense(1, name="down")(x) * 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["autocast", "with_policy"])
-def test_a_relu_feed_forward_of_linen_trains_under_the_map(by):
-    x = X * 3e5
-    params = FeedForward().init(jax.random.key(0), x)
-    make_loss_of = lambda model: lambda params, x: jnp.mean(model.apply(params, x) ** 2)
-    loss = make_loss_of(FeedForward())
-    prediction = predict(observe(jax.value_and_grad(loss), params, x), HALF, by=by)
-    policied = jmp.autocast(loss, prediction.policy_map)
-    if by == "with_policy":
-        policied = make_loss_of(jmp.with_policy(FeedForward(), prediction.policy_map))
-    scale = jmp.StaticLossScale(prediction.loss_scale)
-    found = jmp.value_and_grad(policied, loss_scale=scale)(params, x)  # a rule that decides nothing would warn
-    assert find_largest_error(found, jax.value_and_grad(loss)(params, x)) < 2**-9
 
 
 def test_the_backward_pass_of_a_custom_jvp_has_the_path_of_its_forward_pass():

@@ -205,7 +205,7 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.gelu(nn.Dense(self.width, name="up")(x) * 3e4 / 3e4)
+        x = nn.relu(nn.Dense(self.width, name="up")(x) * 3e4 / 3e4)
         return nn.Dense(1, name="head")(x)
 
 
