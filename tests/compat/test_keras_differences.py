@@ -11,20 +11,6 @@ import jmp_policy as jmp
 from jmp_policy.compat import keras
 from jmp_policy.compat.keras import dtype_policies
 
-checks = Checks()
-SLOW = ("layers", '`"int4/-1"`', "a skipped step", "overwriting by gradient")
-
-
-def test_every_difference_has_a_check_and_every_check_its_difference():
-    assert rows_of("Keras") == list(checks)
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in rows_of("Keras")]
-)
-def test_it_is_as_the_table_says(row):
-    checks[row]()
-
 
 def scale_of(*args, **kwargs):
     return keras.LossScaleOptimizer(optax.sgd(0.1), *args, **kwargs).init({"w": jnp.ones(2)}).loss_scale
@@ -34,10 +20,88 @@ def _weight(shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+FACTS = {  # by row, what is true
+    '`"p=f32,c=bf16,o=f32"`': lambda: keras.DTypePolicy("p=f32,c=bf16,o=f32").compute_dtype == "bfloat16",
+    "private names": lambda: not hasattr(dtype_policies, "_get_quantized_dtype_policy_by_str"),
+    "TensorFlow's `Policy`": lambda: dtype_policies.deserialize(
+        {"class_name": "PolicyV1", "config": {"name": "mixed_float16", "loss_scale": None}}
+    ).loss_scale is None,
+    "a map as the default": lambda: keras.DTypePolicyMap(keras.DTypePolicyMap("float16")).name == "map_float16",
+    '`"int4"`': lambda: all(
+        (jmp.get_policy(keras.Int4DTypePolicy(mode, "float32")) is jmp.get_policy("int4_from_float32")) == is_same
+        for mode, is_same in [("int4/128", True), ("int4/-1", False)]
+    ),
+    '`"mxfp8"`, `"nvfp4"`': lambda: all(
+        jmp.get_policy(keras.QuantizedDTypePolicy(mode, "float32")) is jmp.get_policy(f"{mode}_from_float32")
+        for mode in ("mxfp8", "nvfp4", "mxfp4")
+    ),
+    "`dynamic=False`": lambda: scale_of(8.0, dynamic=False) == jmp.StaticLossScale(8.0),
+    "the scaled loss": lambda: scale_of(2.0**15).scale(jnp.float16(2)).item() == 2.0**16,
+}  # fmt: skip
+ERRORS = {  # by row, calls that raise an error with this text
+    '`"uint8"`, `"int32"`': (
+        ValueError, r"Cannot convert 'u?int\d+' to a mixed precision DTypePolicy\.",
+        lambda: keras.DTypePolicy("uint8"), lambda: keras.DTypePolicy("int32"),
+    ),
+    "a bad name as a value": (
+        ValueError, r"Cannot convert 'flaot16' to a mixed precision DTypePolicy\.",
+        lambda: keras.DTypePolicyMap().__setitem__("a", "flaot16"),
+    ),
+    '`"int4/100"` of 256': (
+        ValueError, r"Blocks of 100 do not divide the 256 inputs .* The largest size that ",
+        lambda: jmp.quant.quantize({"kernel": _weight((256, 64))}, keras.Int4DTypePolicy("int4/100", "float32")),
+    ),
+    "`amax_history_length`": (
+        (TypeError, ValueError), "amax_history_length must be ",
+        *(lambda bad=bad: keras.QuantizedFloat8DTypePolicy("float8", "float32", bad) for bad in (0, -1, True)),
+    ),
+    "`ternary`": (
+        ValueError, r"Invalid quantization mode\. .* Received: mode=ternary Unknown|Unknown class of dtype policies",
+        lambda: dtype_policies.get("ternary_from_float32"),
+        lambda: dtype_policies.deserialize({"class_name": "TernaryDTypePolicy", "config": {"mode": "ternary"}}),
+    ),
+    "its other arguments": (
+        TypeError, ".*unexpected keyword argument",
+        *(lambda name=name: scale_of(**{name: None}) for name in ("name", "clipnorm", "gradient_accumulation_steps")),
+    ),
+    "the second argument": (
+        TypeError, "`initial_scale` must be a positive finite number, got True", lambda: scale_of(True)
+    ),
+}  # fmt: skip
+checks = Checks()
+SLOW = ("layers", '`"int4/-1"`', "a skipped step", "overwriting by gradient")
+
+
+def test_every_difference_has_a_check_and_every_check_its_difference():
+    assert sorted(rows_of("Keras")) == sorted([*checks, *FACTS, *ERRORS])
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in rows_of("Keras")]
+)
+def test_it_is_as_the_table_says(row):
+    if row in FACTS:
+        assert FACTS[row]()
+    elif row in ERRORS:
+        error, message, *calls = ERRORS[row]
+        for call in calls:
+            with pytest.raises(error, match=f"^({message})"):
+                call()
+    else:
+        checks[row]()
+
+
 @checks.holds("the global policy")
 def the_global_policy_reaches_what_with_policy_is_applied_to():
     keras.set_dtype_policy("mixed_bfloat16")
     assert jmp.with_policy(lambda x: x)(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+@checks.holds("the dictionary given")
+def the_dictionary_is_copied():
+    given = {"a": "float16"}
+    keras.DTypePolicyMap("float32", given)["b"] = "float16"
+    assert given == {"a": "float16"}
 
 
 @checks.holds("layers")
@@ -60,18 +124,6 @@ def policies_are_immutable_and_maps_are_not():
         hash(policies)
 
 
-@checks.holds('`"uint8"`, `"int32"`')
-def policies_are_of_floating_dtypes():
-    for name in ("uint8", "int32"):
-        with pytest.raises(ValueError, match=rf"^Cannot convert '{name}' to a mixed precision DTypePolicy\."):
-            keras.DTypePolicy(name)
-
-
-@checks.holds('`"p=f32,c=bf16,o=f32"`')
-def our_names_are_names_too():
-    assert keras.DTypePolicy("p=f32,c=bf16,o=f32").compute_dtype == "bfloat16"
-
-
 @checks.holds("`convert_input`")
 def numpy_stays_numpy():
     converted = keras.DTypePolicy("float16").convert_input(np.ones(2, np.float32), autocast=True, dtype="float16")
@@ -79,41 +131,11 @@ def numpy_stays_numpy():
     assert converted.dtype == np.float16
 
 
-@checks.holds("private names")
-def there_are_no_private_names():
-    assert not hasattr(dtype_policies, "_get_quantized_dtype_policy_by_str")
-    assert dtype_policies.get("int8_from_float32").name == "int8_from_float32"
-
-
-@checks.holds("TensorFlow's `Policy`")
-def the_loss_scale_of_a_saved_policy_is_kept():
-    saved = {"class_name": "PolicyV1", "config": {"name": "mixed_float16", "loss_scale": None}}
-    assert dtype_policies.deserialize(saved).loss_scale is None
-
-
 @checks.holds('a rule for `"block"`')
 def a_frozen_rule_covers_what_is_inside():
     policies = keras.DTypePolicyMap("float32", {"block": "bfloat16"})
     assert policies["block/dense"].name == "float32"
     assert jmp.get_policy(policies)["block/dense"].name == "bfloat16"
-
-
-@checks.holds("the dictionary given")
-def the_dictionary_is_copied():
-    given = {"a": "float16"}
-    keras.DTypePolicyMap("float32", given)["b"] = "float16"
-    assert given == {"a": "float16"}
-
-
-@checks.holds("a map as the default")
-def a_map_stands_for_its_default():
-    assert keras.DTypePolicyMap(keras.DTypePolicyMap("float16")).default_policy == keras.DTypePolicy("float16")
-
-
-@checks.holds("a bad name as a value")
-def a_bad_name_has_its_own_error():
-    with pytest.raises(ValueError, match=r"^Cannot convert 'flaot16' to a mixed precision DTypePolicy\."):
-        keras.DTypePolicyMap()["a"] = "flaot16"
 
 
 @checks.holds("`get_config`, no default")
@@ -127,25 +149,12 @@ def a_map_without_a_default_keeps_the_names_of_its_policies():
     assert keras.DTypePolicyMap.from_config(config) == policies
 
 
-@checks.holds('`"int4"`')
-def int4_is_blocks_of_128():
-    policy = keras.QuantizedDTypePolicy("int4", "float32")
-    assert jmp.get_policy(policy) is jmp.get_policy(keras.Int4DTypePolicy("int4/128", "float32"))
-    assert jmp.get_policy(keras.Int4DTypePolicy("int4/-1", "float32")) is not jmp.get_policy(policy)
-
-
 @checks.holds('`"int4/-1"`')
 def a_channel_has_a_zero_point():
     weight = jnp.linspace(1, 2, 512, dtype=jnp.float32).reshape(256, 2)
     array = jmp.quant.quantize_array(weight, "int4/-1")
     assert array.zero_point.tolist() == [[[0, 0]]]  # of numbers that are all positive
     np.testing.assert_allclose(array.dequantize(), weight, atol=2 / 15 / 2)  # a symmetric scale spends half on none
-
-
-@checks.holds('`"int4/100"` of 256')
-def blocks_divide():
-    with pytest.raises(ValueError, match=r"^Blocks of 100 do not divide the 256 inputs .* The largest size that "):
-        jmp.quant.quantize({"kernel": _weight((256, 64))}, keras.Int4DTypePolicy("int4/100", "float32"))
 
 
 @checks.holds('`"int4"` embeddings', "small layers")
@@ -158,19 +167,6 @@ def tables_have_8_bits_and_small_layers_stay():
     made = jmp.quant.quantize(params, keras.QuantizedDTypePolicy("int4/64(table_bits=4,min_size=0)", "float32"))
     assert made["embed"]["embedding"].values.dtype == jnp.uint8
     assert isinstance(made["small"]["kernel"], jmp.quant.QuantizedArray)
-
-
-@checks.holds("`amax_history_length`")
-def a_history_has_a_positive_length():
-    for length, error in [(0, ValueError), (-1, ValueError), (True, TypeError)]:
-        with pytest.raises(error, match=r"^amax_history_length must be "):
-            keras.QuantizedFloat8DTypePolicy("float8", "float32", length)
-
-
-@checks.holds('`"mxfp8"`, `"nvfp4"`')
-def formats_of_blocks_are_modes():
-    for mode in ("mxfp8", "nvfp4", "mxfp4"):
-        assert jmp.get_policy(keras.QuantizedDTypePolicy(mode, "float32")) is jmp.get_policy(f"{mode}_from_float32")
 
 
 @checks.holds("`gptq`, `awq`")
@@ -192,37 +188,11 @@ def calibrated_weights_have_4_bits_or_8_per_channel():
             dtype_policies.get(f"{mode}_from_float32")
 
 
-@checks.holds("`ternary`")
-def ternary_weights_are_errors_by_name_and_in_files():
-    with pytest.raises(ValueError, match=r"^Invalid quantization mode\. .* Received: mode=ternary Unknown quant"):
-        dtype_policies.get("ternary_from_float32")
-    with pytest.raises(ValueError, match=r"^Unknown class of dtype policies in "):
-        dtype_policies.deserialize({"class_name": "TernaryDTypePolicy", "config": {"mode": "ternary"}})
-
-
 @checks.holds("`LossScaleOptimizer`")
 def the_optimizer_is_an_optax_transformation():
     tx = keras.LossScaleOptimizer(optax.sgd(0.1))
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     assert isinstance(tx.init({"w": jnp.ones(2)}).loss_scale, jmp.DynamicLossScale)
-
-
-@checks.holds("its other arguments")
-def other_arguments_are_those_of_the_inner_optimizer():
-    for name in ("name", "clipnorm", "weight_decay", "gradient_accumulation_steps"):
-        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):
-            keras.LossScaleOptimizer(optax.sgd(0.1), **{name: None})
-
-
-@checks.holds("`dynamic=False`")
-def a_constant_scale_is_a_scale():
-    assert scale_of(8.0, dynamic=False) == jmp.StaticLossScale(8.0)
-
-
-@checks.holds("the second argument")
-def a_bool_is_no_scale():
-    with pytest.raises(TypeError, match=r"^`initial_scale` must be a positive finite number, got True"):
-        scale_of(True)
 
 
 @checks.holds("bounds of the scale")
@@ -243,11 +213,6 @@ def a_skipped_step_is_not_counted():
         params, state = jmp.optim.step(tx, {"w": jnp.full(2, gradient)}, state, params)
     assert optax.tree_utils.tree_get(state, "count") == 2
     assert params["w"].tolist() == [1 - 1 - 0.5] * 2
-
-
-@checks.holds("the scaled loss")
-def a_loss_is_scaled_in_float32():
-    assert scale_of(2.0**15).scale(jnp.float16(2)).item() == 2.0**16
 
 
 @checks.holds("overwriting by gradient")

@@ -1,5 +1,6 @@
 """Reports of every kind, with the long names of real models."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmp
+
+# Functions that return these reports would have to trace and run a model for each row.
 from jmp_policy.cli._doctor import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
 from jmp_policy.contrib import Divergence, diverge
 from jmp_policy.numerics import (
@@ -26,13 +29,35 @@ from jmp_policy.numerics._stats_record import Record
 from jmp_policy.numerics._stats_row import StatsLayout, TensorInfo
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
+from jmp_policy.report import Report, Table
 
 FLOAT8 = jmp.get_policy("float8(min_size=0)_from_params=float32,compute=bfloat16,output=float32")
 MIXED = jmp.get_policy("mixed_bfloat16")
 RULE = "encoder/layers_[0-9]+/self_attention/(query|key|value|out)"
 LAYERS = ("self_attention/query", "self_attention/key", "self_attention/relative_position_bias/rel_embedding", "mlp/wi")
 PATHS = [f"encoder/layers_{index}/{layer}" for index, layer in itertools.product((0, 11), LAYERS)]
+SOURCE = "/home/someone/projects/translation/training/transformer_layers.py:1234 (compute_attention_scores)"
 LEFT = "left: the sizes of its product (77, 64 and 1000) are not multiples of 16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Report):
+    """Any tables and notes."""
+
+    tables: list[Table]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def _summarize(self) -> str:
+        return f"{len(self.tables)} tables"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        return self.tables
+
+    def _list_notes(self) -> list[str]:
+        return self.notes
+
+    def __repr__(self) -> str:  # not that of a dataclass
+        return Report.__repr__(self)
 
 
 def _explain_module(path: str) -> ModuleRow:
@@ -40,9 +65,7 @@ def _explain_module(path: str) -> ModuleRow:
     type = "MultiHeadDotProductAttention" if path.endswith("self_attention") else "DenseGeneral"
     policy, rule = (FLOAT8, RULE) if is_attention else (MIXED, "its own policy")
     if "/" not in path:
-        return ModuleRow(
-            path, "TransformerEncoder", MIXED, "default", (), ("int32", "bool"), (), ("bfloat16",), 0, 0, ()
-        )
+        return ModuleRow(path, "Encoder", MIXED, "default", (), ("int32", "bool"), (), ("bfloat16",), 0, 0, ())
     return ModuleRow(
         path, type, policy, rule, ("float32",), ("bfloat16", "int32", "bool"), ("bfloat16", "float8_e4m3fn"),
         ("float32",), 1_048_576, 1_048_576, ("", "encoder/layers_0") if path.endswith("query") else (),
@@ -65,27 +88,25 @@ def _audit() -> AuditReport:
         for path in ("", *PATHS)
         for operation, dtype in zip(operations, dtypes, strict=True)
     ]
-    source = "/home/someone/projects/translation/training/transformer_layers.py:1234 (compute_attention_scores)"
     findings = [
-        Finding("float16-softmax", "a softmax in float16: small probabilities become zero", source, path, ("float16",),
+        Finding("float16-softmax", "a softmax in float16: small probabilities become zero", SOURCE, path, ("float16",),
                 backward=True, count=3)
         for path in PATHS[:2]
     ]  # fmt: skip
-    matmuls = [Matmul("dot_general", (dtype,), dtype, source, PATHS[0], False, 96, 10**12) for dtype in dtypes[1:]]
-    return AuditReport(tuple(rows), tuple(findings), tuple(matmuls), (source,))
+    matmuls = [Matmul("dot_general", (dtype,), dtype, SOURCE, PATHS[0], False, 96, 10**12) for dtype in dtypes[1:]]
+    return AuditReport(tuple(rows), tuple(findings), tuple(matmuls), (SOURCE,))
 
 
 def _communicate() -> Collectives:
-    source = "/home/someone/projects/translation/training/transformer_layers.py:1234 (compute_attention_scores)"
     kinds = [("collective-permute", "", "recomputed"), ("reduce-scatter", "sum", "backward"),
              ("all-reduce", "max", "forward")]  # fmt: skip
     rows = [
         Collective(kind, reduction, "float8_e4m3fn", ("replica", "data", "fsdp"), 4096, (16_384, 53_248), direction,
-                   direction == "backward", True, source, path, 96, 280_000_000_000)
+                   direction == "backward", True, SOURCE, path, 96, 280_000_000_000)
         for path in ("", *PATHS)
         for kind, reduction, direction in kinds
     ]  # fmt: skip
-    return Collectives(tuple(rows), 4096, ("replica", "data", "fsdp"), compiled=True, uncounted_loops=(source,))
+    return Collectives(tuple(rows), 4096, ("replica", "data", "fsdp"), compiled=True, uncounted_loops=(SOURCE,))
 
 
 def _compare() -> Comparison:
@@ -170,18 +191,11 @@ REPORTS = {
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
-NAMES = {
-    "prediction": [*PATHS[:2], "recomputed", "overflow"],
-    "explanation": [*PATHS[1:], RULE, "DenseGeneral", "MultiHeadDotProductAttention", "f8_e4m3fn",
-                    "float8(min_size=0)_from_p=f32,c=bf16,o=f32"],
-    "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
-              "/home/someone/projects/translation/training/transformer_layers.py:1234"],
-    "collectives": [*PATHS, "transformer_layers.py:1234", "collective-permute", "replica,data,fsdp", "recomputed",
-                    "16384x53248", "f8_e4m3fn"],
-    "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
-    "state": [*(f"{path}/kernel" for path in PATHS), "nu", "u8", "f32"],
-    "divergence": [*PATHS, "forward", "bfloat16"],
-    "diagnosis": ["float8_e4m3fn", "0.125", "25.00", "0.80x"],
-    "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
-}  # fmt: skip
-"""The names that must be whole in the text of each."""
+NAMES = dict.fromkeys(REPORTS, PATHS) | {
+    "prediction": PATHS[:2],
+    "explanation": PATHS[1:],
+    "state": [f"{path}/kernel" for path in PATHS],
+    "diagnosis": ["float8_e4m3fn"],
+    "statistics": PATHS[:-1],
+}
+"""The names in the first columns that must be whole in the text of each."""

@@ -31,27 +31,17 @@ def chart(panels, count=3, colors=2):
 
 FIGURES = {
     "one row": lambda: compare(1).plot(),
-    "a layer that is the model": lambda: compare(1, path="").plot(),
     "many rows": lambda: compare(60).plot(),
     "long names": lambda: compare(10, PATHS[2] + "_{}").plot(),
-    "bytes": lambda: compare(3, size=100).plot(),
     "gigabytes": lambda: compare(3, size=28 * 10**10).plot(),
     "errors that are no numbers": lambda: compare(4, errors=(0.02, None, math.inf, math.nan)).plot(),
     "small errors": lambda: compare(3, errors=(1.23e-9, 4.56e-9)).plot(),
-    "large errors": lambda: compare(3, errors=(123.0, 45678.0)).plot(),
     "nothing": lambda: compare(2, size=0, errors=(0.0,)).plot(),
     "comparison": lambda: REPORTS["comparison"].plot(),
     "one panel": lambda: chart(1),
     "three panels": lambda: chart(3),
     "many colors": lambda: chart(1, colors=7),
 }
-
-
-@pytest.fixture(scope="module", params=FIGURES)
-def figure(request):
-    drawn = FIGURES[request.param]()
-    FigureCanvasAgg(drawn).draw()
-    return drawn
 
 
 def read_texts(figure):
@@ -65,35 +55,24 @@ def read_texts(figure):
     return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
 
 
-@pytest.mark.slow
-def test_no_two_texts_collide(figure):
-    boxes = read_texts(figure)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "one row")) for name in FIGURES]
+)
+def test_no_two_texts_collide_or_are_cut_and_every_panel_has_labels_and_room(name):
+    figure = FIGURES[name]()
+    FigureCanvasAgg(figure).draw()
+    boxes, frame = read_texts(figure), figure.bbox
     assert [(one, other) for (one, a), (other, b) in itertools.combinations(boxes, 2) if a.overlaps(b)] == []
-
-
-@pytest.mark.slow
-def test_no_text_is_cut(figure):
-    frame = figure.bbox
-    for text, box in read_texts(figure):
+    for text, box in boxes:
         assert frame.x0 <= box.x0 <= box.x1 <= frame.x1, text
         assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text
-
-
-@pytest.mark.sample(1)
-def test_every_axis_has_a_label(figure):
     for axes in figure.axes:
+        box = axes.get_window_extent()  # long names push nothing together
         assert axes.get_title()
         assert axes.get_xlabel()
-    assert figure.axes[0].get_ylabel() == "layer"
-
-
-@pytest.mark.sample(1)
-def test_every_panel_has_room(figure):
-    """Long names push nothing together."""
-    for axes in figure.axes:
-        box = axes.get_window_extent()
         assert box.width > 3.3 * figure.dpi
         assert box.height > 0.3 * figure.dpi
+    assert figure.axes[0].get_ylabel() == "layer"
 
 
 def test_formats_have_the_colors_of_every_plot():
@@ -107,19 +86,13 @@ def test_formats_have_the_colors_of_every_plot():
     ]  # fmt: skip
 
 
-def test_weights_have_a_unit_that_fits_them():
+def test_weights_have_a_unit_that_fits_them_and_an_error_that_is_no_number_is_said_in_words():
     weights = compare(1, size=4_194_304).plot().axes[1]
     assert weights.get_xlabel() == "MB"
     assert [bar.get_width() for bar in weights.patches] == [4.194304, 1.048576]
-
-
-def test_an_error_that_is_no_number_is_said_in_words():
     errors = compare(4, errors=(0.02, None, math.inf, math.nan)).plot().axes[0]
     assert [text.get_text().strip() for text in errors.texts] == ["not seen", "not finite", "not finite"]
     assert [bar.get_width() for bar in errors.patches] == [2.0, 0, 0, 0]
-
-
-def test_a_model_without_bytes_is_compared():
     empty = compare(2, size=0, errors=(0.0,))
     assert "weights: 0 B" in str(empty)
     assert empty.plot().axes[1].get_xlabel() == "B"

@@ -1,12 +1,15 @@
-"""Pages of reports: well-formed, escaped, and without names that a browser may cut into two lines."""
+"""Pages of reports, also in a real Jupyter kernel: well-formed, escaped, and no name may be cut into two lines."""
 
+import pathlib
 import re
 from html.parser import HTMLParser
 
+import nbformat
 import pytest
-from reports import NAMES, REPORTS
+from nbclient import NotebookClient
+from reports import NAMES, REPORTS, Drawn
 
-from jmp_policy.report import Column, Report, Table
+from jmp_policy.report import Column, Table
 
 
 class Page(HTMLParser):
@@ -31,20 +34,16 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_no_name_may_be_cut(name):
-    page = Page(REPORTS[name]._repr_html_())
+def test_a_page_has_a_cell_for_each_column_and_no_name_may_be_cut(name):
+    drawn = REPORTS[name]._repr_html_()
+    page = Page(drawn)
     # Browsers break lines at spaces, and after these.
     assert not [text for text in page.breakable if re.search(r"\S[/|?!-]\S", text)]
     assert set(NAMES[name]) <= set("\n".join(page.texts).split())
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_page_has_a_cell_for_each_column(name):
-    page = REPORTS[name]._repr_html_()
-    for table, drawn in zip(REPORTS[name]._list_tables(None), page.split("<table>")[1:], strict=True):
-        assert drawn.count("<th ") == len(table.columns)
-        assert drawn.count("<td ") == len(table.columns) * len(table.rows)
-    assert page.count("<p>") == len(REPORTS[name]._list_notes())
+    for table, part in zip(REPORTS[name]._list_tables(None), drawn.split("<table>")[1:], strict=True):
+        assert part.count("<th ") == len(table.columns)
+        assert part.count("<td ") == len(table.columns) * len(table.rows)
+    assert drawn.count("<p>") == len(REPORTS[name]._list_notes())
 
 
 def test_a_page_leaves_out_the_reasons_that_it_says_it_does():
@@ -54,18 +53,39 @@ def test_a_page_leaves_out_the_reasons_that_it_says_it_does():
 
 
 def test_text_is_on_the_left_and_escaped_and_numbers_on_the_right():
-    class Prices(Report):
-        def _summarize(self):
-            return "1 price"
-
-        def _list_tables(self, width):
-            return [Table([Column("<fruit>"), Column("price", is_number=True)], [("a<b/c>", "1")])]
-
-        def _list_notes(self):
-            return ["a & <b/c>"]
-
-    assert repr(Prices()) == "<Prices: 1 price; print it for the table>"
-    page = Prices()._repr_html_()
+    prices = Drawn([Table([Column("<fruit>"), Column("price", is_number=True)], [("a<b/c>", "1")])], ["a & <b/c>"])
+    assert repr(prices) == "<Drawn: 1 tables; print it for the table>"
+    page = prices._repr_html_()
     assert Page(page).texts == ["<fruit>", "price", "a<b/c>", "1", "a & ", "<b/c>"]
     assert '<td style="text-align:right;white-space:nowrap">1</td>' in page
     assert '<th style="text-align:left;white-space:nowrap">&lt;fruit&gt;</th>' in page
+
+
+CELLS = {
+    "import": "from reports import REPORTS; report = REPORTS['audit']",
+    "str": "text = str(report); formatted = f'{report}'; summary = repr(report)",
+    "text": "[text, formatted]",
+    "print": "print(report)",
+    "display": "report",
+    "console": "from jmp_policy.cli._commands import print_text; print_text('a line')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # those of the kernel's own machinery are not ours to mend
+def test_a_kernel_shows_the_text_and_the_page_that_are_asked_for_and_nothing_else(tmp_path, monkeypatch):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
+    resources = {"metadata": {"path": str(pathlib.Path(__file__).parent)}}
+    for name, value in {"COLUMNS": "80", "JUPYTER_RUNTIME_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}.items():
+        monkeypatch.setenv(name, value)
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources, allow_errors=True).execute()
+    shown = {key: cell.outputs for key, cell in zip(CELLS, notebook.cells, strict=True)}
+    report, text = REPORTS["audit"], str(REPORTS["audit"])
+    assert shown["import"] == shown["str"] == []
+    assert eval(shown["text"][0].data["text/plain"]) == [text, text]
+    for key, printed in [("print", f"{text}\n"), ("console", "a line\n")]:
+        assert {(output.output_type, output.name) for output in shown[key]} == {("stream", "stdout")}
+        assert "".join(output.text for output in shown[key]) == printed  # which a busy kernel sends in pieces
+    [displayed] = shown["display"]
+    assert displayed.output_type == "execute_result"
+    assert (displayed.data["text/html"], displayed.data["text/plain"]) == (report._repr_html_(), repr(report))

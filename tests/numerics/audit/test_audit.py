@@ -37,9 +37,7 @@ custom_jvp.defjvp(lambda primals, tangents: (custom_jvp(*primals), tangents[0]))
 
 NESTED = {
     "jit": jax.jit(lambda x: jnp.cumsum(x)),
-    "scan": lambda x: lax.scan(lambda c, _: (jnp.cumsum(c), None), x, None, length=3)[0],
     "while": lambda x: lax.while_loop(lambda c: c[0] < 1, lambda c: jnp.cumsum(c), x),
-    "cond": lambda x: lax.cond(x[0] > 0, lambda x: jnp.cumsum(x), lambda x: x, x),
     "remat": jax.checkpoint(lambda x: jnp.cumsum(x)),
     "vmap": lambda x: jax.vmap(lambda x: jnp.cumsum(x))(x[None]),
     "shard_map": jax.shard_map(lambda x: jnp.cumsum(x), mesh=MESH, in_specs=SPEC, out_specs=SPEC),

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,64 +13,68 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 
-
-@pytest.mark.parametrize("target", [3, lambda x: x, nn.Dense], ids=["number", "function", "class"])
-def test_what_is_no_module_is_refused(target):
-    message = (
-        f"explain takes a Flax module, got {target!r}. For example: "
-        "explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32')); of a function, "
-        "jmp_policy.numerics.audit(fun)(params, x) has the dtype of each operation."
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        jmp.explain(target, jax.ShapeDtypeStruct((2, 4), "float32"))
+X = jax.ShapeDtypeStruct((4, 3), "float32")
+MIXED = "params=float32,compute=bfloat16,output=float32"
 
 
-@pytest.mark.parametrize("model", [nn.Dense(3), nnx.Linear(4, 3, rngs=nnx.Rngs(0))], ids=["linen", "nnx"])
-def test_a_tuple_where_a_shape_was_meant_is_no_array_of_two_integers(model):
+class LinenHead(nn.Module):
+    between: Callable = lambda x: x
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(self.between(nn.Dense(3, name="body")(x)))
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, between=lambda x: x):
+        self.body, self.head = (nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.adapter = nnx.LoRAParam(jnp.zeros((3, 3)))
+        self.between = between
+
+    def __call__(self, x):
+        return self.head(self.between(self.body(x)))
+
+
+KINDS = [LinenHead, NnxHead]
+
+
+def test_bad_input_is_refused():
+    for target in (3, len, nn.Dense):
+        message = (
+            f"explain takes a Flax module, got {target!r}. For example: "
+            "explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32')); of a function, "
+            "jmp_policy.numerics.audit(fun)(params, x) has the dtype of each operation."
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            jmp.explain(target, X)
+    variables = jax.eval_shape(nn.Dense(3).init, jax.random.key(0), X)
+    with pytest.raises(TypeError, match=r"^explain takes the inputs of a model and no variables, "):
+        jmp.explain(nn.Dense(3), variables, X)
+    with pytest.raises(TypeError, match=r"takes 2 positional arguments but 3 were given"):
+        jmp.explain(nn.Dense(3), X, X)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tuple_where_a_shape_was_meant_is_no_array_of_two_integers(kind):
     """linen explained a model with an input of two integers, and nnx failed in a matmul."""
     message = (
-        "explain takes inputs, not their shapes, got (2, 4). For example: explain(model, jax.ShapeDtypeStruct((2, 4), "
+        "explain takes inputs, not their shapes, got (2, 4). For example: explain(model, jax.ShapeDtypeStruct((2, "
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        jmp.explain(model, (2, 4))
-
-
-def test_variables_among_the_inputs_of_explain_are_an_error_that_says_so():
-    model, x = nn.Dense(3), jax.ShapeDtypeStruct((2, 4), "float32")
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    with pytest.raises(TypeError, match=r"^explain takes the inputs of a model and no variables, "):
-        jmp.explain(model, variables, x)
-    with pytest.raises(TypeError, match=r"takes 2 positional arguments but 3 were given"):
-        jmp.explain(model, x, x)
+        jmp.explain(kind(), (2, 4))
 
 
 @pytest.mark.slow
 def test_explain_is_there_before_rich_is_loaded():
-    heavy = "{'rich'}"
-    code = f"import sys, jmp_policy as jmp; print(jmp.explain.__name__, {heavy} & {{*sys.modules}})"
+    code = "import sys, jmp_policy as jmp; print(jmp.explain.__name__, {'rich'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert out.split() == ["explain", "set()"]
 
 
-class LinenHead(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2, name="head")(nn.Dense(3, name="body")(x))
-
-
-class NnxHead(nnx.Module):
-    def __init__(self):
-        self.body, self.head = (nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2))
-
-    def __call__(self, x):
-        return self.head(self.body(x))
-
-
-@pytest.mark.parametrize("model", [LinenHead(), NnxHead()], ids=["linen", "nnx"])
-def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(model):
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(kind):
     def explain(default):
-        policied = jmp.with_policy(model, jmp.PolicyMap({"head": "float32"}, default))
-        return jmp.explain(policied, jax.ShapeDtypeStruct((4, 3), "float32"))
+        return jmp.explain(jmp.with_policy(kind(), jmp.PolicyMap({"head": "float32"}, default)), X)
 
     cast = explain("mixed_bfloat16")
     line = (
@@ -78,71 +83,54 @@ def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(model):
     )
     assert line in " ".join(str(cast).split())
     assert [row.output_cast for row in cast.rows] == ["", "", "bfloat16"]
-    kept = explain("params=float32,compute=bfloat16,output=float32")
+    kept = explain(MIXED)
     assert [row.output_cast for row in kept.rows] == ["", "", ""]
     assert "whole model" not in " ".join(str(kept).split())
 
 
-class LinenSoftmax(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2, name="head")(nn.softmax(nn.Dense(3, name="body")(x)))
-
-
-class NnxSoftmax(NnxHead):
-    def __call__(self, x):
-        return self.head(jax.checkpoint(nnx.softmax)(self.body(x)))
-
-
-class LinenConstant(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        scale = np.linspace(0, 1, 3, dtype=np.float32)
-        return nn.Dense(2, name="head")(nn.Dense(3, name="body")(x) * scale)
-
-
-class NnxConstant(NnxHead):
-    def __call__(self, x):
-        return self.head(self.body(x) * jnp.ones(3))
-
-
-class NnxAdapter(NnxHead):
-    """Reads its parameter as an adapter of qwix does."""
-
-    def __init__(self):
-        super().__init__()
-        self.adapter = nnx.LoRAParam(jnp.zeros((3, 3)))
-
-    def __call__(self, x):
-        return self.head(self.body(x) @ self.adapter.get_raw_value())
-
-
 FAULTS = [
-    (LinenSoftmax, "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to float32 first"),
-    (NnxSoftmax, "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to float32 first"),
-    (LinenConstant, "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
-    (NnxConstant, "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
-    (NnxAdapter, "(bfloat16 becomes float32 through a float32 parameter or argument); cast the float32 operand"),
-]
+    (jax.checkpoint(nn.softmax), "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to f"),
+    (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
+     "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
+    (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=[kind.__name__ for kind, _ in FAULTS])
-def test_a_half_softmax_and_a_promotion_to_float32_have_a_line(kind, fault):
-    x = jax.ShapeDtypeStruct((4, 3), "float32")
+def check_fault(make, fault):
     with jax.numpy_dtype_promotion("standard"):
-        found = jmp.explain(jmp.with_policy(kind(), "params=float32,compute=bfloat16,output=float32"), x)
-        wide = jmp.explain(jmp.with_policy(kind(), "float32"), x)
+        found = jmp.explain(jmp.with_policy(make(), MIXED), X)
+        wide = jmp.explain(jmp.with_policy(make(), "float32"), X)
     assert [len(row.precision_faults) for row in found.rows] == [1, 0, 0]
     lines = " ".join(str(found).split())
-    assert f"{kind.__name__} (!)" in lines
+    assert f"{type(make()).__name__} (!)" in lines
     assert "the model itself (!): " in lines
     assert fault in lines
     assert not any(row.precision_faults for row in wide.rows)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_half_softmax_and_a_promotion_to_float32_have_a_line(kind):
+    for between, fault in FAULTS:
+        check_fault(lambda between=between: kind(between), fault)
+
+
+def test_a_parameter_that_is_read_as_an_adapter_of_qwix_does_has_a_line():
+    class Adapted(NnxHead):
+        def __call__(self, x):
+            return self.head(self.body(x) @ self.adapter.get_raw_value())
+
+    check_fault(Adapted, "(bfloat16 becomes float32 through a float32 parameter or argument); cast the float32 operand")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cast_computes_nothing(kind):
+    for between, dtypes in [(lambda x: x.astype("float32").astype(x.dtype), ()), (lambda x: x * 2, ("bfloat16",))]:
+        assert jmp.explain(jmp.with_policy(kind(between), MIXED), X)[""].compute_dtypes == dtypes
+
+
 def test_the_softmax_of_a_layer_of_flax_has_no_line():
     model = jmp.with_policy(nn.MultiHeadDotProductAttention(1), "mixed_bfloat16")
-    assert not any(row.precision_faults for row in jmp.explain(model, jax.ShapeDtypeStruct((4, 3), "float32")).rows)
+    assert not any(row.precision_faults for row in jmp.explain(model, X).rows)
 
 
 class OwnLinen(nn.Module):

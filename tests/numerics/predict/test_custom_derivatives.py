@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import jmp_policy as jmp
 from jmp_policy.numerics import collect, predict
-from jmp_policy.numerics._predict import keep_in_float32
 
 HALF = "params=float32,compute=float16,output=float32"
 W = {
@@ -40,10 +38,6 @@ def clip_inside(x):
 clip_inside.defvjp(lambda x: (jnp.maximum(x, 0), x), lambda x, g: (g * (x > 0).astype(jnp.float32),))
 
 
-def scan_relu(x):
-    return jax.lax.scan(lambda _, row: (None, jax.nn.relu(row)), None, x)[1]
-
-
 def shard_relu(x):
     mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
@@ -53,14 +47,11 @@ def shard_relu(x):
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "custom_jvp": clip_below,
+    "custom_vjp": clip_inside,
     "vmapped": jax.vmap(jax.nn.relu),
     "checkpointed": jax.checkpoint(jax.nn.relu),
-    "scanned": scan_relu,
+    "scanned": lambda x: jax.lax.scan(lambda _, row: (None, jax.nn.relu(row)), None, x)[1],
     "sharded": shard_relu,
-    "softplus": jax.nn.softplus,
-    "custom_vjp": clip_inside,
-    "leaky_relu": jax.nn.leaky_relu,
-    "jitted": jax.jit(jax.nn.relu),
 }
 
 
@@ -77,15 +68,12 @@ def make_activated_loss(activation):
 
 
 def find_largest_error(found, true):
-    errors = (
-        abs(a - b).max() / abs(b).max() for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
-    )
-    return max(map(float, errors))
+    errors = jax.tree.map(lambda a, b: float(abs(a - b).max() / abs(b).max()), found, true)
+    return max(jax.tree.leaves(errors))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 1)) for i, name in enumerate(ACTIVATIONS)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "relu")) for name in ACTIVATIONS]
 )
 def test_an_overflow_behind_a_custom_derivative_is_in_the_map_and_training_under_it_is_finite(name):
     loss = make_activated_loss(ACTIVATIONS[name])
@@ -98,41 +86,8 @@ def test_an_overflow_behind_a_custom_derivative_is_in_the_map_and_training_under
     assert find_largest_error(found, jax.value_and_grad(loss)(w, x)) < 2**-9
 
 
-class FeedForward(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Dense(8, name="up")(x))
-        with jax.named_scope("scaled"):
-            return nn.Dense(1, name="down")(x) * 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["autocast", "with_policy"])
-def test_a_relu_feed_forward_of_linen_trains_under_the_map(by):
-    x = X * 3e5
-    params = FeedForward().init(jax.random.key(0), x)
-    make_loss_of = lambda model: lambda params, x: jnp.mean(model.apply(params, x) ** 2)
-    loss = make_loss_of(FeedForward())
-    prediction = predict(observe(jax.value_and_grad(loss), params, x), HALF, by=by)
-    policied = (
-        jmp.autocast(loss, prediction.policy_map)
-        if by == "autocast"
-        else make_loss_of(jmp.with_policy(FeedForward(), prediction.policy_map))
-    )
-    scale = jmp.StaticLossScale(prediction.loss_scale)
-    found = jmp.value_and_grad(policied, loss_scale=scale)(params, x)  # a rule that decides nothing would warn
-    assert find_largest_error(found, jax.value_and_grad(loss)(params, x)) < 2**-9
-
-
-def test_a_map_has_no_rule_inside_of_a_scope_that_is_float32():
-    policy_map = keep_in_float32(["a/b", "a", "c/d", "a/b/c"], jmp.get_policy(HALF), ["a", "a/b", "c", "c/d"])
-    assert [rule.key for rule in policy_map.rules] == ["a", "c/d"]
-
-
 def test_the_backward_pass_of_a_custom_jvp_has_the_path_of_its_forward_pass():
     observed = collect(jax.grad(make_activated_loss(clip_below)), where="all", formats=["float16"])
     stats = jax.eval_shape(observed, W, X)[1]
-    assert {site.path for site in stats.layout.sites if site.primitive in ("mul", "custom_jvp_call")} == {
-        "act",
-        "down",
-    }
+    paths = {site.path for site in stats.layout.sites if site.primitive in ("mul", "custom_jvp_call")}
+    assert paths == {"act", "down"}

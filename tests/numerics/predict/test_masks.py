@@ -20,7 +20,6 @@ def weigh(scores, x):
 
 CONSTANTS = {
     "shift": (False, lambda w, x: x @ (w + 1e5)),
-    "negative shift": (False, lambda w, x: x @ (w - 1e5)),
     "bound": (False, lambda w, x: (x * 1e-3) @ jnp.maximum(w, 1e5)),
     "selected": (False, lambda w, x: (x * 1e-3) @ jnp.where(w > 0, 1e5, w)),
     "selected mask": (True, lambda w, x: weigh(jnp.where(TRIANGLE, x @ w, -1e9), x)),
@@ -58,17 +57,9 @@ def test_only_masks_may_overflow_under_autocast():
     assert {name for name, value in values.items() if not np.isfinite(value).all()} == named
 
 
-def scale_mask(scores, mask):
-    return scores - 1e30 * (1 - mask)
-
-
-def add_mask(scores, mask):
-    return scores + (1.0 - mask) * -1e9
-
-
 FORMS = {
-    "subtracted factor": (False, scale_mask),
-    "added factor": (False, add_mask),
+    "subtracted factor": (False, lambda scores, mask: scores - 1e30 * (1 - mask)),
+    "added factor": (False, lambda scores, mask: scores + (1.0 - mask) * -1e9),
     "zeros times a constant": (False, lambda scores, mask: scores + scores * mask * 0.0 * 1e6),
     "divided by a constant": (False, lambda scores, mask: scores * 100 / 1e5 * 1e3),
     "shift": (False, lambda scores, mask: (scores + 1e5) - 1e5),
@@ -142,7 +133,7 @@ wave.defvjp(wave_forward, lambda large, g: (g * jnp.cos(large),))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fun", [wave, jax.jit(wave), jax.vmap(wave, in_axes=0), lambda x: jax.lax.map(wave, x)])
+@pytest.mark.parametrize("fun", [wave, jax.vmap(wave), lambda x: jax.lax.map(wave, x)], ids=["", "vmap", "map"])
 def test_a_custom_vjp_that_autocast_runs_as_written_is_not_blamed(fun):
     x = X if fun is wave else X[None]
     loss = lambda w, x: jnp.mean(fun(x @ w))

@@ -11,36 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from planted_models import KINDS, MOST_ERROR, make_model, try_model
 
 import jmp_policy as jmp
 from jmp_policy.numerics import StatsHistory, collect, predict
-from jmp_policy.numerics._stats_choice import find_program
 
 HALF = "params=float32,compute=float16,output=float32"
-QUICK, SLOW = range(3), range(3, 40)
-"""A gain, an attenuation and a scale too large; the others are slow, and most of all exhaustive."""
-
-
-def mark(seed):
-    marks = [] if seed in QUICK else [pytest.mark.slow if seed in SLOW else pytest.mark.exhaustive]
-    return pytest.param(seed, marks=marks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [mark(seed) for seed in range(100)])
-def test_planted_scopes_are_named_and_no_others_and_what_is_predicted_happens(seed):
-    outcome = try_model(make_model(seed))
-    model, prediction = outcome.model, outcome.prediction
-    assert outcome.named == model.planted
-    assert (not outcome.half_error <= MOST_ERROR) == bool(model.planted)
-    assert outcome.repaired_error < 0.03
-    assert set(prediction.culprits) == (set() if model.is_cured else model.planted)
-    assert set(prediction.ranking[: len(model.planted)]) == model.planted
-
-
-def test_every_kind_takes_its_turn():
-    assert [make_model(seed).kind for seed in range(len(KINDS))] == list(KINDS)
 
 
 def make_loss(gain=1.0, out=1.0):
@@ -139,9 +114,7 @@ def test_no_loss_scale_is_told_without_a_backward_pass():
     prediction = predict(stats, HALF)
     assert (prediction.culprits, prediction.loss_scale) == (("up",), None)
     assert "No backward pass was measured" in str(prediction)
-    with pytest.raises(
-        ValueError, match=r"A loss scale was given, 8.0, but these Stats have no rows of a backward pass"
-    ):
+    with pytest.raises(ValueError, match=r"A loss scale was given, 8.0, but these Stats have no rows of a backward"):
         predict(stats, HALF, 8.0)
 
 
@@ -159,7 +132,7 @@ def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
     assert "No loss scale saves all gradients: the smallest relevant ones, in tiny, and the largest, in huge" in said
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     def loss(w, x):
         with jax.named_scope("large"):
@@ -176,7 +149,7 @@ def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     assert not np.isfinite(grad(HALF)["up"]).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     def loss(w, x):
         h = (x @ w["up"]) * 3e4 / 3e4
@@ -187,19 +160,6 @@ def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     assert prediction.culprits == ("",)
     assert [prediction.policy_map[path].compute_dtype.name for path in ("", "inside")] == ["float32", "float16"]
     assert np.isfinite(jax.grad(jmp.autocast(loss, prediction.policy_map))(W, X)["up"]).all()
-
-
-@pytest.mark.exhaustive
-def test_a_mask_is_not_blamed():
-    def loss(w, x):
-        with jax.named_scope("attention"):
-            scores = jnp.where(jnp.tri(8, dtype=bool), (x @ w["up"]) @ (x @ w["down"]).T, -1e9)
-            return jnp.sum(jax.nn.softmax(scores) @ x)
-
-    stats = observe(jax.value_and_grad(loss), W, X)
-    assert predict(stats, HALF).reasons == ()
-    assert max(row.amax for row in stats if row.direction == "forward") == 1e9
-    assert np.isfinite(jax.grad(jmp.autocast(loss, HALF))(W, X)["up"]).all()
 
 
 @pytest.mark.slow
@@ -245,7 +205,7 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.gelu(nn.Dense(self.width, name="up")(x) * 3e4 / 3e4)
+        x = nn.relu(nn.Dense(self.width, name="up")(x) * 3e4 / 3e4)
         return nn.Dense(1, name="head")(x)
 
 
@@ -288,36 +248,33 @@ def test_quantized_policies_are_predicted_for_layers():
             found = {(reason.path, reason.what, reason.format) for reason in prediction.reasons}
             layer = {"int4": "layers_1", "mxfp4": "layers_0"}.get(format)
             assert found == ({(layer, "precision", format)} if format else set())
-    with pytest.raises(ValueError, match="autocast does not quantize weights"):
-        predict(stats, "int4_from_mixed_bfloat16")
 
 
 def test_bad_input_is_refused_with_what_works(stats, fine):
-    with pytest.raises(
-        TypeError, match=r"predict takes Stats, got .*collect\(jax.value_and_grad\(loss_fn\), where='all'\)"
-    ):
-        predict(None, HALF)
-    with pytest.raises(TypeError, match="The rows of Stats are numbers"):
-        predict(jax.eval_shape(lambda: stats), HALF)
-    with pytest.raises(ValueError, match="These Stats have rows without measurements"):
-        predict(stats.empty(), HALF)
-    with pytest.raises(ValueError, match="These Stats have no rows"):
-        predict(stats.select(lambda site: False), HALF)
-    with pytest.raises(ValueError, match="'params=float32,compute=float32,output=float32' has neither half precision"):
-        predict(stats, "float32")
-    with pytest.raises(ValueError, match="Unknown dtype or policy 'flaot16'"):
-        predict(stats, "flaot16")
-    with pytest.raises(ValueError, match=r"Unknown by='withpolicy'\. Did you mean 'with_policy'\?"):
-        predict(stats, HALF, by="withpolicy")
-    with pytest.raises(ValueError, match="with_policy is for Flax modules, but the program of these Stats calls none"):
-        predict(stats, HALF, by="with_policy")
-    for bad in (0.0, -1.0, float("nan"), float("inf"), True):
-        with pytest.raises(ValueError, match="loss_scale must be a positive finite number, got"):
-            predict(stats, HALF, bad)
     history = StatsHistory()
     history.append(0, fine)
-    with pytest.raises(ValueError, match="was not traced in this process"):
-        predict(history.merge(), HALF)
+    for error, message, *arguments in [
+        (TypeError, r"predict takes Stats, got .*collect\(jax.value_and_grad\(loss_fn\), where='all'\)", None),
+        (TypeError, "The rows of Stats are numbers", jax.eval_shape(lambda: stats)),
+        (ValueError, "These Stats have rows without measurements", stats.empty()),
+        (ValueError, "These Stats have no rows", stats.select(lambda site: False)),
+        (ValueError, "was not traced in this process", history.merge()),
+        (ValueError, "'params=float32,compute=float32,output=float32' has neither half precision", stats, "float32"),
+        (ValueError, "Unknown dtype or policy 'flaot16'", stats, "flaot16"),
+        (ValueError, "autocast does not quantize weights", stats, "int4_from_mixed_bfloat16"),
+        *[
+            (ValueError, "loss_scale must be a positive finite number, got", stats, HALF, bad)
+            for bad in (0.0, -1.0, float("nan"), float("inf"), True)
+        ],
+    ]:
+        with pytest.raises(error, match=message):
+            predict(*arguments, *[HALF] * (len(arguments) == 1))
+    for by, message in [
+        ("withpolicy", r"Unknown by='withpolicy'\. Did you mean 'with_policy'\?"),
+        ("with_policy", "with_policy is for Flax modules, but the program of these Stats calls none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            predict(stats, HALF, by=by)
 
 
 @pytest.mark.slow
@@ -345,20 +302,36 @@ def test_nan_of_a_closed_over_array_and_of_a_branch_is_said():
     assert "nan without the policy, the first in a." in str(predict(observe(choose, jnp.eye(2)), HALF))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_program_that_is_remembered_keeps_no_array_and_no_class():
-    class Small(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2)(x)
+    def measure():
+        class Small(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(2)(x)
 
-    mask = jnp.ones((4, 2))
-    params = Small().init(jax.random.key(0), X)
-    stats = collect(lambda params, x: Small().apply(params, x)[:4] * mask, where="all", formats=[])(params, X)[1]
-    observed = find_program(stats.layout)
-    held = [leaf for leaf in gc.get_referents(observed.program, *observed.program.eqns) if isinstance(leaf, jax.Array)]
-    assert held == []
-    assert not any(getattr(observed.program, "consts", ()))
-    assert observed.list_types() == {"": Small, "Dense_0": nn.Dense}
-    assert observed.modules.types == ()
-    assert all(isinstance(reference, weakref.ref) for _, reference in observed.types)
+        mask = jnp.ones((4, 2))
+        params = Small().init(jax.random.key(0), X)
+        stats = collect(lambda params, x: Small().apply(params, x)[:4] * mask, where="all", formats=[])(params, X)[1]
+        return stats, weakref.ref(mask), weakref.ref(Small)
+
+    stats, *references = measure()
+    gc.collect()
+    assert stats.rows()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_map_has_no_rule_inside_of_a_scope_that_is_float32():
+    def overflow(w, x):
+        with jax.named_scope("a"):
+            with jax.named_scope("b"):
+                x = x * 1e5 @ w
+            x = x * 2 @ w
+        with jax.named_scope("c"):
+            x = x * 1e-9
+            with jax.named_scope("d"):
+                return x * 1e12 @ w
+
+    prediction = predict(observe(overflow, W["up"], X), HALF)
+    assert set(prediction.culprits) >= {"a", "a/b", "c/d"}
+    assert [rule.key for rule in prediction.policy_map.rules] == ["a", "c/d"]

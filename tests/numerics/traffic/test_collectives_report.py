@@ -1,7 +1,6 @@
 """The report of collectives: what it selects, sums and asserts, and what is refused."""
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,8 @@ from meshes import make_mesh
 from properties import examples
 
 from jmp_policy.numerics import Collective, Collectives, collectives
+
+# XLA writes many forms of groups and lines, of which the compilers that are here write one each.
 from jmp_policy.numerics._hlo import find_group, parse_module, partition
 
 DATA = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -54,59 +55,54 @@ def test_sums_are_of_what_is_selected():
     assert REPORT.total_moved_bytes(kind="all-gather") == 12 + 3
 
 
-def test_a_reduction_in_another_dtype_is_an_error_with_its_line():
-    message = (
-        "2 of 4 reductions of gradients are not in float32:\n"
-        "  train.py:12 (loss): backward all-reduce in head of bfloat16[4,2] over data, 2 times"
-    )
-    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
-        REPORT.assert_reduced_in("float32")
+def test_assertions_of_a_report_name_the_lines_that_they_fail_for():
     REPORT.assert_reduced_in("bfloat16", of="activations")
-    with pytest.raises(AssertionError, match=r"^4 of 6 reductions are not in float32:"):
-        REPORT.assert_reduced_in("float32", of="all")
-
-
-def test_nothing_to_assert_on_is_an_error():
-    with pytest.raises(AssertionError, match=r"^Found no reductions of gradients over model, in float32 or any"):
-        REPORT.assert_reduced_in("float32", axis="model")
-    with pytest.raises(AssertionError, match=r"^Found no all-gathers, in bfloat16 or any other floating dtype\. XLA"):
-        REPORT.select(kind="all-reduce").assert_gathered_in("bf16")
-
-
-def test_gathers_of_integers_are_not_asserted_on():
-    REPORT.assert_gathered_in("bfloat16", axis="data")
-    with pytest.raises(AssertionError, match=r"^1 of 1 all-gathers over data are not in float32:"):
-        REPORT.assert_gathered_in("float32", axis="data")
-
-
-def test_a_collective_that_must_not_be_is_an_error():
+    REPORT.assert_gathered_in("bfloat16", axis="data")  # without those of integers
     REPORT.assert_no(kind="all-to-all")
-    with pytest.raises(AssertionError, match=r"^1 collectives:\n  train\.py:12 \(loss\): forward all-gather in head"):
-        REPORT.assert_no(kind="all-gather", dtype="int32")
+    for check, message in [
+        (lambda: REPORT.assert_reduced_in("float32"),
+         r"2 of 4 reductions of gradients are not in float32:\n"
+         r"  train.py:12 \(loss\): backward all-reduce in head of bfloat16\[4,2\] over data, 2 times$"),
+        (lambda: REPORT.assert_reduced_in("float32", of="all"), "4 of 6 reductions are not in float32:"),
+        (lambda: REPORT.assert_reduced_in("float32", axis="model"),
+         "Found no reductions of gradients over model, in float32 or any"),
+        (lambda: REPORT.assert_gathered_in("float32", axis="data"), "1 of 1 all-gathers over data are not in float32:"),
+        (lambda: REPORT.select(kind="all-reduce").assert_gathered_in("bf16"),
+         r"Found no all-gathers, in bfloat16 or any other floating dtype\. XLA"),
+        (lambda: REPORT.assert_no(kind="all-gather", dtype="int32"),
+         r"1 collectives:\n  train\.py:12 \(loss\): forward all-gather in head"),
+    ]:  # fmt: skip
+        with pytest.raises(AssertionError, match=f"^{message}"):
+            check()
 
 
-@pytest.mark.parametrize(
-    ("selection", "message"),
-    [
-        ({"kind": "allreduce"}, "Unknown kind 'allreduce'. Did you mean 'all-reduce'? For example: report.select("),
-        ({"direction": "back"}, "Unknown direction 'back'. "),
-        ({"axis": "fsdp"}, "No mesh of the program has an axis 'fsdp'. Its axes are 'data', 'model'."),
-        ({"dtype": "bflaot16"}, "Unknown dtype 'bflaot16'"),
-    ],
-)
-def test_a_bad_selection_is_an_error(selection, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        REPORT.select(**selection)
+ABSTRACT = AbstractMesh((512, 8), ("data", "model"))
+SHARDED = jax.ShapeDtypeStruct((512, 4), jnp.float32, sharding=NamedSharding(ABSTRACT, P("data")))
+DESCRIBED = r"the AbstractMesh of data=512, model=8 \(4096 devices; \d+ are here\)"
 
 
-def test_an_axis_of_a_program_without_a_mesh_is_an_error():
-    with pytest.raises(ValueError, match=r"an axis 'data'\. It runs on one device, without a mesh"):
-        collectives(jnp.sin)(1.0).select(axis="data")
-
-
-def test_an_unknown_kind_of_reductions_is_an_error():
-    with pytest.raises(ValueError, match=r"^Unknown of 'gradient'. Did you mean 'gradients'\? For example: report\.as"):
-        REPORT.assert_reduced_in("float32", of="gradient")
+@pytest.mark.parametrize(("error", "call", "message"), [
+    (ValueError, lambda: REPORT.select(kind="allreduce"),
+     r"Unknown kind 'allreduce'\. Did you mean 'all-reduce'\? For example: report\.select\("),
+    (ValueError, lambda: REPORT.select(direction="back"), r"Unknown direction 'back'\. "),
+    (ValueError, lambda: REPORT.select(axis="fsdp"),
+     r"No mesh of the program has an axis 'fsdp'\. Its axes are 'data', 'model'\."),
+    (ValueError, lambda: REPORT.select(dtype="bflaot16"), "Unknown dtype 'bflaot16'"),
+    (ValueError, lambda: collectives(jnp.sin)(1.0).select(axis="data"),
+     r".*an axis 'data'\. It runs on one device, without a mesh"),
+    (ValueError, lambda: REPORT.assert_reduced_in("float32", of="gradient"),
+     r"Unknown of 'gradient'\. Did you mean 'gradients'\? For example: report\.as"),
+    (TypeError, lambda: collectives(3), r"collectives takes a function, got 3\. For example: collectives\(train_step"),
+    (TypeError, lambda: collectives(jnp.sin, compiled="yes"),
+     r"compiled is True, False or None, got 'yes'\. For example: compiled=False"),
+    (ValueError, lambda: collectives(jnp.sum)(SHARDED),
+     f"The program has no explicit coll.* which {DESCRIBED} does not hav"),
+    (ValueError, lambda: collectives(jnp.sum, compiled=True)(SHARDED),
+     f"compiled=True needs devices, but {DESCRIBED} has none"),
+])  # fmt: skip
+def test_bad_input_is_an_error(error, call, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
 
 
 def test_the_report_is_plain_data():
@@ -118,30 +114,10 @@ def test_the_report_is_plain_data():
 def test_a_table_shows_the_rows_of_most_bytes():
     rows = tuple(make_row(source=f"train.py:{line} (loss)", bytes=line) for line in range(1, 101))
     text = str(Collectives(rows, 4, ("data",), compiled=True))
+    assert collectives(jnp.sum, compiled=False)(SHARDED).rows == ()
     assert "60 rows with fewer bytes are left out: `.rows` has them." in text
     assert "train.py:61" in text
     assert "train.py:60" not in text
-
-
-def test_only_functions_have_collectives():
-    with pytest.raises(TypeError, match=r"^collectives takes a function, got 3\. For example: collectives\(train_step"):
-        collectives(3)  # pyright: ignore[reportArgumentType]
-
-
-def test_compiled_is_a_truth_value():
-    with pytest.raises(TypeError, match=r"^compiled is True, False or None, got 'yes'\. For example: compiled=False"):
-        collectives(jnp.sin, compiled="yes")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_mesh_without_devices_is_an_error_where_xla_has_to_insert_the_collectives():
-    mesh = AbstractMesh((512, 8), ("data", "model"))
-    x = jax.ShapeDtypeStruct((512, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    described = r"the AbstractMesh of data=512, model=8 \(4096 devices; \d+ are here\)"
-    with pytest.raises(ValueError, match=f"^The program has no explicit coll.* which {described} does not hav"):
-        collectives(jnp.sum)(x)
-    with pytest.raises(ValueError, match=f"^compiled=True needs devices, but {described} has none"):
-        collectives(jnp.sum, compiled=True)(x)
-    assert collectives(jnp.sum, compiled=False)(x).rows == ()
 
 
 def test_a_compiler_that_writes_nothing_down_is_an_error():
