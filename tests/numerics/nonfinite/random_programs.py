@@ -101,21 +101,11 @@ ALONE = ("vmap", "shard_map"), ("custom_vjp",)
 
 
 class RandomProgram(NamedTuple):
-    """A program with a fault.
-
-    Attributes:
-      text: of a module with the function `fun` of `ARGUMENTS`.
-      has_gradient: whether it is the value and the gradient of the function that is not finite.
-      constructs: around the fault, outermost first.
-      scope: the `jax.named_scope` of the fault; may be the empty string.
-      argument: whether the fault comes in with the argument `x`.
-    """
-
-    text: str
-    has_gradient: bool
-    constructs: tuple[str, ...]
-    scope: str
-    argument: bool
+    text: str  # of a module with the function `fun` of `ARGUMENTS`
+    has_gradient: bool  # whether it is the value and the gradient of the function that is not finite
+    constructs: tuple[str, ...]  # around the fault, outermost first
+    scope: str  # the `jax.named_scope` of the fault; may be the empty string
+    argument: bool  # whether the fault comes in with the argument `x`
 
     @property
     def expected(self) -> dict[str, Expected]:
@@ -169,8 +159,6 @@ def _draw_constructs(draw: random.Random, has_gradient: bool, is_backward: bool)
 
 
 class _Writer:
-    """Writes one program."""
-
     def __init__(self, draw: random.Random, *facts: Any, harmless: bool):
         self._draw = draw
         self._has_gradient, self._is_backward, self._is_argument, self._constructs = facts
