@@ -184,6 +184,7 @@ def test_recorded_gradients_agree_with_those_of_two_functions(model):
     assert recorded.unaligned == ()
 
 
+@pytest.mark.slow
 def test_recorded_layers_of_a_pytorch_port_show_its_fault():
     torch = pytest.importorskip("torch")
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Dropout(0.0), torch.nn.Linear(16, 4))

@@ -19,7 +19,7 @@ from jmp_policy.numerics._extremes import INFINITY, NEVER, decode_key, encode_ke
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [np.float16, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)])
 def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     numbers = numbers[~np.isnan(numbers.astype(np.float32))]

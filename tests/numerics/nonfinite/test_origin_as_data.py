@@ -184,7 +184,11 @@ LITERALS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "scan output" else pytest.param(name, marks=pytest.mark.slow) for name in LITERALS]
+    "name",
+    [
+        name if name in ("python number", "scan output") else pytest.param(name, marks=pytest.mark.slow)
+        for name in LITERALS
+    ],
 )
 def test_a_literal_that_is_not_finite_is_the_origin(name):
     fun, kind, path = LITERALS[name]

@@ -328,6 +328,7 @@ def test_anything_that_can_be_called_is_collected(name):
     assert [site.primitive for site in sites if site.direction == "forward"] == ["dot_general"]
 
 
+@pytest.mark.slow
 def test_modules_of_equinox_pass_through():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 4, 5, 1, key=jax.random.key(0))
