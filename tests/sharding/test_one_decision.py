@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
-from meshes import make_mesh
+from jax.sharding import PartitionSpec as P
 from sharded_models import make_auto_mesh, place
 
 import jmp_policy as jmp
@@ -97,30 +96,6 @@ def test_specs_of_noise_that_fit_nothing_are_refused():
         tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), key, specs=specs)
         with pytest.raises(error, match=re.escape(message)):
             jmp.optim.step(tx, params, tx.init(params), params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_float8_magnitudes_are_those_of_one_device(axis_type):
-    quantization, dims = "float8(min_size=0)", (((1,), (0,)), ((), ()))
-    keys = jax.random.split(jax.random.key(0), 3)
-    w, x, weight = (jax.random.normal(key, (16, 16)) for key in keys)
-
-    def gradient(params, x, weight):
-        def loss_of(params):
-            out = jmp.quant.dot_general(x, params["w"], dims, quantization=quantization, state=params["state"])
-            return jnp.sum(out * weight)
-
-        return jmp.grad(loss_of, loss_scale=jmp.StaticLossScale(2.0**5))(params)["state"]
-
-    params = {"w": w, "state": jmp.quant.float8_state(quantization)}
-    expected = jax.jit(gradient)(params, x, weight)
-    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(expected))  # the product is in float8
-    mesh = make_mesh((2, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
-    with jax.set_mesh(mesh):
-        sharded = {"w": place(mesh, w, P("fsdp")), "state": params["state"]}
-        found = jax.jit(gradient)(sharded, place(mesh, x, P("data")), place(mesh, weight, P("data")))
-    assert bits(found) == bits(expected)
 
 
 @pytest.mark.slow

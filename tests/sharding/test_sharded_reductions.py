@@ -99,13 +99,6 @@ def test_what_is_no_number_passes_by_identity(name):
     assert [seen[name] is given for name, given in {"key": key, "scale": scale, "int": nothing}.items()] == [True] * 3
 
 
-@pytest.mark.slow
-def test_integers_are_summed_as_integers():
-    fun = on_devices(lambda x: jmp.sharding.psum({"count": x}, BOTH, POLICY), out_specs=P())
-    assert moved(fun, jnp.arange(4)) == [("all_reduce", "i32")]
-    assert fun(jnp.arange(4))["count"].tolist() == [6]
-
-
 @pytest.mark.parametrize("name", REDUCING)
 def test_devices_agree_on_the_largest_float8_state(name):
     policy = "params=float32,compute=bfloat16,reduce=bfloat16"
@@ -117,14 +110,6 @@ def test_devices_agree_on_the_largest_float8_state(name):
 
     history = jnp.float32([1.001, 5.003, 3.0, 2.0])  # float32 all along: bfloat16 has neither
     assert on_devices(local, out_specs=P())(history).tolist() == [np.float32(5.003)]
-
-
-@pytest.mark.slow
-def test_a_tuple_of_axes_is_the_same_as_one_after_the_other():
-    x = jnp.arange(16.0).reshape(4, 4)
-    at_once = lambda x: jmp.sharding.psum(x, BOTH, POLICY)
-    in_turn = lambda x: jmp.sharding.psum(jmp.sharding.psum(x, "fsdp", POLICY), "data", POLICY)
-    assert on_devices(at_once, out_specs=P())(x).tolist() == on_devices(in_turn, out_specs=P())(x).tolist()
 
 
 @pytest.mark.parametrize("pmean", [jmp.sharding.pmean, functools.partial(jmp.sharding.pmean, policy=POLICY)])

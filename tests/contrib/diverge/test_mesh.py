@@ -102,18 +102,3 @@ def test_missing_mean_is_named_in_gradients_of_shard_maps(is_flipped):
     assert set(list_faulty(divergence)) == {"norm"}
     clean = diverge(f, lambda *args: f(*args))(PARAMS, place(X, "data"))
     assert [row for row in clean.rows() if row.introduced > 0] == []
-
-
-@pytest.mark.slow
-def test_missing_sum_of_gradients_is_named():
-    def make_grads(is_bad):
-        def local(params, x):
-            grads = jax.grad(loss_fn)(params, x)
-            with jax.named_scope("sum"):
-                return grads if is_bad else lax.psum(grads, "data")
-
-        return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-
-    divergence = diverge(make_grads(False), make_grads(True))(PARAMS, place(X, "data"))
-    assert divergence.unaligned == ("sum is only in the first function (forward)",)
-    assert [row.path for row in divergence.rows() if row.introduced > 1e-5] == ["sum"]

@@ -12,6 +12,7 @@ X = np.asarray([0.5, 1.0, 2.0], np.float32)
 INFINITY = np.float32("inf")
 SIGNS = np.asarray([1, 1, 1, -1, 1, 1], np.float32)
 """Of six turns, turn 3 has another sign."""
+SCALES = np.asarray([1e-30, 1e-30, 1e30, 1e-30], np.float32)
 PARTS = np.linspace(1, 2, 8, dtype=np.float32)
 BAD = np.where(np.arange(8) == 5, -1, PARTS).astype(np.float32)
 """The third of four devices has the negative number."""
@@ -33,12 +34,6 @@ def scale_that_is_infinite_for_a_nan(x):
     y = jnp.log(x - 1)  # origin: nan log
     scale = jnp.max(jnp.where(jnp.isnan(y), jnp.inf, jnp.abs(y)))
     return jnp.round(jnp.where(jnp.isnan(y), 0, x)) * scale  # as in an int8 product
-
-
-@fault(X * 1e5)
-def cast_that_overflows(x):
-    y = x * 2
-    return y.astype(jnp.float16) * 0.5  # origin: inf convert_element_type
 
 
 @fault({"x": X, "y": np.asarray([1, np.nan, 2], np.float32)}, argument=("batch['y']", "nan"))
@@ -72,19 +67,39 @@ def softmax_that_is_fully_masked(scores, mask):
     return weights / jnp.sum(weights, 1, keepdims=True)
 
 
-@fault(np.ones((2, 3), np.float32), np.asarray([[True, False, True], [True] * 3]))
-def softmax_that_is_masked_in_part(scores, mask):
-    scores = jnp.where(mask, scores, -jnp.inf)
-    scores = scores - lax.stop_gradient(jnp.max(scores, 1, keepdims=True))
-    weights = jnp.exp(scores)
-    weights = weights / jnp.sum(weights, 1, keepdims=True)
-    return jnp.log(weights - 0.4)  # origin: nan log
-
-
 @fault(X, X - 1)
 def one_jitted_function_at_two_lines(x, y):
     log = jax.jit(jnp.log)
     return log(x) + log(y)  # origin: nan log
+
+
+@fault(X)
+def output_that_is_a_constant(x):
+    return x, jnp.log(jnp.float32(-1)) + jnp.sum(x)  # origin: nan log
+
+
+@fault(X)
+def infinity_minus_infinity(x):
+    large = x * 1e38
+    y = large * 1e5  # cause: inf mul
+    z = y + 1
+    return (z - y) * 2  # origin: nan sub
+
+
+@fault(X, 0 * X)
+def harmless_infinities_before_the_fault(x, zeros):
+    x = x + jnp.exp(-1 / zeros)
+    x = x + jnp.where(zeros > 0, jnp.log(zeros), 0)
+    x = jnp.minimum(x, 1 / zeros) + 1 / (1 / zeros)
+    y = jnp.log(x - 1)  # origin: nan log
+    return y + jnp.tanh(1 / zeros)
+
+
+@fault(X, np.int32(2))
+def branch_of_a_switch(x, which):
+    faulty = lambda x: jnp.log(-x)
+    last = lambda x: x / (x - 1)  # origin: inf div
+    return lax.switch(which, [faulty, jnp.sin, last], x)
 
 
 @fault(X, path="blocks/head")
@@ -93,39 +108,6 @@ def function_in_named_scopes(x):
         x = jnp.sin(x)
         with jax.named_scope("head"):
             return x + jnp.log(x - 0.9)  # origin: nan log
-
-
-@fault(np.complex64([1j, 2]))
-def complex_numbers(x):
-    y = jnp.real(x * x)
-    return jnp.log(y)  # origin: nan log
-
-
-@fault(X)
-def output_that_is_a_constant(x):
-    return x, jnp.log(jnp.float32(-1)) + jnp.sum(x)  # origin: nan log
-
-
-@fault(X, SIGNS)
-def ys_of_a_scan(x, signs):
-    def body(carry, sign):
-        carry = carry * 0.5
-        return carry, carry + jnp.log(sign)  # origin: nan log 3
-
-    return lax.scan(body, x, signs)[1]
-
-
-@fault(X, np.asarray([1, 2, np.nan, 3], np.float32), argument=("xs", "nan"))
-def xs_of_a_scan(x, xs):
-    return lax.scan(lambda carry, x: (carry + x, None), x, xs)[0]
-
-
-@fault(X)
-def carry_that_grows(x):
-    def body(carry, _):
-        return carry * 1e9, None  # origin: inf mul 4
-
-    return lax.scan(body, x, length=8)[0]
 
 
 @fault(X, np.stack([SIGNS, SIGNS[::-1]]) * np.float32([[1], [2]]) + np.float32([[9], [0]]))
@@ -172,6 +154,44 @@ def associative_scan_that_overflows(x, signs):
     return jnp.sum(x) + lax.associative_scan(jnp.multiply, large)  # origin: inf mul
 
 
+@fault(X, SIGNS)
+def while_in_a_scan(x, signs):
+    def body(carry, sign):
+        def turn(state):
+            i, x = state
+            return i + 1, x + jnp.sqrt(sign + 1 - i)  # origin: nan sqrt 3 1
+
+        return lax.while_loop(lambda state: state[0] < 2, turn, (jnp.float32(0), carry))[1], None
+
+    return lax.scan(body, x, signs)[0]
+
+
+@fault(X, SIGNS)
+def cond_in_a_scan(x, signs):
+    def body(carry, sign):
+        faulty = lambda x: x + jnp.log(sign)  # origin: nan log 3
+        return lax.cond(sign < 0, faulty, jnp.sin, carry), None
+
+    return lax.scan(body, x, signs)[0]
+
+
+@fault(X, SIGNS, of=value_and_grads)
+def carry_under_a_gradient(x, signs):
+    def body(carry, sign):
+        carry = jnp.sin(carry) + jnp.sqrt(sign)  # origin: nan sqrt 3
+        return carry, None
+
+    return lax.scan(body, x, signs)[0]
+
+
+@fault(X)
+def long_loop(x):
+    def body(carry, i):
+        return carry + jnp.sqrt(76.5 - i), None  # origin: nan sqrt 77
+
+    return lax.scan(body, x, jnp.arange(100.0))[0]
+
+
 def steepen(x, factor):
     """Zeros, whose derivative is `factor`."""
     return (x - lax.stop_gradient(x)) * factor
@@ -188,6 +208,65 @@ def nan_of_an_infinite_cotangent(x, zeros):
     y = x * zeros  # origin: nan mul backward
     z = y * 1e30  # cause: inf mul backward
     return x + steepen(z, 1e30)
+
+
+# JAX gives equations of a backward rule, and of a rule that is traced in a body, the line of the call.
+
+
+@fault(X, of=value_and_grads)
+def backward_pass_of_a_custom_vjp(x):
+    @jax.custom_vjp
+    def clip(x):
+        return x * 1
+
+    def forward(x):
+        return clip(x), x
+
+    def backward(x, cotangent):
+        scale = x - 1
+        return (cotangent / scale,)
+
+    clip.defvjp(forward, backward)
+    return jnp.sin(clip(x * 1))  # origin: inf div backward
+
+
+@fault(X, of=value_and_grads)
+def forward_pass_of_a_custom_vjp(x):
+    @jax.custom_vjp
+    def log(x):
+        return jnp.log(x)
+
+    def forward(x):
+        return jnp.log(x - 0.9), x  # origin: nan log
+
+    log.defvjp(forward, lambda x, cotangent: (cotangent / x,))
+    return log(x) * 2
+
+
+@fault(X, SCALES, of=value_and_grads)
+def backward_pass_of_a_scan_under_remat(x, scales):
+    @jax.checkpoint
+    def body(carry, scale):
+        y = carry * 1e30  # origin: inf mul backward 2
+        return carry * 0.9 + steepen(y, scale), None
+
+    return lax.scan(body, x, scales)[0]
+
+
+@fault(X, SCALES, of=value_and_grads)
+def pass_that_a_remat_in_a_scan_repeats(x, scales):
+    @jax.custom_jvp
+    def same(x, scale):
+        return x * 1
+
+    @same.defjvp
+    def rule(primals, tangents):
+        (x, scale), (tangent, _) = primals, tangents
+        return same(x, scale), tangent * jnp.sqrt(2 - scale)
+
+    body = lambda carry, scale: (jnp.sin(same(jnp.sin(carry), scale)), None)  # origin: nan sqrt recomputed 2
+    body = jax.checkpoint(body)
+    return lax.scan(body, x, scales)[0]
 
 
 def shard(fun):
@@ -217,15 +296,6 @@ def argument_of_one_device(x):
 @fault(PARTS, np.where(BAD < 0, 3e38, 1).astype(np.float32), of=shard)
 def sum_over_devices_that_overflows(x, y):
     return x * lax.psum(jnp.max(y) * 1.1, "data")  # origin: inf mul
-
-
-@fault(BAD, of=shard)
-def turn_of_a_scan_on_one_device(x):
-    def turn(carry, factor):
-        carry = carry + jnp.sqrt(x + factor)  # origin: nan sqrt 2
-        return lax.pmean(carry, "data") + 0 * carry, carry
-
-    return lax.scan(turn, x, jnp.asarray([3.0, 2.0, 0.5, 1.0]))[1].sum(0)
 
 
 @fault(np.where(BAD < 0, 0, PARTS), of=shard_gradient)

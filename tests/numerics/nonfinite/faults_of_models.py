@@ -84,16 +84,6 @@ def backward_pass_of_a_dense():
     return differentiate(Model(), 1e30), (draw(Model(), X, up_kernel=1e-25, down_kernel=1e10), X)
 
 
-@fault_in_model(path="norm", cause_path="norm")
-def norm_without_variance_and_epsilon():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.LayerNorm(epsilon=0.0, name="norm")(0 * x)  # origin: nan mul # cause: inf rsqrt
-
-    return differentiate(Model()), (draw(Model(), X), X)
-
-
 @fault_in_model(path="layers/dense")
 def layer_of_a_scan_over_layers():
     class Layer(nn.Module):
@@ -126,22 +116,6 @@ def backward_pass_of_a_scan_over_layers_under_remat():
 
     gains = np.asarray([0, 1e25, 0, 0], np.float32)
     return differentiate(Model()), (draw(Model(), X, gains), X, gains)
-
-
-@fault_in_model(path="block/down", cause_path="block")
-def module_under_remat():
-    class Hot(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = jnp.exp(nn.Dense(8, name="up")(x))  # cause: inf exp
-            return nn.Dense(8, name="down")(x)  # origin: nan dot_general
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.remat(Hot)(name="block")(x)
-
-    return differentiate(Model()), (draw(Model(), X, up_kernel=1e3), X)
 
 
 @fault_in_model(path="cell/h")

@@ -95,23 +95,6 @@ def test_a_long_scan_has_the_first_turn_in_the_order_in_which_it_runs(reverse):
     assert extremes.first[i].tolist() == [[NEVER] * 3, [9 if reverse else 30, 0, 0]]
 
 
-@pytest.mark.slow
-def test_a_while_inside_of_a_while_has_both_turns():
-    def inner(t, x):
-        body = lambda state: (state[0] + 1, jnp.where((t == 2) & (state[0] == 3), jnp.log(x - x), state[1]))
-        return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
-
-    def fun(x):
-        body = lambda state: (state[0] + 1, jnp.minimum(inner(state[0], state[1]), 1.0))
-        return lax.while_loop(lambda state: state[0] < 4, body, (0, x))[1]
-
-    recorded = record(fun, 1.0)
-    extremes, i = recorded["select_n"]
-    assert extremes.first[i].tolist() == [[NEVER] * 3, [2, 3, 0]]
-    extremes, i = recorded["min"]
-    assert extremes.first[i, 1].tolist() == [2, 0, 0]
-
-
 NUMBERS = np.array([0, 1e-45, 1, 65504, 3.4028235e38, np.inf, np.nan], np.float32)
 
 

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faults import FAULTS, assert_is
+from faults import FAULTS
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
-from random_programs import make_program
 
 from jmp_policy.numerics import first_nonfinite
 
 QUICK = (
-    "argument that is nan",
+    "backward pass of a scan under remat",
     "infinite argument and a nan",
     "where of two infinities",
     "scans in a scan",
-    "several bad turns",
+    "scale that is infinite for a nan",
     "trap of where",
+    "while in a scan",
     "shard of one device before a sum over all",
 )
 
@@ -55,30 +55,10 @@ def test_a_result_in_parts_is_summed_before_it_is_looked_at():
     assert (fine.found, found.kind, found.primitive) == (False, "inf", "dot_general")
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60)]])
-def test_the_fault_of_a_random_program_is_found(seed, tmp_path):
-    program = make_program(seed)
-    _, found = jax.jit(first_nonfinite(program.load(tmp_path)))(*program.make_arguments())
-    assert found.found, program.text
-    file, expected = str(tmp_path / "random_program.py"), program.expected
-    if program.argument:
-        assert (found.argument, found.kind) == ("x", "nan")
-        return
-    assert_is(found, expected["origin"], file)
-    assert (found.cause is None) == ("cause" not in expected)
-    if found.cause is not None:
-        assert_is(found.cause, expected["cause"], file)
-    if program.scope:
-        planted = found.cause if expected["origin"].primitive == "sub" else found
-        assert planted.path.split("/")[-1] == program.scope
-
-
 @pytest.mark.slow
-def test_nothing_is_found_without_the_fault_and_bits_are_the_same(tmp_path):
-    program = make_program(3)
-    fun, args = program.load(tmp_path), program.make_arguments(is_faulty=False)
-    out, found = jax.jit(first_nonfinite(fun))(*args)
+def test_nothing_is_found_without_a_fault_and_bits_are_the_same():
+    grad = jax.value_and_grad(lambda x, w: jnp.sum(jnp.tanh(jnp.log1p(x**2) @ w) / 1.3))
+    args = np.random.default_rng().normal(size=(2, 8, 8)).astype(np.float32)
+    out, found = jax.jit(first_nonfinite(grad))(*args)
     assert (found.found, found.reproduced, found.kind, str(found)) == (False, True, "", "every result is finite")
-    for leaf, other in zip(jax.tree.leaves(out), jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
-        assert np.isfinite(leaf).all()
-        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint32), np.asarray(other).view(np.uint32))
+    jax.tree.map(np.testing.assert_array_equal, out, jax.jit(grad)(*args))

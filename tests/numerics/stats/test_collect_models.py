@@ -84,27 +84,6 @@ def test_scanned_layers_under_remat_have_rows_by_turn():
         np.testing.assert_allclose(row.amax, np.abs(dws[row.turn]).max(), rtol=1e-5)
 
 
-def run_in_turn(model, x):
-    return nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
-
-
-def run_each(model, x):
-    return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(model, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "turns"), [(run_in_turn, [0, 1]), (run_each, [None])])
-def test_stacked_nnx_modules_have_rows(run, turns):
-    model = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
-    grad = nnx.value_and_grad(lambda model, x: jnp.sum(run(model, x) ** 2))
-    expected = nnx.jit(grad)(model, X)
-    (loss, grads), stats = nnx.jit(observe(grad, of=("forward", "results")))(model, X)
-    assert_same((loss, nnx.to_pure_dict(grads)), (expected[0], nnx.to_pure_dict(expected[1])))
-    assert [row.turn for row in find(stats, "forward")] == turns
-    # A model that nnx hands on by itself has no path inside, as in `audit`.
-    assert_row_is(find(stats, "result", path="result/1/kernel")[0], grads["kernel"][...])
-
-
 def test_a_linen_cell_in_a_scan_has_its_path_once():
     model = nn.RNN(nn.SimpleCell(2))
     xs = jnp.ones((2, 3, 3))
@@ -231,35 +210,6 @@ def test_a_step_with_its_optimizer_is_the_one_without(name):
 
 
 @pytest.mark.slow
-def test_a_step_that_overflows_says_so():
-    step = functools.partial(step_by_hand, SCALED)
-    (params, *_), stats = check_collect(step, PARAMS, SCALED.init(PARAMS), X * 1e6, Y, of=("forward", "results"))
-    np.testing.assert_array_equal(params["w"], PARAMS["w"])
-    [row] = find(stats, "result", path="result/2")
-    assert (row.nans + row.infs, row.min_nonzero, row.amax) == (1, None, 0)
-    assert find(stats, "forward")[0].nonfinite == 1
-
-
-@pytest.mark.slow
-def test_a_linen_train_state_can_be_donated():
-    model = jmp.with_policy(nn.Dense(3, use_bias=False), "mixed_float16")
-    params = model.init(jax.random.key(0), X)["params"]
-
-    def step(state, x, y):
-        loss = lambda params: mean_square(lambda x: state.apply_fn({"params": params}, x), x, y)
-        loss, grads = jmp.value_and_grad(loss, loss_scale=state)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    given = jax.tree.map(jnp.copy, params)
-    state = jmp.linen.TrainState.create(apply_fn=model.apply, tx=SCALED, params=given)
-    (new, _), stats = jax.jit(observe(step), donate_argnums=0)(state, X, Y)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    assert_row_is(find(stats, "argument", path="state/params/kernel")[0], params["kernel"])
-    assert_row_is(find(stats, "result", path="result/0/params/kernel")[0], new.params["kernel"])
-    assert find(stats, "forward")[0].dtype == "float16"
-
-
-@pytest.mark.slow
 def test_a_jitted_one_is_traced_and_compiled_once_and_eagerly_a_fresh_one_compiles_nothing_again():
     traces = []
 
@@ -287,14 +237,6 @@ def test_it_is_exported_for_any_platform(platform):
     if platform == jax.default_backend():
         grads, stats = exported.call(W, X)
         assert_row_is(find(stats, "result")[0], grads)
-
-
-@pytest.mark.slow
-def test_one_inside_of_another_measures_the_same():
-    (out, inner), outer = observe_quick(observe_quick(GRAD, of="backward"), of="backward")(W, X)
-    assert_same(out, GRAD(W, X))
-    assert inner.layout is outer.layout
-    assert inner.to_dict() == outer.to_dict()
 
 
 def use_method(_):

@@ -6,8 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
-from meshes import make_mesh
 
 from jmp_policy.numerics import collect
 
@@ -176,18 +174,6 @@ def test_the_form_for_tpus_measures_the_same(shape):
     (counts, sums), (counts_across, sums_across) = look_both_ways(x)
     np.testing.assert_array_equal(counts, counts_across)
     np.testing.assert_allclose(sum(sums), sum(sums_across), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_it_is_measured_inside_shard_map():
-    x, mesh = draw(8, 16), make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    local = lambda x: jax.tree.map(lambda leaf: leaf[None], measure(FLOATS)(x))
-    [row] = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(x)
-    whole = read(x)
-    assert row.times == 4
-    for name in FLOATS:
-        assert count_losses(row, name) == count_losses(whole, name)
-    assert row.histogram.tolist() == whole.histogram.tolist()
 
 
 def draw_steps(count):

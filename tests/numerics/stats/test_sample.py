@@ -123,15 +123,6 @@ def test_block_scaled_formats_see_whole_blocks(shape):
 
 
 @pytest.mark.slow
-def test_a_sample_is_the_same_under_vmap():
-    x = draw("normal").reshape(2, 64, 1024)
-    batched = jax.jit(jax.vmap(measure()))(x)
-    for i in range(2):
-        one = measure()(x[i])
-        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), batched, one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [(AxisType.Auto, P("a", "b")), (AxisType.Explicit, P(None, "a")), (AxisType.Explicit, P(("a", "b")))],

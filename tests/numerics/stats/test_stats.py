@@ -134,21 +134,6 @@ def test_equal_layouts_are_one_object_and_compare_by_identity():
     assert make_layout(*map(make_site, PATHS), formats=("float16",)) is not LAYOUT
 
 
-@pytest.mark.slow
-def test_a_second_call_does_not_trace_again():
-    traces = []
-
-    @jax.jit
-    def merge(left, right):
-        traces.append(1)
-        return left.merge(right)
-
-    first = merge(STATS, make_stats(draw_tensors(1)))
-    merge(make_stats(draw_tensors(2), make_layout(*map(make_site, PATHS))), first)
-    merge(pickle.loads(pickle.dumps(first)), copy.deepcopy(first))
-    assert len(traces) == 1
-
-
 def test_a_branch_may_skip():
     skip_or_take = jax.jit(lambda flag, stats: lax.cond(flag, lambda s: s, Stats.empty, stats))
     stats = make_stats(draw_tensors(7))
@@ -158,7 +143,7 @@ def test_a_branch_may_skip():
 
 def test_pickles_and_flax_bring_stats_back():
     unpickled = pickle.loads(pickle.dumps(STATS))
-    assert unpickled.layout is LAYOUT
+    assert unpickled.layout is copy.deepcopy(STATS).layout is LAYOUT
     restored = serialization.from_bytes(STATS.empty(), serialization.to_bytes(STATS))
     assert STATS.rows() == unpickled.rows() == restored.rows()
 

@@ -12,7 +12,6 @@ from matplotlib.colors import to_hex
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
-from jmp_policy.numerics._stats_history import MOST_ROWS  # no public name has the size of a map
 from jmp_policy.report import BEFORE, FORMAT_STYLES
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -157,20 +156,6 @@ def test_a_heat_map_pools_the_operations_of_a_layer():
     axes = draw(history.plot_underflow()).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "a[0][3]"]
     assert np.asarray(axes.images[0].get_array()).tolist() == [[0.5], [1.0]]
-
-
-@pytest.mark.slow
-def test_a_heat_map_draws_those_that_lose_most():
-    tensors = np.ones((MOST_ROWS + 9, *SHAPE))
-    tensors[:, 0, 0] = 2.0**-30
-    tensors[7, 1] = 2.0**-30
-    stats = Stats(make_record(tensors), make_layout(*(make_site(f"layer{index}") for index in range(len(tensors)))))
-    history = StatsHistory()
-    history.append(0, stats)
-    axes = history.plot_underflow().axes[0]
-    assert len(axes.get_yticklabels()) == MOST_ROWS
-    assert "layer7" in [label.get_text() for label in axes.get_yticklabels()]
-    assert axes.get_title(loc="left") == f"forward; 9 of {MOST_ROWS + 9} rows lose less"
 
 
 def test_a_step_that_lacks_a_row_is_blank():
