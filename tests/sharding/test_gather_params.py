@@ -45,16 +45,8 @@ def differentiate(loss, mesh, specs, reduce_axes, *, check_vma=True, policy=POLI
         value, grads = jax.value_and_grad(loss_of)(params)
         return lax.psum(value, reduce_axes), grads
 
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(specs, P(reduce_axes)),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-            axis_names=set(reduce_axes),
-        )
-    )
+    options = {"mesh": mesh, "check_vma": check_vma, "axis_names": set(reduce_axes)}
+    return jax.jit(jax.shard_map(local, in_specs=(specs, P(reduce_axes)), out_specs=(P(), specs), **options))
 
 
 def assert_close(found, expected, bound=LOSS_BOUND):
@@ -65,13 +57,9 @@ def assert_close(found, expected, bound=LOSS_BOUND):
         assert np.abs(grad - right).max() <= GRADIENT_BOUND * np.abs(right).max()
 
 
-FSDP, BOTH = {"fsdp": 4}, {"data": 2, "fsdp": 2}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes", "check_vma"),
-    [("linen", FSDP, True), ("linen", BOTH, False), ("nnx", FSDP, False), ("nnx", BOTH, True)],
+    ("name", "sizes", "check_vma"), [("linen", {"data": 2, "fsdp": 2}, False), ("nnx", {"fsdp": 4}, True)]
 )
 def test_losses_and_gradients_are_those_of_one_device(name, sizes, check_vma):
     params, loss = make(name)
@@ -90,9 +78,7 @@ def test_a_tensor_axis_is_left_to_xla(name):
     assert_close(fun(place(mesh, params, tensor), BATCH), of_one_device(name), TENSOR_BOUND)
 
 
-# linen's norms read their scales and biases in float32, nnx's in the compute dtype.
-WHOLE = {"linen": 2, "nnx": 2}
-SPLIT = {"linen": 5, "nnx": 5}
+WHOLE, SPLIT = 2, 5  # leaves of norms, and of all else
 
 
 @pytest.mark.slow
@@ -104,9 +90,9 @@ def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_
     jmp.numerics.collectives(fun, compiled=False)(params, BATCH).assert_reduced_in("float32", of="gradients")
     moved = Counter((kind, dtype) for kind, dtype, _ in list_moved(fun, params, BATCH))
     assert moved == {
-        ("all_gather", "bf16"): SPLIT[name],
-        ("reduce_scatter", "f32"): SPLIT[name],
-        ("all_reduce", "f32"): SPLIT[name] + WHOLE[name] + 1,
+        ("all_gather", "bf16"): SPLIT,
+        ("reduce_scatter", "f32"): SPLIT,
+        ("all_reduce", "f32"): SPLIT + WHOLE + 1,
     }
 
 
@@ -117,21 +103,22 @@ def test_the_policy_alone_says_what_a_gradient_is_reduced_in(reduce, shown):
     policy = f"params=float32,compute=bfloat16,output=float32,reduce={reduce}"
     fun = differentiate(loss, make_auto_mesh(fsdp=4), split_last(params), ("fsdp",), policy=policy)
     moved = Counter((kind, dtype) for kind, dtype, _ in list_moved(fun, params, BATCH))
-    assert moved["reduce_scatter", shown] == SPLIT["linen"]
-    assert moved["all_reduce", shown] == WHOLE["linen"] + (reduce == "none")
+    assert moved["reduce_scatter", shown] == SPLIT
+    assert moved["all_reduce", shown] == WHOLE + (reduce == "none")
 
 
 @pytest.mark.slow
 def test_norms_are_gathered_as_they_are_and_without_fun_nothing_is():
     params, loss = make("linen")
     mesh, specs = make_auto_mesh(fsdp=4), jax.tree.map(lambda p: P(*[None] * (p.ndim - 1), "fsdp"), make("linen")[0])
-    count = lambda **options: Counter(
-        dtype for kind, dtype, _ in list_moved(differentiate(loss, mesh, specs, ("fsdp",), **options), params, BATCH)
-        if kind == "all_gather"
-    )  # fmt: skip
-    assert count() == {"bf16": SPLIT["linen"], "f32": WHOLE["linen"]}
-    assert count(narrows=False) == {"bf16": SPLIT["linen"] + WHOLE["linen"]}
-    assert count(policy="float32") == {"f32": SPLIT["linen"] + WHOLE["linen"]}
+
+    def count(**options):
+        moved = list_moved(differentiate(loss, mesh, specs, ("fsdp",), **options), params, BATCH)
+        return Counter(dtype for kind, dtype, _ in moved if kind == "all_gather")
+
+    assert count() == {"bf16": SPLIT, "f32": WHOLE}
+    assert count(narrows=False) == {"bf16": SPLIT + WHOLE}
+    assert count(policy="float32") == {"f32": SPLIT + WHOLE}
 
 
 @pytest.mark.slow
@@ -146,15 +133,9 @@ def test_in_a_scan_over_layers_the_body_gathers_one_layer(check_vma):
         return jnp.sum(h.astype(jnp.float32) ** 2)
 
     gather = functools.partial(jmp.sharding.gather_params, policy=POLICY, specs=P("fsdp", None), reduce_axes="fsdp")
-    fun = jax.jit(
-        jax.shard_map(
-            lambda layers, x: jax.grad(run)(layers, x, gather),
-            mesh=make_auto_mesh(fsdp=4),
-            in_specs=(P(None, "fsdp"), P("fsdp")),
-            out_specs=P(None, "fsdp"),
-            check_vma=check_vma,
-        )
-    )
+    grad = lambda layers, x: jax.grad(run)(layers, x, gather)
+    options = {"mesh": make_auto_mesh(fsdp=4), "check_vma": check_vma}
+    fun = jax.jit(jax.shard_map(grad, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P(None, "fsdp"), **options))
     expected = jax.grad(run)(layers, x, lambda layer: layer)
     assert np.abs(fun(layers, x) - expected).max() <= GRADIENT_BOUND * np.abs(expected).max()
     moved = list_moved(fun, layers, x)  # the parts of one layer, forward and again for the backward pass
@@ -184,6 +165,7 @@ def trace_on(mesh, specs, **options):
     return jax.jit(fun).trace(params)
 
 
+MAP = jmp.PolicyMap({"norm": "float32"}, "mixed_bfloat16")
 WRONG = {
     "an axis no mesh has": ({"w": P("fdsp"), "b": P()}, {}, r"'fdsp' in specs\['w'\] is not .* The mesh has 'data', "),
     "an axis left to XLA": ({"w": P("tensor"), "b": P()}, {}, r"'tensor' in specs\['w'\] is not .* 'fsdp' is manual\."),
@@ -191,24 +173,16 @@ WRONG = {
     "more dimensions": ({"w": P(), "b": P(None, "fsdp")}, {}, r"specs\['b'\] is P\(None, 'fsdp'\), for an array of 1 "),
     "another structure": ({"w": P(), "c": P()}, {}, r"specs does not fit the parameters: it has none for \['b'\], "),
     "two kinds of axes": ({"w": P(("data", "fsdp")), "b": P()}, {}, r"specs\['w'\] splits dimension 0 over data, fsdp"),
-    "a map without fun": (
-        P(),
-        {"policy": jmp.PolicyMap({"norm": "float32"}, "mixed_bfloat16")},
-        r"several dtypes for compute: bfloat16 and float32\.",
-    ),
-}  # fmt: skip
+    "a map without fun": (P(), {"policy": MAP}, r"several dtypes for compute: bfloat16 and float32\."),
+    "no spec": ({"w": "fsdp", "b": P()}, {}, r"specs\['w'\] must be a PartitionSpec or a NamedSharding, got 'fsdp'\."),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_one_clear_error(name):
     specs, options, text = WRONG[name]
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         trace_on(make_auto_mesh(data=2, fsdp=2, tensor=1), specs, **dict(options))
-
-
-def test_specs_of_other_things_are_an_error():
-    with pytest.raises(TypeError, match=r"specs\['w'\] must be a PartitionSpec or a NamedSharding, got 'fsdp'\."):
-        trace_on(make_auto_mesh(data=2, fsdp=2), {"w": "fsdp", "b": P()})
 
 
 def test_a_dimension_that_does_not_divide_is_refused_by_shard_map_itself():

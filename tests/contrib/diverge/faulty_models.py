@@ -132,33 +132,6 @@ def find_path(fault, wrap="plain"):
     return f"{'blocks' if wrap == 'scan' else 'block1'}/{FAULTS[fault]}"
 
 
-class Block(nn.Module):
-    fault: str | None
-    backward: bool
-    planted: bool
-
-    @nn.compact
-    def __call__(self, x):
-        shapes = {"mix": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH), "scale": (WIDTH,)}
-        params = {name: self.param(name, nn.initializers.normal(0.3), shape) for name, shape in shapes.items()}
-        dense = nn.Dense(WIDTH, name="dense")
-        return block(params | {"down": None}, x, self.fault, self.backward, self.planted, down=lambda x, _: dense(x))
-
-
-class Quantized(nn.Module):
-    """Two blocks with a layer each that a policy quantizes."""
-
-    fault: str | None = None
-    backward: bool = False
-    planted: bool = True
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = Block(self.fault if i == 1 else None, self.backward, self.planted, name=f"block{i}")(x)
-        return x
-
-
 class ResidualBlock(nn.Module):
     """A residual block, for `nn.scan`."""
 

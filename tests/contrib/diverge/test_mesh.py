@@ -40,12 +40,9 @@ def loss_fn(params, x, normalize=normalize, average=lambda x: x):
         return average(jnp.mean((h @ params["head"]) ** 2))
 
 
-def mean(x):
-    return lax.pmean(x, "data")
-
-
 def split_loss_fn(is_bad, params, x):
     """Returns a loss that `shard_map` computes. A bad one normalizes with the statistics of its own shard."""
+    mean = functools.partial(lax.pmean, axis_name="data")
     own = functools.partial(normalize, average=(lambda x: x) if is_bad else mean)
     local = functools.partial(loss_fn, normalize=own, average=mean)
     return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())(params, x)
@@ -57,7 +54,7 @@ def list_faulty(divergence):
     return [row.path for row in rows if row.introduced > 1e-5]
 
 
-@pytest.mark.parametrize("name", ["data", "tensor"])
+@pytest.mark.parametrize("name", ["data", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_data_and_tensor_parallelism_introduce_rounding_only(name):
     def run_whole(params, x):
         return loss_fn(jax.tree.map(constrain, params), constrain(x))
@@ -92,10 +89,8 @@ def test_scopes_of_two_shard_maps_align_on_each_device():
     assert list_faulty(divergence) == ["norm"]
     row = next(row for row in divergence.rows() if row.path == "norm")
     h = jnp.tanh(X @ PARAMS["encoder"])
-    errors = [
-        np.linalg.norm(normalize(own) - part) / np.linalg.norm(part)
-        for own, part in zip(jnp.split(h, 4), jnp.split(normalize(h), 4), strict=True)
-    ]
+    parts = zip(jnp.split(h, 4), jnp.split(normalize(h), 4), strict=True)
+    errors = [np.linalg.norm(normalize(own) - part) / np.linalg.norm(part) for own, part in parts]
     np.testing.assert_allclose(row.iterations, errors, rtol=1e-4)
 
 
@@ -107,18 +102,3 @@ def test_missing_mean_is_named_in_gradients_of_shard_maps(is_flipped):
     assert set(list_faulty(divergence)) == {"norm"}
     clean = diverge(f, lambda *args: f(*args))(PARAMS, place(X, "data"))
     assert [row for row in clean.rows() if row.introduced > 0] == []
-
-
-@pytest.mark.slow
-def test_missing_sum_of_gradients_is_named():
-    def make_grads(is_bad):
-        def local(params, x):
-            grads = jax.grad(loss_fn)(params, x)
-            with jax.named_scope("sum"):
-                return grads if is_bad else lax.psum(grads, "data")
-
-        return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-
-    divergence = diverge(make_grads(False), make_grads(True))(PARAMS, place(X, "data"))
-    assert divergence.unaligned == ("sum is only in the first function (forward)",)
-    assert [row.path for row in divergence.rows() if row.introduced > 1e-5] == ["sum"]

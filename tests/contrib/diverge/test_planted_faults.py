@@ -2,16 +2,15 @@
 
 import itertools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faulty_models import FAULTS, POLICIES, Quantized, block, find_path, make_arguments, make_loss
+from faulty_models import FAULTS, POLICIES, block, find_path, make_arguments, make_loss
 
 import jmp_policy as jmp
 from jmp_policy.contrib import diverge
-
-WRAPS = ("plain", "scan", "remat")
 
 
 def assert_is_first(divergence, path, backward):
@@ -24,20 +23,9 @@ def assert_is_first(divergence, path, backward):
         assert all(row.introduced == 0 for row in rows if row.direction == "forward")
 
 
-def compare(policy, wrap, backward, fault):
-    losses = [POLICIES[policy](make_loss(fault, backward, wrap, planted)) for planted in (False, True)]
-    f, g = map(jax.value_and_grad, losses)
-    divergence = diverge(f, g)(*make_arguments(list(FAULTS).index(fault)))
-    path = find_path(fault, wrap)
-    if (policy, backward, fault) == ("autocast", False, "half"):
-        # The cast back to float32 makes autocast run the next scope in float32, which the text tells apart.
-        assert f"\n{path} introduces " in str(divergence)
-    else:
-        assert_is_first(divergence, path, backward)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [name if name in ("half", "eps") else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
 def test_fault_of_a_forward_pass_is_found(fault):
     params, x = make_arguments(3, layers=1)
     params = jax.tree.map(lambda leaf: leaf[0], params)
@@ -59,62 +47,28 @@ def test_scope_that_follows_a_wider_dtype_is_not_the_cause():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "wrap"), [*itertools.product(POLICIES, WRAPS)])
+@pytest.mark.parametrize(("policy", "wrap"), [*itertools.product(POLICIES, ("plain", "scan", "remat"))])
 def test_fault_is_found_in_gradients(policy, wrap):
-    case = 3 * list(POLICIES).index(policy) + WRAPS.index(wrap)
-    compare(policy, wrap, case % 2 == 1, list(FAULTS)[case % len(FAULTS)])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_fault_is_found_in_gradients(policy, wrap, backward, fault):
-    compare(policy, wrap, backward, fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_found_in_a_quantized_model(fault, backward):
-    _, x = make_arguments(5)
-    models = (Quantized(fault, backward, planted) for planted in (False, True))
-    nets = [jmp.with_policy(model, "int8(min_size=0)_from_float32") for model in models]
-    variables = nets[0].init(jax.random.key(0), x)
-    f, g = (jax.grad(lambda variables, x, net=net: jnp.mean(net.apply(variables, x) ** 2)) for net in nets)
-    assert_is_first(diverge(f, g)(variables, x), find_path(fault), backward)
+    case = 3 * list(POLICIES).index(policy) + ("plain", "scan", "remat").index(wrap)
+    backward, fault = case % 2 == 1, list(FAULTS)[case % len(FAULTS)]
+    losses = [POLICIES[policy](make_loss(fault, backward, wrap, planted)) for planted in (False, True)]
+    divergence = diverge(*map(jax.value_and_grad, losses))(*make_arguments(list(FAULTS).index(fault)))
+    assert_is_first(divergence, find_path(fault, wrap), backward)
 
 
 @pytest.mark.slow
 def test_quantized_layers_introduce_the_error_of_quantization():
-    _, x = make_arguments(6)
-    low = jmp.with_policy(Quantized(), "int8(min_size=0)_from_float32")
-    variables = Quantized().init(jax.random.key(0), x)
-    divergence = diverge(Quantized().apply, low.apply)(variables, x)
-    found = {row.path for row in divergence.rows() if row.introduced > 1e-6}
-    assert found == {"block0/down/dense", "block1/down/dense"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_gradients_of_reordered_float32_introduce_noise_only(wrap, seed):
-    f, g = (jax.grad(make_loss("reordered", False, wrap, planted)) for planted in (False, True))
-    divergence = diverge(f, g)(*make_arguments(seed))
-    assert max(row.introduced for row in divergence.rows()) > 0
-    assert "No scope introduces more than rounding errors of float32" in str(divergence)
-
-
-def reorder(x, axis):
-    """The same elements, which a sum over the axis adds up in another order."""
-    return jnp.flip(x, axis)
+    model, (_, x) = nn.Sequential([nn.Dense(8), jnp.tanh, nn.Dense(8)]), make_arguments(6)
+    low = jmp.with_policy(model, "int8(min_size=0)_from_float32")
+    variables = model.init(jax.random.key(0), x)
+    rows = diverge(model.apply, low.apply)(variables, x).rows()
+    assert {row.path for row in rows if row.introduced > 1e-6} == {"layers_0", "layers_2"}
 
 
 def test_reordered_float32_introduces_noise_only():
     w, x = (jnp.asarray(np.random.default_rng(seed).normal(size=(8, 8)), jnp.float32) for seed in (0, 1))
 
-    def f(w, x, move=lambda x, axis: x):
+    def f(w, x, move=lambda x, axis: x):  # or another order in which a sum over the axis adds up
         with jax.named_scope("dense"):
             x = move(x, 1) @ move(w, 0)
         with jax.named_scope("norm"):
@@ -124,6 +78,6 @@ def test_reordered_float32_introduces_noise_only():
             e = jnp.exp(x)
             return jnp.log(e / jnp.sum(move(e, -1), -1, keepdims=True))
 
-    divergence = diverge(f, lambda w, x: f(w, x, reorder))(w, x)
+    divergence = diverge(f, lambda w, x: f(w, x, jnp.flip))(w, x)
     assert max(row.introduced for row in divergence.rows()) < 2e-6
     assert "No scope introduces more than rounding errors of float32" in str(divergence)

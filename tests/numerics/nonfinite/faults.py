@@ -9,15 +9,10 @@ A comment names what the line makes, the operation, the pass if it is not the fo
 """
 
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax
-import numpy as np
-from oracle import Origin
 
 from jmp_policy.numerics import NonfiniteOrigin
 
@@ -35,37 +30,30 @@ class Expected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A function of arguments at which a result is not finite.
-
-    Attributes:
-      make: makes the function and its arguments, when they are asked for: models are drawn for it.
-      file: where its source is.
-      origin: the operation that made it so; `None` if it came in with an argument.
-      cause: the operation that made the infinities of which `origin` made a nan, or the path of an argument.
-      argument: the path of the argument that it came in with, and what that held.
-      path: of modules and scopes; `None` if that is not asked for.
-      cause_path: the same of the cause.
-    """
+    """A function of arguments at which a result is not finite."""
 
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     file: str
-    origin: Expected | None
-    cause: Expected | str | None
-    argument: tuple[str, str] | None = None
-    path: str | None = None
+    origin: Expected | None  # `None` if it came in with an argument
+    cause: Expected | str | None  # what made the infinities of which `origin` made a nan, or the path of an argument
+    argument: tuple[str, str] | None = None  # its path, and "nan" or "inf"
+    path: str | None = None  # of modules and scopes; `None` if that is not asked for
     cause_path: str | None = None
 
-    @functools.cached_property
-    def made(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.make()
-
-    @property
-    def fun(self) -> Callable[..., Any]:
-        return self.made[0]
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.made[1]
+    def assert_found(self, found: NonfiniteOrigin) -> None:
+        assert (found.found, found.reproduced) == (True, True)
+        if self.origin is None:
+            assert (found.argument, found.kind, found.primitive) == (*self.argument, "")
+            return
+        assert found.argument is None
+        assert_is(found, self.origin, self.file)
+        assert self.path in (None, found.path)
+        assert (found.cause is None) == (self.cause is None)
+        if isinstance(self.cause, str):
+            assert found.cause.argument == self.cause
+        elif self.cause:
+            assert_is(found.cause, self.cause, self.file)
+            assert self.cause_path in (None, found.cause.path)
 
 
 FAULTS: dict[str, Fault] = {}
@@ -73,61 +61,23 @@ FAULTS: dict[str, Fault] = {}
 _COMMENT = re.compile(r"# (origin|cause): (nan|inf) (\S+)((?: forward| recomputed| backward)?)((?: \d+)*)")
 
 
-def fault(
-    *args: Any,
-    of: Callable[..., Any] = lambda fun: fun,
-    argument: tuple[str, str] | None = None,
-    cause: str | None = None,
-    path: str | None = None,
-) -> Callable[..., Any]:
-    """Takes in a function that is faulty at these arguments.
-
-    Args:
-      *args: the arguments.
-      of: a transformation: the fault is in `of(fun)`.
-      argument: if it comes in with one, its path, and `"nan"` or `"inf"`.
-      cause: if its infinities come in with an argument, its path.
-      path: of modules and scopes.
-    """
-
-    def take_in(fun: Callable[..., Any]) -> Callable[..., Any]:
-        _remember(fun, lambda: (of(fun), args), cause, argument, path)
-        return fun
-
-    return take_in
+def fault(*args: Any, of: Callable[..., Any] = lambda fun: fun, **facts: Any) -> Callable[..., Any]:
+    """Takes in a function such that `of(function)` is faulty at these arguments; the rest are fields of `Fault`."""
+    return lambda fun: _remember(fun, lambda: (of(fun), args), **facts)
 
 
-def fault_in_model(
-    *,
-    argument: tuple[str, str] | None = None,
-    cause: str | None = None,
-    path: str | None = None,
-    cause_path: str | None = None,
-) -> Callable[..., Any]:
-    """Takes in a function without arguments that defines a model, and makes a function of it and its arguments.
-
-    Args:
-      argument: as of `fault`, and so are the others.
-      cause: if its infinities come in with an argument, its path.
-      path: of modules and scopes.
-      cause_path: the same of the cause.
-    """
-
-    def take_in(make: Callable[..., Any]) -> Callable[..., Any]:
-        _remember(make, make, cause, argument, path, cause_path)
-        return make
-
-    return take_in
+def fault_in_model(**facts: Any) -> Callable[..., Any]:
+    """Takes in a function without arguments that makes a function of a model, and its arguments."""
+    return lambda make: _remember(make, make, **facts)
 
 
-def _remember(fun: Callable[..., Any], make: Callable[..., Any], cause: str | None, *rest: Any) -> None:
-    lines, first = inspect.getsourcelines(fun)
-    said = read_comments(lines, first)
-    name = fun.__name__.replace("_", " ")
-    file = inspect.getfile(fun)
+def _remember(fun: Callable[..., Any], make: Callable[..., Any], cause: str | None = None, **facts: Any) -> Any:
+    said = read_comments(*inspect.getsourcelines(fun))
+    name, file = fun.__name__.replace("_", " "), inspect.getfile(fun)
     assert name not in FAULTS or FAULTS[name].file == file, name  # pytest imports it twice, for doctests
-    FAULTS[name] = Fault(make, file, said.get("origin"), said.get("cause", cause), *rest)
+    FAULTS[name] = Fault(make, file, said.get("origin"), said.get("cause", cause), **facts)
     assert FAULTS[name].argument or "origin" in said, fun
+    return fun
 
 
 def read_comments(lines: list[str], first: int = 1) -> dict[str, Expected]:
@@ -141,11 +91,6 @@ def read_comments(lines: list[str], first: int = 1) -> dict[str, Expected]:
     return said
 
 
-def value_and_grads(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The value of a function of one array, summed, and its gradient."""
-    return jax.value_and_grad(lambda *args: jax.numpy.sum(fun(*args)))
-
-
 def assert_is(found: NonfiniteOrigin, expected: Expected, file: str) -> None:
     """Asserts that an origin is the one that a comment of a file says."""
     place = found.kind, found.primitive, found.direction, found.turns, found.source
@@ -153,14 +98,3 @@ def assert_is(found: NonfiniteOrigin, expected: Expected, file: str) -> None:
     code = found.code.removesuffix("…")
     assert code
     assert expected.code.startswith(code)
-
-
-def assert_ranges_are(found: NonfiniteOrigin, expected: Origin, has_loops: bool = False) -> None:
-    """Asserts that the ranges of operands are those seen on the host, but for the last bits of a compiled program.
-
-    Those of what a loop makes may be of all its turns.
-    """
-    for mine, other in zip(found.operands, expected.operands, strict=False):
-        if mine is not None and other is not None:
-            shared = max(mine[0], other[0]), min(mine[1], other[1])
-            np.testing.assert_allclose(shared if expected.turns or has_loops else mine, other, rtol=1e-5)

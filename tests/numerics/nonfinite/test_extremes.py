@@ -1,5 +1,7 @@
 """The smallest and the largest number of a value, as integers in the order of the numbers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,23 +11,15 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jmp_policy._jaxpr import evaluate, record_program
-from jmp_policy.numerics._extremes import (
-    INFINITY,
-    NEVER,
-    Extremes,
-    ExtremesRecorder,
-    decode_key,
-    encode_keys,
-    find_extremes,
-    find_telling_operand,
-    moves_only,
-)
+
+# A search shows the keys of one operation of a program, and each search takes a second to compile.
+from jmp_policy.numerics import _extremes
+from jmp_policy.numerics._extremes import INFINITY, NEVER, decode_key, encode_keys, find_extremes, find_telling_operand
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [np.float16, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)])
 def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     numbers = numbers[~np.isnan(numbers.astype(np.float32))]
@@ -37,7 +31,6 @@ def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     np.testing.assert_array_equal(back, numbers.astype(np.float32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
 def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
     bits = np.uint16 if np.dtype(dtype).itemsize == 2 else np.uint32
@@ -50,8 +43,10 @@ def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*HALVES, np.float32, ml_dtypes.float8_e5m2, np.complex64])
-@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (64, 129)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*zip([*HALVES, np.float32, ml_dtypes.float8_e5m2, np.complex64], itertools.cycle([(7, 3), (64, 129), ()]))],
+)
 def test_extremes_are_those_of_numpy(dtype, shape):
     rng = np.random.default_rng()
     x = np.asarray(rng.normal(size=shape) * 100, np.float32).astype(dtype)
@@ -61,8 +56,9 @@ def test_extremes_are_those_of_numpy(dtype, shape):
     assert (float(decode_key(low, is_half)), float(decode_key(high, is_half))) == (parts.min(), parts.max())
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "bad", [np.nan, *[pytest.param(x, marks=pytest.mark.slow) for x in (-np.nan, np.inf, -np.inf)]]
+)
 def test_one_bad_number_of_many_is_seen(bad):
     rng = np.random.default_rng()
     x = rng.normal(size=(300, 70)).astype(np.float32)  # from some thousand numbers on, a maximum of floats loses a nan
@@ -85,13 +81,12 @@ def test_double_precision_keeps_what_float32_cannot_hold_finite():
 
 def record(fun, *args):
     program = jax.make_jaxpr(fun)(*args)
-    recorded = record_program(program, ExtremesRecorder(), None)
-    extremes = Extremes(*evaluate(recorded.program, *args)[len(program.out_avals) :])
+    recorded = record_program(program, _extremes.ExtremesRecorder(), None)
+    extremes = _extremes.Extremes(*evaluate(recorded.program, *args)[len(program.out_avals) :])
     return {line.step.name: (extremes, i) for i, line in enumerate(recorded.lines)}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_long_scan_has_the_first_turn_in_the_order_in_which_it_runs(reverse):
     fun = lambda x: lax.scan(
         lambda c, t: (c, jnp.log(t)), x, jnp.ones(80).at[jnp.array([30, 70])].set(0), reverse=reverse
@@ -100,35 +95,16 @@ def test_a_long_scan_has_the_first_turn_in_the_order_in_which_it_runs(reverse):
     assert extremes.first[i].tolist() == [[NEVER] * 3, [9 if reverse else 30, 0, 0]]
 
 
-@pytest.mark.slow
-def test_a_while_inside_of_a_while_has_both_turns():
-    def inner(t, x):
-        body = lambda state: (state[0] + 1, jnp.where((t == 2) & (state[0] == 3), jnp.log(x - x), state[1]))
-        return lax.while_loop(lambda state: state[0] < 5, body, (0, x))[1]
-
-    def fun(x):
-        body = lambda state: (state[0] + 1, jnp.minimum(inner(state[0], state[1]), 1.0))
-        return lax.while_loop(lambda state: state[0] < 4, body, (0, x))[1]
-
-    recorded = record(fun, 1.0)
-    extremes, i = recorded["select_n"]
-    assert extremes.first[i].tolist() == [[NEVER] * 3, [2, 3, 0]]
-    extremes, i = recorded["min"]
-    assert extremes.first[i, 1].tolist() == [2, 0, 0]
-
-
 NUMBERS = np.array([0, 1e-45, 1, 65504, 3.4028235e38, np.inf, np.nan], np.float32)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda x: -x, lambda x: 0.5 * x, lambda x: x / 3.0, lambda x: x + 1e-5, lambda x: 1.0 - x,
-        lambda x: x[None], lambda x: x * 1.0, lambda x: -1.0 * x,
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", [*HALVES, np.float32])
+KEEP_KINDS = [
+    lambda x: -x, lambda x: 0.5 * x, lambda x: x / 3.0, lambda x: x + 1e-5, lambda x: 1.0 - x,
+    lambda x: x[None], lambda x: x * 1.0, lambda x: -1.0 * x,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fun", "dtype"), [*zip(KEEP_KINDS, itertools.cycle([*HALVES, np.float32]))])
 def test_a_telling_operand_is_finite_exactly_where_the_result_is(fun, dtype):
     with np.errstate(over="ignore"):
         x = np.concatenate([NUMBERS, -NUMBERS, [jnp.finfo(dtype).max, jnp.finfo(dtype).min]]).astype(dtype)
@@ -147,4 +123,4 @@ def test_a_telling_operand_is_finite_exactly_where_the_result_is(fun, dtype):
 def test_what_may_begin_it_is_measured(fun):
     eqns = jax.make_jaxpr(fun)(jnp.ones(3)).eqns
     assert find_telling_operand(eqns[-1], 0) is None
-    assert not moves_only(eqns[-1])
+    assert not _extremes.moves_only(eqns[-1])

@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 
+# Rows of given numbers without a program that measures them, which would take a second for each test to compile.
 from jmp_policy.numerics._stats_counting import FIRST_EXPONENT, HISTOGRAM_BINS
 from jmp_policy.numerics._stats_measure import StatsSpec
 from jmp_policy.numerics._stats_record import Record

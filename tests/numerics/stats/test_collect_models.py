@@ -1,77 +1,44 @@
-"""`numerics.collect` on models that were written for other purposes: paths, turns, policies."""
+"""`numerics.collect` around models and training steps: paths, turns, dtypes, and what they write."""
+
+import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from compiles import alive_of, compiles
 from flax import linen as nn, nnx
-from observed import assert_row_is, assert_same, check_collect, find, find_sites, observe
+from observed import assert_row_is, assert_same, check_collect, find, find_sites, observe, observe_quick
 
 import jmp_policy as jmp
+import jmp_policy.linen
 import jmp_policy.nnx
 from benchmarks.architectures._registry import ARCHITECTURES
-from examples.gpt import gpt_linen, gpt_nnx
-from examples.gpt.model import GPTConfig, cross_entropy, split_windows
 from jmp_policy.numerics import audit
 
-CONFIG = GPTConfig(width=8, depth=2, heads=2, context=4, vocabulary=16)
-WINDOWS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 5)))
-X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
-W = jnp.asarray(np.random.default_rng(2).normal(size=(3, 3)), jnp.float32)
+X, Y = (jnp.asarray(np.random.default_rng(seed).normal(size=(4, 3)), jnp.float32) for seed in (1, 2))
+W = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), jnp.float32)
 
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    """As authors run their models: the norms of Flax rely on it."""
+    """The norms of Flax and the accumulators of optax rely on it."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-def make_linen_gpt():
-    model = gpt_linen.GPT(CONFIG)
-    variables = jax.eval_shape(model.init, jax.random.key(0), WINDOWS[:, :-1])
-
-    def loss_fn(variables, windows):
-        tokens, targets = split_windows(windows)
-        return cross_entropy(model.apply(variables, tokens), targets)
-
-    return jax.value_and_grad(loss_fn), variables, WINDOWS
+def loss_fn(w, x):
+    return jnp.sum(jnp.tanh(x @ w) @ w)
 
 
-def make_nnx_gpt():
-    model = nnx.eval_shape(lambda: gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0)))
-    return nnx.value_and_grad(lambda model, windows: gpt_nnx.loss_fn(model, windows)), model, WINDOWS
-
-
-GPTS = {
-    "linen": (make_linen_gpt, "blocks_1/attention/qkv", "params/blocks_1/attention/qkv/kernel"),
-    "nnx": (make_nnx_gpt, "blocks/1/attention/qkv", "blocks/1/attention/qkv/kernel"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("api", GPTS)
-def test_rows_of_a_gpt_have_the_paths_of_its_modules_and_of_its_gradients(api):
-    make, path, leaf = GPTS[api]
-    grad, model, windows = make()
-    stats = nnx.eval_shape(observe(grad), model, windows)[1]
-    sites = stats.layout.sites
-    assert [site.direction for site in sites if site.path == path] == ["forward", "backward", "backward"]
-    [dw] = [site for site in sites if site.path == f"result/1/{leaf}"]
-    assert (dw.shape, dw.direction) == ((8, 24), "result")
-    matmuls = [site for site in sites if site.primitive == "dot_general"]
-    report = audit(grad)(model, windows)
-    assert {(site.path, site.direction == "backward") for site in matmuls} == {
-        (matmul.path, matmul.backward) for matmul in report.matmuls
-    }
-    assert len(matmuls) == sum(matmul.count for matmul in report.matmuls)
+GRAD = jax.grad(loss_fn)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collect measures 697 tensors")  # of ResNet-50; nothing is compiled here
-@pytest.mark.parametrize(
-    "name", [name if name == "transformer" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_matmul_of_an_architecture_has_a_row(name):
     architecture = ARCHITECTURES[name]
     model = architecture.without_policy()
@@ -81,7 +48,7 @@ def test_every_matmul_of_an_architecture_has_a_row(name):
     matmuls = audit(grad)(*args).matmuls
     products = [site for site in sites if site.primitive]
     assert len(products) == sum(matmul.count for matmul in matmuls)
-    assert {site.path for site in products} == {matmul.path for matmul in matmuls}
+    assert {(site.path, site.direction == "backward") for site in products} == {(m.path, m.backward) for m in matmuls}
     gradients = [site.path for site in sites if site.path.startswith("result/1/")]
     assert len(gradients) == len(jax.tree.leaves(args[0]))
 
@@ -93,72 +60,28 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    remat: bool
-
     @nn.compact
     def __call__(self, x):
-        layer = nn.remat(Layer) if self.remat else Layer
-        scan = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        scan = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         return scan(name="layers")(x, None)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_scanned_layers_have_rows_by_turn(remat):
-    model = Layers(remat)
+def test_scanned_layers_under_remat_have_rows_by_turn():
+    model = Layers()
     variables = model.init(jax.random.key(0), X)
     grad = jax.grad(lambda variables, x: jnp.sum(model.apply(variables, x) ** 2))
     grads, stats = check_collect(grad, variables, X, of=("forward", "backward"))
-    kernels, x = variables["params"]["layers"]["dense"]["kernel"], X
+    kernels, dws = (tree["params"]["layers"]["dense"]["kernel"] for tree in (variables, grads))
+    x = X
     for row, kernel in zip(find(stats, "forward"), kernels, strict=True):
-        product = x @ kernel
-        assert (row.path, row.shape) == ("layers/dense", product.shape)
-        np.testing.assert_allclose(row.amax, np.abs(product).max(), rtol=1e-5)
-        x = jnp.tanh(product)
-    dws = find(stats, "backward", shape=(3, 3))
-    assert sorted(row.turn for row in dws) == [0, 1, 2]
-    for row in dws:
-        dw = grads["params"]["layers"]["dense"]["kernel"][row.turn]
-        np.testing.assert_allclose(row.amax, np.abs(dw).max(), rtol=1e-5)
-
-
-class Member(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(3, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return jnp.tanh(self.linear(x))
-
-
-def make_members():
-    return nnx.vmap(lambda key: Member(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
-
-
-def run_in_turn(model, x):
-    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
-
-
-def run_each(model, x):
-    return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(model, x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "turns"), [(run_in_turn, [0, 1]), (run_each, [None])])
-def test_stacked_nnx_modules_have_rows(run, turns):
-    model = make_members()
-    grad = nnx.value_and_grad(lambda model, x: jnp.sum(run(model, x) ** 2))
-    expected = nnx.jit(grad)(model, X)
-    of = ("forward", "results") if run is run_each else "forward"
-    (loss, grads), stats = nnx.jit(observe(grad, of=of))(model, X)
-    assert_same((loss, nnx.to_pure_dict(grads)), (expected[0], nnx.to_pure_dict(expected[1])))
-    assert [row.turn for row in find(stats, "forward")] == turns
-    if run is run_each:  # a model that nnx hands on by itself has no path there, as in `audit`
-        assert_row_is(find(stats, "result", path="result/1/linear/kernel")[0], grads["linear"]["kernel"][...])
-        return
-    [first, second] = find(stats, "forward")
-    product = X @ model.linear.kernel[...][0]
-    np.testing.assert_allclose(first.rms, np.sqrt(np.mean(product**2)), rtol=1e-5)
-    assert second.shape == product.shape
+        assert row.path == "layers/dense"
+        np.testing.assert_allclose(row.amax, np.abs(x @ kernel).max(), rtol=1e-5)
+        x = jnp.tanh(x @ kernel)
+    rows = find(stats, "backward", shape=(3, 3))
+    assert sorted(row.turn for row in rows) == [0, 1, 2]
+    for row in rows:
+        np.testing.assert_allclose(row.amax, np.abs(dws[row.turn]).max(), rtol=1e-5)
 
 
 def test_a_linen_cell_in_a_scan_has_its_path_once():
@@ -170,38 +93,36 @@ def test_a_linen_cell_in_a_scan_has_its_path_once():
     assert {matmul.path for matmul in audit(model.apply)(variables, xs).matmuls} == {"cell/i", "cell/h"}
 
 
-@pytest.mark.slow
 def test_what_autocast_decides_is_what_is_measured():
-    fun = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-    for observed, dtype in (
-        (observe(jmp.autocast(fun, "mixed_bfloat16")), "bfloat16"),
-        (observe(jax.grad(jmp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), "mixed_bfloat16"))), "bfloat16"),
-    ):
-        stats = jax.eval_shape(observed, W, X)[1]
-        products = [site for site in stats.layout.sites if site.primitive]
-        assert [(site.direction, site.dtype) for site in products] == [("forward", dtype), ("backward", dtype)]
+    cast = lambda fun: jmp.autocast(fun, "mixed_bfloat16")
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    for fun in (cast(jax.grad(loss)), jax.grad(cast(loss))):
+        products = [site for site in find_sites(fun, W, X) if site.primitive]
+        assert [(site.direction, site.dtype) for site in products] == [
+            ("forward", "bfloat16"),
+            ("backward", "bfloat16"),
+        ]
 
 
 @pytest.mark.slow
 def test_a_policy_casts_no_statistics():
     policy = "params=float32,compute=float32,output=bfloat16"
-    observed = jmp.with_policy(observe(lambda w, x: x @ w, of="arguments"), policy)
-    product, stats = observed(W, X)
+    product, stats = jmp.with_policy(observe(lambda w, x: x @ w, of="arguments"), policy)(W, X)
     assert product.dtype == jnp.bfloat16
     assert_row_is(find(stats, "argument", path="w")[0], W)
 
 
-POLICIES = {
-    "mixed_float16": "float16",
-    "int8_from_mixed_bfloat16": "bfloat16",
-    "float8/4(min_size=0)_from_mixed_bfloat16": "bfloat16",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_layers_with_a_policy_have_rows_in_its_dtypes(api, policy):
+@pytest.mark.parametrize(
+    ("api", "policy", "dtype"),
+    [
+        ("linen", "mixed_float16", "float16"),
+        ("nnx", "int8_from_mixed_bfloat16", "bfloat16"),
+        ("linen", "float8/4(min_size=0)_from_mixed_bfloat16", "bfloat16"),
+        ("nnx", "float8/4(min_size=0)_from_mixed_bfloat16", "bfloat16"),
+    ],
+)
+def test_layers_with_a_policy_have_rows_in_its_dtypes(api, policy, dtype):
     x = jnp.tile(X, (4, 16))[:, :16]
     if api == "linen":
         model = jmp.with_policy(nn.Dense(16, use_bias=False), policy)
@@ -213,5 +134,151 @@ def test_layers_with_a_policy_have_rows_in_its_dtypes(api, policy):
     expected = nnx.jit(fun)(variables, x)
     grads, stats = nnx.jit(observe(fun, of=("forward", "backward")))(variables, x)
     assert_same(*(nnx.to_pure_dict(each) if api == "nnx" else each for each in (grads, expected)), bound=1e-2)
-    assert {row.dtype for row in stats} == {POLICIES[policy]}
-    assert all(row.times == 1 for row in stats)
+    assert {(row.dtype, row.times) for row in stats} == {(dtype, 1)}
+
+
+class Regularized(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm, self.dropout = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(self.norm(x)))
+
+
+def mean_square(model, x, y):
+    return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+
+SCALED = jmp.optim.loss_scaled(optax.sgd(1e-2), jmp.DynamicLossScale(2.0**8))
+
+
+@pytest.mark.slow
+def test_objects_of_an_nnx_step_are_written_as_without():
+    def step(model, optimizer, x, y):
+        (loss, grads), stats = collected(model, x, y, optimizer)
+        optimizer.update(model, grads)
+        return loss, grads, stats
+
+    def plain(model, optimizer, x, y):
+        loss, grads = jmp.nnx.value_and_grad(mean_square, loss_scale=optimizer)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    collected = observe(
+        lambda model, x, y, scale: jmp.nnx.value_and_grad(mean_square, loss_scale=scale)(model, x, y),
+        of=("forward", "results"),
+    )
+    runs = []
+    for run in (nnx.jit(step), nnx.jit(plain), nnx.jit(observe(plain, of="forward"))):
+        model = jmp.with_policy(Regularized(), "mixed_float16")
+        optimizer = jmp.nnx.Optimizer(model, SCALED, wrt=nnx.Param)
+        for count in (1, 2):
+            out = run(model, optimizer, X, Y)
+            assert model.dropout.rngs.count[...] == count
+        runs.append((out, [nnx.to_pure_dict(nnx.state(each)) for each in (model, optimizer)]))
+    (_, grads, stats), (_, outside) = runs[0][0], runs[2][0]
+    assert_same(runs[0][1], runs[1][1])
+    assert_same(runs[2][1], runs[1][1])
+    assert_row_is(find(stats, "result", path="result/1/head/kernel")[0], grads["head"]["kernel"][...])
+    for each in (stats, outside):
+        assert [(row.path, row.dtype) for row in find(each, "forward")] == [("head", "float16")]
+
+
+PARAMS = {"w": W, "b": jnp.zeros(3)}
+
+
+def half_loss(params, x, y):
+    half = lambda x: x.astype(jnp.float16)
+    return jnp.mean((half(x) @ half(params["w"]) + half(params["b"]) - half(y)).astype(jnp.float32) ** 2)
+
+
+def step_by_hand(tx, params, state, x, y):
+    scale = state if tx is SCALED else jmp.NoOpLossScale()
+    loss, grads = jmp.value_and_grad(half_loss, loss_scale=scale)(params, x, y)
+    return *jmp.optim.step(tx, grads, state, params), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minimize", "loss_scaled", "skip_nonfinite"])
+def test_a_step_with_its_optimizer_is_the_one_without(name):
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.1)) if name == "skip_nonfinite" else SCALED
+    step = jmp.optim.minimize(half_loss, tx) if name == "minimize" else functools.partial(step_by_hand, tx)
+    _, stats = check_collect(step, PARAMS, tx.init(PARAMS), X, Y, of=("forward", "backward"))
+    assert [(row.direction, row.dtype) for row in stats] == [("forward", "float16"), ("backward", "float16")]
+
+
+@pytest.mark.slow
+def test_a_jitted_one_is_traced_and_compiled_once_and_eagerly_a_fresh_one_compiles_nothing_again():
+    traces = []
+
+    def fun(w, x):
+        traces.append(1)
+        return loss_fn(w, x)
+
+    observed, other = jax.jit(observe(jax.grad(fun))), 2 * W
+    _, first = observed(W, X)
+    with compiles() as count:
+        _, second = observed(other, X)
+    assert (count[0], len(traces)) == (0, 1)
+    assert first.layout is second.layout
+    observe(loss_fn)(W, X)
+    with compiles() as count:
+        observe(lambda w, x: loss_fn(w, x))(W, X)
+    assert count[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_it_is_exported_for_any_platform(platform):
+    exported = jax.export.export(jax.jit(observe(GRAD)), platforms=[platform])(W, X)
+    assert "custom_call" not in exported.mlir_module()
+    if platform == jax.default_backend():
+        grads, stats = exported.call(W, X)
+        assert_row_is(find(stats, "result")[0], grads)
+
+
+def use_method(_):
+    class Trainer:
+        weight = jnp.array(W)
+
+        def loss(self, x):
+            return jnp.sum(x @ self.weight)
+
+    trainer = Trainer()
+    jax.jit(observe_quick(trainer.loss))(X)
+    return trainer
+
+
+def use_linen(_):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x)
+
+    variables = Net().init(jax.random.key(0), X)
+    observe_quick(Net().apply, where="Dense_0")(variables, X)
+    return Net
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [use_method, use_linen, lambda _: observe_quick(lambda x: x @ W)(X)[1].layout])
+def test_what_was_observed_is_freed(use):
+    assert alive_of(3, use) == 0
+
+
+@pytest.mark.slow
+def test_the_work_of_tracing_grows_as_the_layers_do():
+    """Bodies that are equal are copied once, and equal shapes share what measures them."""
+
+    def count(layers):
+        def fun(w, x):
+            for _ in range(layers):
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        return len(str(jax.make_jaxpr(observe(jax.grad(fun), of=("forward", "backward")))(W, X)).splitlines())
+
+    first, second, third = count(2), count(6), count(10)
+    assert third - second <= 1.1 * (second - first)

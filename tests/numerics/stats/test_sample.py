@@ -8,22 +8,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 from jmp_policy.numerics import collect
-from jmp_policy.numerics._stats_measure import StatsSpec
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 SAMPLE = 4096
 
 
-def sampled(sample=SAMPLE, formats=FORMATS):
-    return StatsSpec(formats, sample=sample)
+def measure(formats=FORMATS, sample=SAMPLE):
+    """Returns a function that returns the statistics of its argument."""
+    observed = collect(lambda x: None, formats, of="arguments", sample=sample)
+    return jax.jit(lambda x: observed(x)[1])
 
 
-def read_counts(record):
-    return np.asarray(record.counts, np.int64)[0, 0]
-
-
-def collect_row(x, **options):
-    (row,) = collect(jnp.negative, FORMATS, of="arguments", **options)(x)[1]
+def read(x, formats=FORMATS, sample=SAMPLE):
+    [row] = measure(formats, sample)(jnp.asarray(x))
     return row
 
 
@@ -33,7 +30,6 @@ def draw(kind, shape=(128, 1024)):
         "normal": lambda: rng.standard_normal(shape) * 1e-6,
         "log-normal": lambda: np.exp(4.6 * rng.standard_normal(shape)),
         "Cauchy": lambda: rng.standard_cauchy(shape) * 1e-3,
-        "Pareto": lambda: rng.pareto(1.1, shape) * 1e-4,
         "sparse": lambda: rng.standard_normal(shape) * (rng.random(shape) < 0.01),
         "one large column": lambda: rng.standard_normal(shape) * np.where(np.arange(shape[1]) == 5, 1e6, 1e-6),
         "period of a row": lambda: np.broadcast_to(np.exp(np.linspace(-30, 10, shape[1])), shape),
@@ -42,45 +38,46 @@ def draw(kind, shape=(128, 1024)):
     return jnp.asarray(draws[kind](), jnp.float32)
 
 
+def list_shares(row):
+    shares = [share for each in row.formats.values() for share in (each.underflow, each.subnormal, each.overflow)]
+    return np.array([*shares, *row.histogram / row.count])
+
+
+EXACT = ("count", "times", "amax", "min_nonzero", "zeros", "nans", "infs")
+
+
 @pytest.mark.slow
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(
-    "kind",
-    ["normal", "log-normal", "Cauchy", "Pareto", "sparse", "one large column", "period of a row", "period of a column"],
+    "kind", ["normal", "log-normal", "Cauchy", "sparse", "one large column", "period of a row", "period of a column"]
 )
 def test_a_share_of_a_sample_is_within_five_standard_deviations_of_a_binomial_share(kind):
-    """76 shares of 8 tensors: of independent draws, one in 1,000 such runs would have a share beyond five."""
-    x = draw(kind)
-    every, some = (read_counts(jax.jit(spec.measure)(x)) for spec in (sampled(None), sampled()))
-    assert some[:4].tolist() == every[:4].tolist()
-    share = every[4:] / x.size
+    """76 shares of 7 tensors: of independent draws, one in 1,000 such runs would have a share beyond five."""
+    every, some = (read(draw(kind), sample=sample) for sample in (None, SAMPLE))
+    assert [getattr(some, name) for name in EXACT] == [getattr(every, name) for name in EXACT]
+    share = list_shares(every)
     deviation = np.sqrt(np.maximum(share * (1 - share), 1 / SAMPLE) / SAMPLE)
-    assert (np.abs(some[4:] / SAMPLE - share) <= 5 * deviation).all()
+    assert (np.abs(list_shares(some) - share) <= 5 * deviation).all()
 
 
-@pytest.mark.slow
 def test_extremes_zeros_and_what_is_not_finite_are_exact():
-    x = np.asarray(draw("normal")).copy()
+    x = np.asarray(draw("normal", (70, 1024))).copy()
     x[3, 7], x[5, 8], x[6, 9:12], x[8, 20], x[9, 30:37] = 1e30, 1e-42, np.nan, np.inf, 0
-    row, whole = collect_row(x), collect_row(x, sample=None)
-    exact = ("count", "times", "amax", "min_nonzero", "zeros", "nans", "infs")
-    assert {name: getattr(row, name) for name in exact} == {name: getattr(whole, name) for name in exact}
-    assert (row.sampled, whole.sampled) == (SAMPLE, whole.count)
+    row = read(x, ("float16",))
+    assert [getattr(row, name) for name in EXACT] == [x.size, 1, np.float32(1e30), np.float32(1e-42), 7 / x.size, 3, 1]
+    assert row.sampled == SAMPLE
     assert row.formats["float16"].overflow >= 1 / row.count  # the extremes prove it
-    assert abs(row.histogram.sum() / whole.histogram.sum() - 1) < 0.01
+    assert abs(row.histogram.sum() / (x.size - 11) - 1) < 0.01
 
 
 def test_the_rms_of_a_heavy_tail_is_exact():
     """Blocks of 4,096 squares are added up in float32, then their sums, each with half a unit of rounding at most."""
-    measure, shape = jax.jit(sampled(formats=("float16",)).measure), (70, 1024)
-    for kind in ("log-normal", "Cauchy", "Pareto", "sparse", "one large column"):
+    observed, shape = measure(("float16",)), (70, 1024)
+    for kind in ("log-normal", "Cauchy", "sparse", "one large column"):
         for scale in (1e-11, 1.0, 1e3):
             x = draw(kind, shape) * np.float32(scale)
-            record = measure(x)
-            found = float(record.sums[0, 0].sum()) * 4.0 ** int(record.exponents[0])
-            np.testing.assert_allclose(
-                found, (np.asarray(x, np.float64) ** 2).sum(), rtol=(4096 + x.size // 4096 + 4) * 2**-24
-            )
+            [row] = observed(x)
+            exact = np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+            np.testing.assert_allclose(row.rms, exact, rtol=(4096 + x.size // 4096 + 4) * 2**-25)
 
 
 @pytest.mark.slow
@@ -88,64 +85,59 @@ def test_the_rms_of_a_heavy_tail_is_exact():
 def test_the_rms_is_of_the_sample_where_squares_do_not_fit_float32(scale):
     """A mean of 4,096 squares of a normal distribution is within 11 % in 5 standard deviations."""
     x = draw("normal", (70, 1024)) / np.float32(1e-6) * np.float32(scale)
-    np.testing.assert_allclose(collect_row(x).rms, np.float64(x).std(), rtol=0.06)
+    np.testing.assert_allclose(read(x).rms, np.float64(x).std(), rtol=0.06)
 
 
 @pytest.mark.slow
 def test_the_error_of_a_sample_is_relative_to_the_sample():
     """All elements of a constant have the same relative error, in any sample."""
     x = jnp.full((70, 1024), 1.0003).at[3, 5].set(1000.0)
-    row, exact = collect_row(x), np.abs(np.float64(np.float32(1.0003)) / np.float64(np.float16(1.0003)) - 1)
-    np.testing.assert_allclose(row.formats["float16"].error, exact, rtol=1e-3)
+    exact = np.abs(np.float64(np.float32(1.0003)) / np.float64(np.float16(1.0003)) - 1)
+    np.testing.assert_allclose(read(x).formats["float16"].error, exact, rtol=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (4096,), (64, 64), (3, 5, 7), (31, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (4096,), (64, 64), (3, 5, 7), (31, 130)], ids=str)
 @pytest.mark.parametrize("formats", [FORMATS, ("int8", "float16", "mxfp4")], ids=["floats", "blocks"])
 def test_a_small_tensor_is_measured_whole(shape, formats):
     """What fills the sample up is not counted."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
-    some, every = (jax.jit(spec.measure)(x) for spec in (sampled(formats=formats), sampled(None, formats)))
-    for name in ("counts", "extremes", "exponents"):
-        np.testing.assert_array_equal(getattr(some, name), getattr(every, name))
-    np.testing.assert_allclose(some.sums.sum(-1), every.sums.sum(-1), rtol=1e-6)
-    assert sampled(formats=formats).count_sampled(shape) == x.size
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    some, every = read(x, formats).to_dict(), read(x, formats, None).to_dict()
+    for name in [*EXACT, "sampled", "histogram"]:
+        assert some[name] == every[name], name
+    assert some["rms"] == pytest.approx(every["rms"], rel=1e-6)
+    for name in formats:
+        assert some["formats"][name] == pytest.approx(every["formats"][name], rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(640, 600), (70, 128, 3), (100_003,)], ids=str)
 def test_block_scaled_formats_see_whole_blocks(shape):
-    spec = StatsSpec(("int8", "mxfp8"), sample=SAMPLE)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
-    some, every = (np.asarray(jax.jit(each.measure)(x).sums)[0].sum(-1) for each in (spec, StatsSpec(spec.formats)))
-    np.testing.assert_allclose(some[1:] / some[0], every[1:] / every[0], rtol=0.1)
-    ones = np.asarray(jax.jit(StatsSpec(("int8",), sample=SAMPLE).measure)(jnp.ones(shape)).counts)[0, 0]
-    assert ones[4:].sum() == StatsSpec(("int8",), sample=SAMPLE).count_sampled(shape) <= SAMPLE
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    some, every = (read(x, ("int8", "mxfp8"), sample) for sample in (SAMPLE, None))
+    for name in some.formats:
+        np.testing.assert_allclose(some.formats[name].error, every.formats[name].error, rtol=0.05)
+    ones = read(jnp.ones(shape), ("int8",))
+    assert 0 < ones.sampled <= SAMPLE
+    assert ones.histogram.sum() == ones.count
 
 
 @pytest.mark.slow
-def test_a_sample_is_the_same_under_vmap():
-    x = draw("normal").reshape(2, 64, 1024)
-    batched = jax.jit(jax.vmap(sampled().measure))(x)
-    for i in range(2):
-        one = jax.jit(sampled().measure)(x[i])
-        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), batched, one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a"), P(("a", "b"))], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(AxisType.Auto, P("a", "b")), (AxisType.Explicit, P(None, "a")), (AxisType.Explicit, P(("a", "b")))],
+    ids=str,
+)
 def test_no_tensor_is_gathered_on_a_mesh(kind, spec):
     mesh = make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
     x = draw("normal", (64, 512))
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        compiled = jax.jit(sampled().measure).lower(placed).compile()
+        compiled = measure().lower(placed).compile()
         gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
         assert not [line for line in gathers if "f32[" in line.partition("all-gather")[0]]
         found = compiled(placed)
-    np.testing.assert_array_equal(found.counts, jax.jit(sampled().measure)(x).counts)
+    np.testing.assert_array_equal(found.record.counts, measure()(x).record.counts)
 
 
 @pytest.mark.slow
@@ -160,19 +152,6 @@ def test_each_device_of_a_shard_map_samples_its_shard():
 
 
 def test_rows_of_another_sample_do_not_merge():
-    x = jnp.ones((100, 100))
-    some, every = (jax.eval_shape(collect(jnp.negative, FORMATS, sample=n), x)[1] for n in (SAMPLE, None))
+    some, every = (jax.eval_shape(measure(("float16",), n), jnp.ones((100, 100))) for n in (SAMPLE, None))
     with pytest.raises(ValueError, match="the sample of one is 4096, and of the other None"):
         some.merge(every)
-
-
-@pytest.mark.parametrize("sample", [0, -1, 1.5, True])
-def test_a_sample_is_a_positive_number(sample):
-    with pytest.raises(ValueError, match=r"sample must be a positive integer or None, got .*example: sample=4096"):
-        collect(jnp.negative, sample=sample)
-
-
-def test_many_rows_are_a_warning():
-    many = lambda x: [jnp.sin(x + i) for i in range(501)]
-    with pytest.warns(UserWarning, match=r"measures 501 tensors.*seconds to compile.*where="):
-        jax.eval_shape(collect(many, where="sin", of="forward"), jnp.ones(2))

@@ -1,6 +1,7 @@
 """`Stats`: a pytree like any other inside `jit`, and exact numbers outside."""
 
 import copy
+import html
 import json
 import math
 import pickle
@@ -14,7 +15,8 @@ from jax import lax
 from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
 
 from jmp_policy.numerics import Row, Stats
-from jmp_policy.numerics._stats_counting import HISTOGRAM_BINS
+
+# As `records` makes them: a program that measures would take a second for each test to compile.
 from jmp_policy.numerics._stats_record import Record
 from jmp_policy.numerics._stats_row import StatsLayout
 
@@ -32,6 +34,9 @@ def draw_tensors(seed, spread=12, count=4):
 def make_stats(tensors, layout=LAYOUT):
     record = make_record(tensors, layout.meter.formats, layout.meter.histogram)
     return Stats(Record(*map(jnp.asarray, record)), layout)
+
+
+STATS = make_stats(draw_tensors(0))
 
 
 def stack(stats):
@@ -81,12 +86,12 @@ def test_shares_and_errors_are_those_of_casting():
 def test_counts_use_both_words():
     record = make_record(np.ones((1, *SHAPE)))
     times = 10**9 * 2**20
-    counts = [times, times * 7, 3, 2**40 + 1, *[5] * 9, *[times] * HISTOGRAM_BINS]
+    counts = [times, times * 7, 3, 2**40 + 1, *[5] * 9, *[times] * 64]
     words = split_words(counts).astype(np.uint32)
     (row,) = Stats(record._replace(counts=words[None]), make_layout()).rows()
     assert (row.times, row.count, row.nans, row.infs) == (times, times * 32, 3, 2**40 + 1)
     assert row.zeros == 7 / 32
-    assert row.histogram.tolist() == [times] * HISTOGRAM_BINS
+    assert row.histogram.tolist() == [times] * 64
 
 
 @pytest.mark.parametrize("exponent", [-149, -126, -100, 100, 127])
@@ -97,13 +102,12 @@ def test_the_rms_of_huge_and_tiny_numbers_is_finite(exponent):
 
 
 def test_an_rms_that_rounding_lifts_above_the_amax_is_the_amax():
-    largest = np.full(SHAPE, np.finfo(np.float64).max)
-    record = make_record([np.ones(SHAPE)])
-    sums = np.float64(record.sums) * 4.0000001
-    extremes = np.array([[largest[0, 0], largest[0, 0]]])
-    record = record._replace(sums=sums, extremes=extremes, exponents=np.array([1023]))
+    record, largest = make_record([np.ones(SHAPE)]), np.finfo(np.float64).max
+    record = record._replace(
+        sums=np.float64(record.sums) * 4.0000001, extremes=np.array([[largest] * 2]), exponents=np.array([1023])
+    )
     (row,) = Stats(record, make_layout()).rows()
-    assert row.rms == row.amax == np.finfo(np.float64).max
+    assert row.rms == row.amax == largest
 
 
 def test_a_row_that_was_never_measured_is_empty():
@@ -111,30 +115,9 @@ def test_a_row_that_was_never_measured_is_empty():
     assert (row.count, row.times, row.amax, row.min_nonzero, row.rms, row.zeros) == (0, 0, 0, None, 0, 0)
     assert not row.histogram.any()
     assert all(shares.lost == shares.error == 0 for shares in row.formats.values())
-
-
-@pytest.mark.slow
-def test_leading_axes_are_merged_where_rows_are_read():
-    many = [make_stats(draw_tensors(seed, spread=4 + 9 * seed)) for seed in range(3)]
-    merged = many[0].merge(many[1]).merge(many[2])
-    assert_same_rows(stack(many).rows(), merged.rows())
-    assert_same_rows(stack([stack(many[:2]), stack([many[2], many[2].empty()])]).rows(), merged.rows())
-
-
-@pytest.mark.slow
-def test_a_merge_sees_all_numbers_of_both():
-    left, right = draw_tensors(2, spread=3), draw_tensors(3, spread=20)
-    merged = make_stats(left).merge(make_stats(right)).rows()
-    together = make_stats(np.concatenate([left, right], 1), make_layout(*map(make_site, PATHS))).rows()
-    for one, whole in zip(merged, together, strict=True):
-        assert (one.amax, one.min_nonzero, one.histogram.tolist()) == (
-            whole.amax,
-            whole.min_nonzero,
-            whole.histogram.tolist(),
-        )
-        assert one.rms == pytest.approx(
-            whole.rms * math.sqrt(32 / 64), rel=1e-10
-        )  # whole has 64 numbers in a row of 32
+    (row,) = make_stats(draw_tensors(0, count=1), make_layout(histogram=False))
+    assert row.histogram is None
+    assert Row.from_dict(row.to_dict()) == row != 1
 
 
 def test_a_merge_under_jit_folds_axes_that_differ():
@@ -145,53 +128,10 @@ def test_a_merge_under_jit_folds_axes_that_differ():
 
 
 def test_equal_layouts_are_one_object_and_compare_by_identity():
-    again = make_layout(*map(make_site, PATHS))
-    assert again is LAYOUT
+    assert make_layout(*map(make_site, PATHS)) is LAYOUT
     assert StatsLayout.__eq__ is object.__eq__
     assert StatsLayout.__hash__ is object.__hash__
     assert make_layout(*map(make_site, PATHS), formats=("float16",)) is not LAYOUT
-
-
-@pytest.mark.slow
-def test_a_second_call_does_not_trace_again():
-    traces = []
-
-    @jax.jit
-    def merge(left, right):
-        traces.append(1)
-        return left.merge(right)
-
-    first = merge(make_stats(draw_tensors(0)), make_stats(draw_tensors(1)))
-    merge(make_stats(draw_tensors(2), make_layout(*map(make_site, PATHS))), first)
-    merge(pickle.loads(pickle.dumps(first)), copy.deepcopy(first))
-    assert len(traces) == 1
-
-
-@pytest.mark.exhaustive
-def test_a_layout_is_freed_with_its_stats():
-    import gc
-    import weakref
-
-    layout = make_layout(make_site("gone"))
-    gone = weakref.ref(layout)
-    del layout
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_layout_cannot_be_changed():
-    with pytest.raises(AttributeError, match="A StatsLayout cannot be changed: cannot set 'sites'"):
-        LAYOUT.sites = ()
-
-
-@pytest.mark.slow
-def test_scan_carries_stats():
-    tensors = [make_stats(draw_tensors(seed)) for seed in range(3)]
-    start = jax.eval_shape(lambda: tensors[0]).empty()
-    total, each = lax.scan(lambda carry, stats: (carry.merge(stats), stats), start, stack(tensors))
-    expected = tensors[0].merge(tensors[1]).merge(tensors[2]).rows()
-    assert_same_rows(total.rows(), expected)
-    assert_same_rows(each.rows(), expected)
 
 
 def test_a_branch_may_skip():
@@ -201,59 +141,31 @@ def test_a_branch_may_skip():
     assert sum(row.count for row in skip_or_take(False, stats)) == 0
 
 
-@pytest.mark.slow
-def test_empty_of_a_batch_has_its_axes():
-    batch = stack([make_stats(draw_tensors(0))] * 2)
-    assert list(map(jnp.shape, batch.empty().record)) == list(map(jnp.shape, batch.record))
-
-
-@pytest.mark.slow
-def test_stats_may_be_donated():
-    stats, other = make_stats(draw_tensors(0)), make_stats(draw_tensors(1))
-    expected = stats.merge(other).rows()
-    assert_same_rows(jax.jit(Stats.merge, donate_argnums=0)(stats, other).rows(), expected)
-    assert stats.record.counts.is_deleted()
-
-
-def test_leaves_have_names():
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(make_stats(draw_tensors(0)))]
-    assert paths == [".counts", ".extremes", ".exponents", ".sums"]
-
-
 def test_pickles_and_flax_bring_stats_back():
-    stats = make_stats(draw_tensors(0))
-    unpickled = pickle.loads(pickle.dumps(stats))
-    assert unpickled.layout is LAYOUT
-    restored = serialization.from_bytes(stats.empty(), serialization.to_bytes(stats))
-    assert stats.rows() == unpickled.rows() == restored.rows()
+    unpickled = pickle.loads(pickle.dumps(STATS))
+    assert unpickled.layout is copy.deepcopy(STATS).layout is LAYOUT
+    restored = serialization.from_bytes(STATS.empty(), serialization.to_bytes(STATS))
+    assert STATS.rows() == unpickled.rows() == restored.rows()
 
 
 @pytest.mark.filterwarnings("default")  # those of orbax
 def test_orbax_brings_stats_back(tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
-    stats = make_stats(draw_tensors(0))
     with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", {"stats": stats})
+        checkpointer.save(tmp_path / "saved", {"stats": STATS})
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "saved", {"stats": stats.empty()})["stats"]
+        restored = checkpointer.restore(tmp_path / "saved", {"stats": STATS.empty()})["stats"]
     assert restored.layout is LAYOUT
-    assert restored.rows() == stats.rows()
-
-
-def test_flax_refuses_stats_of_other_rows():
-    saved = serialization.to_bytes(make_stats(draw_tensors(0)))
-    with pytest.raises(ValueError, match=r"target is <Stats: 1 row, .*the saved arrays have .*\(4, 2, 77\)"):
-        serialization.from_bytes(make_stats(draw_tensors(0, count=1), make_layout()), saved)
+    assert restored.rows() == STATS.rows()
 
 
 def test_a_path_selects_what_is_inside_it():
-    stats = make_stats(draw_tensors(0))
-    assert [row.path for row in stats["blocks/0"]] == ["blocks/0/attention", "blocks/0/mlp"]
-    assert stats["blocks/0"].rows() == stats.rows()[:2]
-    assert stats["head"].rows() == stats.rows()[3:]
-    assert len(stats["blocks"]) == 3
-    assert stats[""].rows() == stats.rows()
-    assert len(stats) == 4
+    assert [row.path for row in STATS["blocks/0"]] == ["blocks/0/attention", "blocks/0/mlp"]
+    assert STATS["blocks/0"].rows() == STATS.rows()[:2]
+    assert STATS["head"].rows() == STATS.rows()[3:]
+    assert len(STATS["blocks"]) == 3
+    assert STATS[""].rows() == STATS.rows()
+    assert len(STATS) == 4
 
 
 @pytest.mark.slow
@@ -263,28 +175,8 @@ def test_a_selection_may_have_gaps_and_leading_axes():
     assert jax.jit(lambda s: s["a"])(stats).rows() == tuple(row for row in stats.rows() if row.path != "b")
 
 
-@pytest.mark.parametrize(
-    ("path", "hint"),
-    [
-        ("blocks/0/atention", "Did you mean 'blocks/0/attention'"),
-        ("block", "Did you mean 'blocks'"),
-        ("zzz", "Known are 'blocks', 'blocks/0'"),
-    ],
-)
-def test_an_unknown_path_names_the_nearest(path, hint):
-    with pytest.raises(KeyError, match=f"No row at '{path}' or inside it. {hint}"):
-        make_stats(draw_tensors(0))[path]
-
-
-def test_only_paths_index_stats():
-    with pytest.raises(TypeError, match=r"indexed by paths, not by 0: stats\['blocks/0'\], or stats.rows\(\)\[0\]"):
-        make_stats(draw_tensors(0))[0]
-
-
-@pytest.mark.slow
 def test_an_empty_program_has_no_rows():
-    layout = StatsLayout([], LAYOUT.meter)
-    empty = Stats(layout.meter.empty(0), layout)
+    empty = STATS.select(lambda site: False)
     assert empty.rows() == ()
     assert empty.merge(empty.empty()).scalars() == {}
     assert json.loads(empty.to_json())["rows"] == []
@@ -340,54 +232,53 @@ def test_names_of_sites_stay_unique_whatever_paths_are():
     assert len(set(make_layout(*sites).list_names())) == 4
 
 
-def test_merging_other_rows_names_the_first_that_differs():
-    stats = make_stats(draw_tensors(0))
-    sites = [*map(make_site, PATHS[:2]), make_site("tail", line=99), make_site(PATHS[3])]
-    with pytest.raises(
-        ValueError,
-        match=r"different programs: row 2 of one is forward dot_general in 'blocks/10/attention': float32\[4, 8\] of "
-        r"/home/me/train.py:12; of the other it is forward dot_general in 'tail': .*train.py:99. Stats merge where",
-    ):
-        stats.merge(make_stats(draw_tensors(0), make_layout(*sites)))
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (make_layout(*map(make_site, PATHS[:2])), "one has 4 rows, and the other has 2"),
-        (
-            make_layout(*map(make_site, PATHS), formats=("float16",)),
-            r"the formats of one are \('float16', 'bfloat16', 'float8_e4m3fn'\), and of the other \('float16',\)",
-        ),
-        (make_layout(*map(make_site, PATHS), histogram=False), "the histogram of one is True, and of the other False"),
-    ],
-)
-def test_merging_says_what_else_differs(other, difference):
-    with pytest.raises(ValueError, match=f"These Stats are of different programs: {difference}"):
-        make_stats(draw_tensors(0)).merge(make_stats(draw_tensors(0, count=len(other)), other))
-
-
-def test_only_stats_merge():
-    with pytest.raises(TypeError, match=r"Only Stats merge with Stats, not a dict: stats.merge\(other_stats\)"):
-        make_stats(draw_tensors(0)).merge({})
-
-
-def test_rows_inside_jit_say_where_to_read_them():
-    stats = make_stats(draw_tensors(0))
-    with pytest.raises(TypeError, match=r"there are none yet: inside jit.*read its rows outside"):
-        jax.jit(lambda s: s.rows())(stats)
-    with pytest.raises(TypeError, match="there are none yet"):
-        jax.eval_shape(lambda: stats).to_dict()
-
-
-def test_repr_is_one_line_even_inside_jit():
+def test_what_is_shown_inside_jit_is_one_line():
     seen = []
-    jax.jit(lambda s: seen.append(repr(s)))(make_stats(draw_tensors(0)))
-    assert seen == ["<Stats: 4 rows, float16, bfloat16, float8_e4m3fn; print it for the table>"]
+    jax.jit(lambda stats: seen.extend([repr(stats), str(stats), stats._repr_html_()]))(STATS)
+    line = "<Stats: 4 rows, float16, bfloat16, float8_e4m3fn; print it for the table>"
+    assert seen == [line, line, f"<p>{html.escape(line)}</p>"]
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(STATS)] == [
+        ".counts", ".extremes", ".exponents", ".sums",
+    ]  # fmt: skip
 
 
-def test_rows_without_histogram_have_none():
-    (row,) = make_stats(draw_tensors(0, count=1), make_layout(histogram=False)).rows()
-    assert row.histogram is None
-    assert Row.from_dict(row.to_dict()) == row
-    assert row != 1
+def merge_with(*sites, **options):
+    layout = make_layout(*sites, **options)
+    return lambda: STATS.merge(make_stats(draw_tensors(0, count=len(sites)), layout))
+
+
+SITES = list(map(make_site, PATHS))
+ERRORS = {
+    "misspelt path": (lambda: STATS["blocks/0/atention"], "No row at .* inside it. Did you mean 'blocks/0/attention'"),
+    "near path": (lambda: STATS["block"], "No row at 'block' or inside it. Did you mean 'blocks'"),
+    "unknown path": (lambda: STATS["zzz"], "No row at 'zzz' or inside it. Known are 'blocks', 'blocks/0'"),
+    "no path": (lambda: STATS[0], r"indexed by paths, not by 0: stats\['blocks/0'\], or stats.rows\(\)\[0\]"),
+    "rows in jit": (lambda: jax.jit(lambda stats: stats.rows())(STATS), "there are none yet: inside jit.*rows outside"),
+    "no arrays": (lambda: jax.eval_shape(lambda: STATS).to_dict(), "there are none yet"),
+    "other rows": (
+        merge_with(*SITES[:2], make_site("tail", line=99), SITES[3]),
+        r"different programs: row 2 of one is forward dot_general in 'blocks/10/attention': float32\[4, 8\] of "
+        r"/home/me/train.py:12; of the other it is forward dot_general in 'tail': .*train.py:99. Stats merge where",
+    ),
+    "fewer rows": (merge_with(*SITES[:2]), "of different programs: one has 4 rows, and the other has 2"),
+    "other formats": (
+        merge_with(*SITES, formats=("float16",)),
+        r"programs: the formats of one are \('float16', 'bfloat16', 'float8_e4m3fn'\), and of the other \('float16',\)",
+    ),
+    "other counts": (merge_with(*SITES, histogram=False), "the histogram of one is True, and of the other False"),
+    "no stats": (lambda: STATS.merge({}), r"Only Stats merge with Stats, not a dict: stats.merge\(other_stats\)"),
+    "a saved state": (
+        lambda: serialization.from_bytes(
+            make_stats(draw_tensors(0, count=1), make_layout()), serialization.to_bytes(STATS)
+        ),
+        r"target is <Stats: 1 row, .*the saved arrays have .*\(4, 2, 77\)",
+    ),
+    "a layout": (lambda: setattr(LAYOUT, "sites", ()), "A StatsLayout cannot be changed: cannot set 'sites'"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_says_what_to_do(name):
+    call, message = ERRORS[name]
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError), match=message):
+        call()

@@ -1,4 +1,4 @@
-"""A history of statistics: steps in order, and lines of JSON that come back."""
+"""A history of statistics: steps in order, lines of JSON that come back, and the rows of all steps together."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from records import SHAPE, make_layout, make_record, make_site
+from records import FORMATS, SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
 
@@ -19,65 +19,47 @@ def make_stats(scale):
 
 def make_history(*steps):
     history = StatsHistory()
-    for step in steps:
-        history.append(step, make_stats(2.0**step))
+    for step, stats in steps:
+        history.append(step, stats)
     return history
 
 
+def make_steps(*steps):
+    return make_history(*((step, make_stats(2.0**step)) for step in steps))
+
+
 def test_steps_are_in_order_whatever_the_order_of_appending():
-    history = make_history(3, 1, 2)
-    assert history.steps == (1, 2, 3)
-    assert [(step, rows[0].amax) for step, rows in history] == [(1, 2), (2, 4), (3, 8)]
-    assert len(history) == 3
-
-
-def test_a_step_of_jax_is_an_integer():
-    history = make_history()
+    history = make_steps(3, 1, 2)
     history.append(jnp.int32(7), make_stats(1))
-    assert history.steps == (7,)
-    assert type(history.steps[0]) is int
-
-
-def test_a_step_that_comes_again_is_replaced():
-    history = make_history(1)
-    history.append(1, make_stats(5))
-    assert history[1][0].amax == 5
-    assert len(history) == 1
-
-
-def test_a_step_on_which_nothing_was_measured_is_left_out():
-    history = make_history(1)
-    history.append(2, make_stats(1).empty())
-    assert history.steps == (1,)
-
-
-def test_lines_are_strict_json_and_come_back():
-    history = make_history(1, 2)
-    text = history.to_json_lines()
-    again = StatsHistory.from_json_lines(text.splitlines())
-    assert list(again) == list(history)
-    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2]
-    assert StatsHistory.from_json_lines([]).to_json_lines() == ""
-
-
-def test_a_log_may_write_the_lines_itself():
-    lines = [json.dumps({"step": step} | make_stats(2.0**step).to_dict()) for step in (1, 2)]
-    assert list(StatsHistory.from_json_lines([*lines, "\n"])) == list(make_history(1, 2))
-
-
-def test_repr_is_one_line():
-    assert [repr(make_history(*steps)) for steps in ((), (4,), (1, 9))] == [
+    history.append(1, make_stats(5))  # replaces the first
+    history.append(8, make_stats(1).empty())  # a step on which nothing was measured
+    assert history.steps == (1, 2, 3, 7)
+    assert type(history.steps[-1]) is int
+    assert [(step, rows[0].amax) for step, rows in history] == [(1, 5), (2, 4), (3, 8), (7, 1)]
+    assert len(history) == 4
+    assert [repr(make_steps(*steps)) for steps in ((), (4,), (1, 9))] == [
         "<StatsHistory: no steps>", "<StatsHistory: step 4>", "<StatsHistory: 2 steps from 1 to 9>",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "line", ['{"loss": 1.0}', '{"step": 1', "3", '{"step": 1, "rows": [{"path": "a"}]}', '{"step": "x", "rows": []}']
-)
+def test_lines_are_strict_json_and_come_back():
+    history = make_steps(1, 2)
+    lines = history.to_json_lines().splitlines()
+    assert list(StatsHistory.from_json_lines(lines)) == list(history)
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert StatsHistory.from_json_lines([]).to_json_lines() == ""
+    logged = [json.dumps({"step": step} | make_stats(2.0**step).to_dict()) for step in (1, 2)]
+    assert list(StatsHistory.from_json_lines([*logged, "\n"])) == list(history)
+
+
+OTHER_LINES = ['{"loss": 1.0}', '{"step": 1', "3", '{"step": 1, "rows": [{"path": "a"}]}', '{"step": "x", "rows": []}']
+
+
+@pytest.mark.parametrize("line", [*OTHER_LINES, "[" * 99_999])
 def test_a_line_of_something_else_is_quoted(line):
     with pytest.raises(ValueError, match=r"Line 2 holds no statistics of a step: .*A line is, for example") as caught:
         StatsHistory.from_json_lines(["", line])
-    assert line in str(caught.value).replace("\\", "")
+    assert line[:50] in str(caught.value).replace("\\", "")
 
 
 @pytest.mark.parametrize(
@@ -113,23 +95,69 @@ def test_a_row_with_a_bad_field_is_refused(field, value, what):
         StatsHistory.from_json_lines([json.dumps({"step": 1, "rows": [row]})])
 
 
-def test_a_line_with_very_many_levels_is_refused():
-    with pytest.raises(ValueError, match="Line 1 holds no statistics of a step: "):
-        StatsHistory.from_json_lines(["[" * 100_000])
+ERRORS = [
+    (lambda: make_steps().append(1.5, make_stats(1)), r"A step is an integer, got 1.5: history.append\(100, stats\)"),
+    (lambda: make_steps().append(make_stats(1), 1), r"is of Stats, not of a int: history.append\(step, stats\)"),
+    (lambda: make_steps(1, 9)[8], r"Nothing was measured on step 8. The nearest one that was is 9."),
+    (lambda: make_steps()[8], r"Nothing was measured on step 8. No step was."),
+]
 
 
-def test_a_step_is_an_integer():
-    with pytest.raises(TypeError, match=r"A step is an integer, got 1.5: history.append\(100, stats\)"):
-        make_history().append(1.5, make_stats(1))
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_an_error_says_what_a_history_is_of(call, message):
+    with pytest.raises((KeyError, TypeError), match=message):
+        call()
 
 
-def test_a_history_is_of_stats():
-    with pytest.raises(TypeError, match=r"A history is of Stats, not of a int: history.append\(step, stats\)"):
-        make_history().append(make_stats(1), 1)
+SITES = make_site("a"), make_site("a"), make_site("b", direction="backward", turn=(0, 1))  # two share a site
+SUMS = {"rms": 1e-14, "error": 1e-14, "scaled_error": 1e-14}  # float64; all else comes back as it was
 
 
-def test_a_step_that_is_not_there_names_the_nearest():
-    with pytest.raises(KeyError, match=r"Nothing was measured on step 8. The nearest one that was is 9."):
-        make_history(1, 9)[8]
-    with pytest.raises(KeyError, match=r"Nothing was measured on step 8. No step was."):
-        make_history()[8]
+def draw_stats(seed, sites=SITES, histogram=True, formats=FORMATS):
+    rng = np.random.default_rng(seed)
+    tensors = [rng.normal(size=SHAPE) * 2.0 ** rng.uniform(-40, 20, SHAPE) for _ in sites]
+    tensors[0][0, :3] = 0, np.nan, np.inf
+    tensors[-1][:] = 0
+    return Stats(make_record(tensors, formats, histogram), make_layout(*sites, formats=formats, histogram=histogram))
+
+
+def check_same(rows, expected):
+    for row, wanted in zip(rows, expected, strict=True):
+        found, known = row.to_dict(), wanted.to_dict()
+        for plain in (found, known):  # numbers of formats beside the others
+            for name, shares in plain.pop("formats").items():
+                plain |= {f"{name} {key}": value for key, value in shares.items()}
+        assert found.keys() == known.keys()
+        for key, value in known.items():
+            bound = SUMS.get(key.rpartition(" ")[2])
+            assert found[key] == (value if bound is None else pytest.approx(value, rel=bound)), key
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+def test_one_step_is_what_it_was(histogram):
+    stats = draw_stats(0, histogram=histogram)
+    merged = make_history((0, stats)).merge()
+    check_same(merged.rows(), stats.rows())
+    assert merged.layout.sites == stats.layout.sites
+    for _ in range(50):  # 2**50 times as many numbers: more than a word holds
+        stats = stats.merge(stats)
+    check_same(make_history((0, stats)).merge().rows(), stats.rows())
+
+
+def test_steps_merge_to_what_their_arrays_merge_to_from_a_file_as_well():
+    parts = [draw_stats(seed) for seed in range(3)]
+    history = make_history(*enumerate(parts))
+    check_same(history.merge().rows(), parts[0].merge(parts[1]).merge(parts[2]).rows())
+    again = StatsHistory.from_json_lines(history.to_json_lines().splitlines()).merge()
+    check_same(again.rows(), history.merge().rows())
+    assert str(again) == str(history.merge())
+
+
+def test_a_row_that_a_step_lacks_is_of_the_others():
+    first, second = draw_stats(0), draw_stats(1, SITES[:2], formats=FORMATS[1:])
+    merged = make_history((0, first), (1, second)).merge()
+    assert [row.times for row in merged] == [2, 2, 1]
+    assert merged.layout.meter.formats == FORMATS[1:]  # those that all have
+    assert merged.rows()[0].amax == max(first.rows()[0].amax, second.rows()[0].amax)
+    assert merged.rows()[2].zeros == 1
+    assert StatsHistory().merge().rows() == ()

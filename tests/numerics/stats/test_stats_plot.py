@@ -12,21 +12,18 @@ from matplotlib.colors import to_hex
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
-from jmp_policy.numerics._stats_history import MOST_ROWS
 from jmp_policy.report import BEFORE, FORMAT_STYLES
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 LONG = "model/encoder/transformer/layers_{}/self_attention/query_key_value/DenseGeneral_0"
 
 
-def make_stats(
-    count=3, path="blocks/{}/mlp", formats=FLOATS, seed=0, directions=("forward", "backward"), turns=(None,)
-):
+def make_stats(count=3, path="blocks/{}/mlp", formats=FLOATS, seed=0, directions=("forward", "backward")):
     """Normal numbers: gradients smaller by 2**-18, and by 2**-2 more from layer to layer."""
     rng = np.random.default_rng(seed)
-    keys = [*itertools.product(range(count), directions, turns)]
-    sites = [make_site(path.format(layer), direction=direction, turn=turn) for layer, direction, turn in keys]
-    scales = [2.0 ** (-18 - 2 * min(layer, 3) if direction == "backward" else 3) for layer, direction, _ in keys]
+    keys = [*itertools.product(range(count), directions)]
+    sites = [make_site(path.format(layer), direction=direction) for layer, direction in keys]
+    scales = [2.0 ** (-18 - 2 * min(layer, 3) if direction == "backward" else 3) for layer, direction in keys]
     tensors = [scale * rng.normal(size=SHAPE) for scale in scales]
     return Stats(make_record(tensors, formats), make_layout(*sites, formats=formats))
 
@@ -40,18 +37,14 @@ def make_history(steps, **kwargs):
 
 FIGURES = {
     "both passes": lambda: make_stats().plot(),
-    "one format": lambda: make_stats().plot(["float16"], direction="backward"),
     "no format": lambda: make_stats(formats=()).plot(),
     "one row": lambda: make_stats(1, LONG, directions=("backward",)).plot(),
     "many formats": lambda: make_stats(formats=(*FLOATS, "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn")).plot(),
     "nothing": lambda: make_stats().empty().plot(),
-    "heat of one step": lambda: make_history(1).plot_underflow(),
     "heat of many steps": lambda: make_history(70, count=1).plot_underflow("float8_e5m2"),
     "heat of many rows": lambda: make_history(2, count=100, path=LONG).plot_underflow("float8_e4m3fn"),
     "heat of nothing": lambda: StatsHistory().plot_underflow(),
-    "amax of one step": lambda: make_history(1).plot_amax(),
     "amax of many rows": lambda: make_history(3, count=50, path=LONG).plot_amax(),
-    "amax of nothing": lambda: StatsHistory().plot_amax(),
 }
 
 
@@ -154,12 +147,6 @@ def test_a_heat_map_has_the_shares_of_each_step():
     assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
 
 
-def test_a_pass_that_loses_nothing_is_named_above_the_map():
-    figure = make_history(1).plot_underflow()
-    assert figure.get_suptitle() == "float16: what becomes zero (nothing in: forward)"
-    assert len(figure.axes) == 2  # one panel, and the colors
-
-
 @pytest.mark.slow
 def test_a_heat_map_pools_the_operations_of_a_layer():
     small, large = np.full(SHAPE, 2.0**-30), np.ones(SHAPE)
@@ -169,26 +156,6 @@ def test_a_heat_map_pools_the_operations_of_a_layer():
     axes = draw(history.plot_underflow()).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "a[0][3]"]
     assert np.asarray(axes.images[0].get_array()).tolist() == [[0.5], [1.0]]
-
-
-@pytest.mark.slow
-def test_a_heat_map_draws_those_that_lose_most():
-    tensors = np.ones((MOST_ROWS + 9, *SHAPE))
-    tensors[:, 0, 0] = 2.0**-30
-    tensors[7, 1] = 2.0**-30
-    stats = Stats(make_record(tensors), make_layout(*(make_site(f"layer{index}") for index in range(len(tensors)))))
-    history = StatsHistory()
-    history.append(0, stats)
-    axes = history.plot_underflow().axes[0]
-    assert len(axes.get_yticklabels()) == MOST_ROWS
-    assert "layer7" in [label.get_text() for label in axes.get_yticklabels()]
-    assert axes.get_title(loc="left") == f"forward; 9 of {MOST_ROWS + 9} rows lose less"
-
-
-def test_a_heat_map_of_no_loss_says_so():
-    assert make_history(2).plot_underflow("bfloat16").texts[0].get_text() == (
-        "bfloat16 makes none of the 6 rows lose a number to zero."
-    )
 
 
 def test_a_step_that_lacks_a_row_is_blank():
@@ -214,48 +181,50 @@ def test_amax_curves_are_exponents_with_the_maxima_of_formats():
     named = [line for name, line in lines.items() if name.startswith("blocks")]
     assert len(named) == 4
     assert max(np.max(line.get_ydata()) for line in named) == math.log2(highest)
-
-
-@pytest.mark.slow
-def test_an_amax_of_zero_is_a_gap():
     history = StatsHistory()
     for step in (1, 2):
         history.append(step, Stats(make_record([np.full(SHAPE, step - 1.0)]), make_layout()))
-    (axes,) = draw(history.plot_amax()).axes
-    assert np.isnan(axes.lines[0].get_ydata()).tolist() == [True, False]
+    assert np.isnan(history.plot_amax().axes[0].lines[0].get_ydata()).tolist() == [True, False]  # an amax of zero
 
 
-def test_an_unknown_format_is_named():
-    with pytest.raises(ValueError, match=r"Unknown format 'flaot16'. Did you mean 'float16'\?"):
-        make_stats().plot(["flaot16"])
-    with pytest.raises(ValueError, match="Unknown format 'float9'"):
-        make_history(1).plot_amax(["float9"])
+def test_a_notebook_shows_a_plot_without_pyplot_and_it_survives_pickling():
+    figure = pickle.loads(pickle.dumps(make_stats(1).plot()))
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_format_that_was_not_measured_is_named():
-    with pytest.raises(ValueError, match=r"The format 'float8_e4m3' was not measured. Did you mean 'float8_e4m3fn'\?"):
-        make_history(1).plot_underflow("float8_e4m3")
+def test_what_loses_nothing_is_said_above_the_map():
+    figure = make_history(1).plot_underflow()
+    assert figure.get_suptitle() == "float16: what becomes zero (nothing in: forward)"
+    assert len(figure.axes) == 2  # one panel, and the colors
+    text = make_history(2).plot_underflow("bfloat16").texts[0].get_text()
+    assert text == "bfloat16 makes none of the 6 rows lose a number to zero."
 
 
-@pytest.mark.parametrize("plot", ["plot", "plot_underflow", "plot_amax"])
-def test_an_unknown_direction_is_named(plot):
-    owner = make_stats() if plot == "plot" else make_history(1)
-    with pytest.raises(ValueError, match=r"Unknown direction 'backwards'. Did you mean 'backward'\? For example"):
-        getattr(owner, plot)(direction="backwards")
+ERRORS = {
+    "format": (lambda: make_stats().plot(["flaot16"]), r"Unknown format 'flaot16'. Did you mean 'float16'\?"),
+    "another": (lambda: make_history(1).plot_amax(["float9"]), "Unknown format 'float9'"),
+    "not measured": (
+        lambda: make_history(1).plot_underflow("float8_e4m3"),
+        r"The format 'float8_e4m3' was not measured. Did you mean 'float8_e4m3fn'\?",
+    ),
+    "direction": (lambda: make_stats().plot(direction="backwards"), r"Unknown direction 'backwards'. Did you mean"),
+    "of a heat map": (lambda: make_history(1).plot_underflow(direction="backwards"), r"Did you mean 'backward'\? For"),
+    "of amax": (lambda: make_history(1).plot_amax(direction="backwards"), r"Did you mean 'backward'\? For example"),
+    "no histogram": (
+        lambda: Stats(make_record([np.ones(SHAPE)], histogram=False), make_layout(histogram=False)).plot(),
+        r"collected without histograms. .* numerics.collect\(fun, histogram=True\)",
+    ),
+}
 
 
-def test_a_plot_needs_histograms():
-    stats = Stats(make_record([np.ones(SHAPE)], histogram=False), make_layout(histogram=False))
-    with pytest.raises(ValueError, match=r"collected without histograms. .* numerics.collect\(fun, histogram=True\)"):
-        stats.plot()
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_cannot_be_drawn_is_an_error(name):
+    call, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="A plot needs matplotlib, which is not installed: pip install matplotlib"):
         make_stats().plot()
-
-
-def test_a_notebook_shows_a_plot_without_pyplot_and_it_survives_pickling():
-    figure = pickle.loads(pickle.dumps(make_stats(1).plot()))
-    assert figure._repr_png_().startswith(b"\x89PNG")

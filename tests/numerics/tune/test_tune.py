@@ -1,10 +1,8 @@
 """`tune` on functions and modules that run in half for real."""
 
-import gc
 import json
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,8 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
+
+# No result has the program of a trial, the number of measured operations, or rules that a map could do without.
 from jmp_policy.numerics import _tune_search
 from jmp_policy.numerics._tune import _make_subject
 from jmp_policy.policy import make_map
@@ -47,21 +47,6 @@ def tuning():
     return jmp.tune(PLANTED, (make_weights(), BATCH), "mixed_float16", tolerance=0.02)
 
 
-def compile_as_trials(fun, loss_scale):
-    """The gradients and the loss, in the order in which a trial returns them: then the two are one program."""
-    differentiate = jmp.value_and_grad(fun, loss_scale=jmp.StaticLossScale(loss_scale))
-    return jax.jit(lambda *args: differentiate(*args)[::-1])
-
-
-def relative_error(fun, loss_scale):
-    runs = compile_as_trials(fun, loss_scale), compile_as_trials(PLANTED, 1.0)
-    (grads, loss), (wanted_grads, wanted) = (run(make_weights(), BATCH) for run in runs)
-    errors = [abs(float(loss - wanted) / float(wanted))]
-    errors += [float(jnp.linalg.norm(grads[k] - wanted_grads[k]) / jnp.linalg.norm(wanted_grads[k])) for k in grads]
-    return max(errors)
-
-
-@pytest.mark.exhaustive
 def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.scopes == ("c",)
     assert tuning.policy_map == jmp.PolicyMap({"c": HALF.replace("float16", "float32")}, HALF)
@@ -71,34 +56,20 @@ def test_the_planted_scope_is_found_and_no_other(tuning):
     assert len(tuning.trials) <= 2 * math.log2(len(tuning.candidates)) + 2
     assert set(tuning.candidates) == {"", *"abcd"}
     assert tuning.candidates[0] == "c"
-
-
-@pytest.mark.exhaustive
-def test_the_map_does_what_its_error_says(tuning):
-    error = relative_error(jmp.autocast(PLANTED, tuning.policy_map), tuning.loss_scale)
-    # The trial compiles the same program, so that any processor rounds it alike; that of float32 differs by 1e-7, and
-    # so errors of 1e-3 by less than 1e-3 of themselves.
-    assert error == pytest.approx(tuning.error, rel=1e-3)
     assert tuning.error <= 0.02
-    assert not math.isfinite(relative_error(jmp.autocast(PLANTED, HALF), tuning.loss_scale))
+    assert eval(tuning.to_code()) == tuning.policy_map
 
 
 def test_a_trial_compiles_the_program_that_a_user_of_its_map_compiles(tuning):
     subject = _make_subject(PLANTED, (make_weights(), BATCH), jmp.get_policy(HALF), None, False, 0)
     trial, arrays = subject.make_run(tuning.policy_map, jmp.StaticLossScale(tuning.loss_scale))
-    run = compile_as_trials(jmp.autocast(PLANTED, tuning.policy_map), tuning.loss_scale)
-    ours, theirs = jax.jit(trial).lower(arrays).as_text(), run.lower(make_weights(), BATCH).as_text()
+    scale = jmp.StaticLossScale(tuning.loss_scale)
+    differentiate = jmp.value_and_grad(jmp.autocast(PLANTED, tuning.policy_map), loss_scale=scale)
+    run = jax.jit(lambda *args: differentiate(*args)[::-1])  # a trial returns the gradients first
+    lowered = jax.jit(trial).lower(arrays), run.lower(make_weights(), BATCH)
+    ours, theirs = (re.sub(r'module @\w+|jax.result_info = "[^"]*"', "", each.as_text()) for each in lowered)
     assert len(ours.splitlines()) > 100
-    assert drop_names(ours) == drop_names(theirs)
-
-
-def drop_names(program):
-    return re.sub(r"module @\w+|jax.result_info = \"[^\"]*\"", "", program)
-
-
-@pytest.mark.slow
-def test_the_code_evaluates_to_the_map(tuning):
-    assert eval(tuning.to_code()) == tuning.policy_map
+    assert ours == theirs
 
 
 def test_the_text_says_what_was_found(tuning):
@@ -141,24 +112,6 @@ def test_a_finite_function_needs_nothing():
     assert "All 3 scopes of" in str(tuning)
 
 
-@pytest.mark.exhaustive
-def test_culprits_whose_numbers_all_fit_are_found():
-    """Two products cancel: what float16 rounds away of both is most of what is left."""
-
-    def net(x, weights):
-        for name, weight in weights.items():
-            with jax.named_scope(name):
-                y = x @ (weight + 1000) - x @ jnp.full_like(weight, 1000) if name in "bd" else x @ weight
-                x = x + 0.3 * jnp.tanh(y)
-        return x
-
-    tuning = jmp.tune(net, (BATCH, make_weights()), HALF, tolerance=0.02)
-    assert set(tuning.scopes) == {"b", "d"}
-    assert tuning.is_met
-    assert tuning.is_minimal
-    assert math.isfinite(tuning.low_error)
-
-
 @pytest.mark.slow
 def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     """Only so many kinds of operations are measured, and the search goes on without."""
@@ -177,34 +130,6 @@ def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     assert tuning.scopes == ("rounds",)
 
 
-@pytest.mark.exhaustive
-def test_trials_leave_no_arrays_behind():
-    """Whatever the number of trials, there are the arguments, the reference, and one trial."""
-    alive = []
-
-    def metric(net, *args):
-        out = net(*args)
-        gc.collect()
-        alive.append(len(jax.live_arrays()))
-        return out
-
-    net = lambda x, weights: make_loss({"a": 1e6, "d": 1e6})(weights, x)
-    tuning = jmp.tune(net, (BATCH, make_weights()), HALF, tolerance=0.02, metric=metric)
-    assert len(tuning.trials) >= 3
-    assert max(alive[2:]) <= alive[2] + 1
-
-
-@pytest.mark.slow
-def test_a_function_of_arrays_is_tuned_on_what_it_returns():
-    def net(x, weights):
-        with jax.named_scope("big"):
-            return {"y": (x * 1e6) @ weights * 1e-6, "count": 3}
-
-    tuning = jmp.tune(net, (jnp.ones((2, 4)), jnp.ones((4, 4))), HALF, tolerance=0.01)
-    assert tuning.scopes == ("big",)
-    assert tuning.loss_scale == 1 or tuning.is_met
-
-
 class Net(nn.Module):
     """Linear layers, of which one has weights that overflow in float16."""
 
@@ -221,7 +146,7 @@ def make_big(params):
     return jax.tree.map_with_path(lambda path, leaf: leaf * scaled[path[1].key], params)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_modules_are_tuned_as_with_policy_runs_them(api):
     if api == "linen":
@@ -231,9 +156,7 @@ def test_modules_are_tuned_as_with_policy_runs_them(api):
     else:
         model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)))
         for index, factor in ((1, 1e6), (2, 1e-6)):
-            layer = model.layers[index]
-            assert isinstance(layer, nnx.Linear)
-            layer.kernel[...] *= factor
+            model.layers[index].kernel[...] *= factor
         args, run = (BATCH,), lambda model: model(*args)
     wanted = run(model)
     tuning = jmp.tune(model, args, HALF, tolerance=0.02)
@@ -261,7 +184,7 @@ def test_an_nnx_model_is_as_it_was_after_a_metric_that_trains_it():
 def test_layers_that_must_stay_unquantized_are_found():
     """A weight with one huge number: int8 has nothing left for the others of its column."""
     model = Net()
-    params: Any = model.init(jax.random.key(0), BATCH)["params"]
+    params = model.init(jax.random.key(0), BATCH)["params"]
     params["big"]["kernel"] = params["big"]["kernel"].at[0].set(300.0)
     params["first"]["kernel"] = params["first"]["kernel"].at[:, 0].set(0.0)
     args = {"params": params}, BATCH
@@ -286,8 +209,7 @@ def test_formats_of_blocks_are_tried_with_gradients_where_they_train(format, low
     assert _make_subject(model, (x,), policy, None, False, 0).differentiates == (format == "mxfp8")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_float8_is_tried_without_a_history_and_given_with_one(api):
     x = jnp.ones((16, 16))
     if api == "linen":
@@ -299,35 +221,6 @@ def test_float8_is_tried_without_a_history_and_given_with_one(api):
     assert tuning.policy_map == jmp.PolicyMap({}, "float8(min_size=0)_from_float32")
     assert 1e-3 < tuning.error < 0.1
     assert tuning.low == "float8_e4m3fn"
-
-
-@pytest.mark.exhaustive
-def test_a_metric_of_training_decides():
-    def loss_fn(weights, x):
-        with jax.named_scope("big"):
-            y = (x @ (weights["a"] * 1e6)) / 1e6
-        with jax.named_scope("rest"):
-            return jnp.mean(jnp.square(y @ weights["b"]))
-
-    def train(loss_fn, weights, x):
-        loss = jnp.inf
-        for _ in range(3):
-            loss, grads = jax.jit(jax.value_and_grad(loss_fn))(weights, x)
-            weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
-        return loss
-
-    tuning = jmp.tune(loss_fn, (make_weights("ab"), BATCH), HALF, tolerance=0.01, metric=train)
-    assert tuning.scopes == ("big",)
-
-
-@pytest.mark.exhaustive
-def test_a_budget_too_small_says_the_best_so_far():
-    args = make_weights(), BATCH
-    tuning = jmp.tune(make_loss({"a": 1e6, "d": 1e6}), args, HALF, tolerance=0.02, budget=2)
-    assert len(tuning.trials) <= 2
-    assert not tuning.is_minimal
-    assert {"a", "d"} <= set(tuning.scopes)
-    assert "The budget ran out before the search ended: this is the best map so far." in str(tuning)
 
 
 def test_a_map_has_no_more_rules_than_it_needs():
