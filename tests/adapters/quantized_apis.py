@@ -1,6 +1,7 @@
 """Both APIs of Flax as functions of variables, and the layers that both have: a law holds for each pair."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, nnx
+from programs import program_text
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -80,8 +82,8 @@ class NnxNet(nnx.Module):
 
 
 class Layer(NamedTuple):
-    linen: nn.Module
-    nnx: Callable[[nnx.Rngs], nnx.Module]
+    linen: nn.Module | None
+    nnx: Callable[[nnx.Rngs], nnx.Module] | None
     inputs: Any
     float8: tuple[str, ...] = ()  # what `explain` says of its weights under a float8 policy, if both say the same
     method: str = "__call__"
@@ -190,6 +192,76 @@ LAYERS = {
 }
 
 
+class OwnProduct(nn.Dense):
+    """A subclass with a product of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), self.param_dtype)
+        return x @ kernel.astype(x.dtype)
+
+
+class Scanned(nn.Module):
+    """Layers that are scanned over, with or without biases."""
+
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        step = nn.remat(lambda dense, x, _: (jnp.tanh(dense(x)), None))
+        over_layers = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return over_layers(nn.Dense(x.shape[-1], use_bias=self.use_bias, name="layers"), x, None)[0]
+
+
+class Mapped(nn.Module):
+    """A layer for each row."""
+
+    @nn.compact
+    def __call__(self, x):
+        over_rows = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})
+        return over_rows(16, name="layers")(x)
+
+
+def decode(layer, x):
+    layer.init_cache(x.shape)
+    return layer(x[:, :1], decode=True)
+
+
+ALONE = {
+    "linen": {
+        "Einsum with its equation at the call": Layer(nn.Einsum((16, 32)), None, (XS, "abc,cd->abd")),
+        "Conv of a volume": Layer(nn.Conv(16, (2, 2, 2)), None, _normal(1, 2, 2, 2, 16)),
+        "ConvLocal": Layer(nn.ConvLocal(4, (3, 3)), None, IMAGE),
+        "optimized LSTM cell": Layer(nn.OptimizedLSTMCell(16), None, ((X, X), X)),
+        "RNNs in both directions": Layer(nn.Bidirectional(*(nn.RNN(nn.SimpleCell(16)) for _ in range(2))), None, XS),
+        "subclass with its own product": Layer(OwnProduct(16), None, X),
+        "scan of layers": Layer(Scanned(), None, X),
+        "vmap of layers": Layer(Mapped(), None, XS.swapaxes(0, 1)),
+        "jit of a layer": Layer(nn.jit(nn.Dense)(16), None, X),
+    },
+    "nnx": {
+        "Einsum with its equation at the call": Layer(
+            None, lambda rngs: nnx.Einsum("ab,bc->ac", (16, 32), rngs=rngs), (X, "ab,bc->ac")
+        ),
+        "Einsum with an ellipsis in the kernel": Layer(
+            None, lambda rngs: nnx.Einsum("...a,...ab->...b", (2, 16, 4), rngs=rngs), XS
+        ),
+        "Einsum, channels between": Layer(None, lambda rngs: nnx.Einsum("nta,tca->nc", (2, 4, 16), rngs=rngs), XS),
+        "ConvTranspose, masked": Layer(None, lambda rngs: nnx.ConvTranspose(16, 32, (3,), mask=MASK, rngs=rngs), XS),
+        "ConvTranspose, transposed": Layer(
+            None,
+            lambda rngs: nnx.ConvTranspose(16, 4, (3, 3), transpose_kernel=True, padding="CIRCULAR", rngs=rngs),
+            IMAGE,
+        ),
+        "attention with a cache": Layer(None, lambda rngs: nnx.MultiHeadAttention(2, 16, rngs=rngs), XS, method=decode),
+        "LoRALinear": Layer(None, lambda rngs: nnx.LoRALinear(16, 32, lora_rank=2, rngs=rngs), X),
+        "LoRA": Layer(None, lambda rngs: nnx.LoRA(16, 2, 4, base_module=nnx.Linear(16, 4, rngs=rngs), rngs=rngs), X),
+        "OptimizedLSTMCell": Layer(None, lambda rngs: nnx.OptimizedLSTMCell(16, 16, rngs=rngs), ((X, X), X)),
+    },
+}
+"""Layers of one API, on which the other has no counterpart or the same code."""
+
+
 class Linen:
     """Models of linen, and their variables."""
 
@@ -232,7 +304,8 @@ class Nnx:
         return nnx.state(model)
 
     def call(self, model: Any, variables: Any, *inputs: Any, method: str = "__call__") -> Any:
-        return getattr(self.bind(model, variables), method)(*inputs)
+        model = self.bind(model, variables)
+        return method(model, *inputs) if callable(method) else getattr(model, method)(*inputs)
 
     def bind(self, model: Any, variables: Any) -> Any:
         return nnx.merge(nnx.graphdef(model), variables, copy=True)
@@ -258,13 +331,45 @@ def filled(shapes: Any, seed: int = 0) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), shapes)
 
 
+def run(api: str, name: str, policy: Any = None) -> Callable[..., Any]:
+    """A layer of the registry under a policy, as a function of its variables."""
+    layer, (model, _) = find(api, name), made(api, name, policy)
+    return lambda variables: APIS[api].call(model, variables, *layer.args, method=layer.method)
+
+
+def run_quantized(api: str, name: str, policy: Any) -> Callable[..., Any]:
+    """The same, with weights that are quantized from the variables without a policy."""
+    layer, (model, _) = find(api, name), made(api, name)
+
+    def call(variables):
+        return APIS[api].call(*APIS[api].quantize(model, variables, policy), *layer.args, method=layer.method)
+
+    return call
+
+
+def dataflow(lowered: Any) -> list[str]:
+    """Every operation of a lowered program, whatever their order, with what defines its operands in their place."""
+    defined: dict[str, int] = {}
+    lines = []
+    for line in program_text(lowered).splitlines():
+        name, operation = re.fullmatch(r"\s*(?:(%\w+) = )?(.*)", line).groups()
+        operation = re.sub(r"%\w+", lambda found: str(defined.get(found.group(), found.group())), operation)
+        defined[name] = hash(operation)
+        lines.append(operation)
+    return sorted(lines)
+
+
 def sum_of_squares(tree: Any) -> jax.Array:
     return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
+
+
+def find(api: str, name: str) -> Layer:
+    return LAYERS.get(name) or ALONE[api][name]
 
 
 @functools.cache
 def made(api: str, name: str, policy: Any = None) -> tuple[Any, Any]:
     """A layer of the registry under a policy, and its variables as shapes and dtypes."""
-    layer = LAYERS[name]
+    layer = find(api, name)
     model = APIS[api].make(layer, policy)
     return model, APIS[api].shapes(model, layer)

@@ -10,8 +10,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 from flax.training import train_state
-from jax.sharding import AxisType, PartitionSpec
-from meshes import make_mesh
 from quantized_apis import APIS, DENSE, OVERWRITE, X, waves
 
 import jmp_policy as jmp
@@ -430,30 +428,6 @@ def test_a_branch_that_did_not_run_keeps_its_state(branch):
         after = jmp.optim.step(tx, grads, tx.init(before), before)[0][OVERWRITE]
         assert_same(after[idle], STATE)
         assert after[ran]["input_amax_history"][0] == np.abs(X).max()
-
-
-def test_state_of_a_sharded_batch_is_that_of_one_device():
-    mesh, rows = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,)), PartitionSpec("devices")
-    x = jnp.concatenate([X, 5 * X, -2 * X, X])
-    options = {"mesh": mesh, "in_specs": (PartitionSpec(), rows), "out_specs": PartitionSpec()}
-    graphdef, state = nnx.split(make_nnx())
-    mean = lambda call, x: jnp.mean(jnp.square(call(x)))
-    linen_mean = lambda variables, x: mean(functools.partial(LINEN.apply, variables), x)
-    nnx_mean = lambda state, x: mean(nnx.merge(graphdef, state), x)
-    states = {}
-    for name, variables, loss in (("linen", VARIABLES, linen_mean), ("nnx", state, nnx_mean)):
-        of_all = lambda variables, x: jax.lax.pmean(loss(variables, x), "devices")
-        differentiate = functools.partial(jmp.grad, loss_scale=UNSCALED)
-        one = jax.jit(differentiate(loss))(variables, x)
-        mapped = jax.jit(jax.shard_map(differentiate(of_all), **options))(variables, x)
-        states[name], found = of_model(one)[OVERWRITE], of_model(mapped)[OVERWRITE]
-        assert_same(found, states[name])
-    local = lambda variables, x: jmp.sharding.pmean(jmp.grad(linen_mean, loss_scale=UNSCALED)(variables, x), "devices")
-    averaged = jax.jit(jax.shard_map(local, **options, check_vma=False))(VARIABLES, x)[OVERWRITE]
-    # The loss of one device is the mean over a fourth of the batch, so that its gradients are four times as large.
-    expected = states["linen"]
-    expected["output_grad_amax_history"] = 4 * expected["output_grad_amax_history"]
-    assert_same(averaged, expected)
 
 
 @pytest.mark.parametrize("api", APIS)

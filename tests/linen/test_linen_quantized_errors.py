@@ -1,12 +1,14 @@
-"""What linen modules under quantized policies say to weights that they cannot compute with."""
+"""Quantized policies in linen alone: what modules say to weights that they cannot compute with, and Flax's tools."""
 
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
+from programs import products
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -24,15 +26,6 @@ class Net(nn.Module):
         return nn.Dense(self.features, name="head")(nn.tanh(x))
 
 
-class Table(nn.Module):
-    """A head tied to a table by code of a user's own."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(8, 12, name="embed")
-        return embed(tokens) @ embed.embedding.T
-
-
 VARIABLES = jax.jit(Net().init)(KEY, X)
 
 
@@ -40,7 +33,6 @@ def raises(kind, text):
     return pytest.raises(kind, match=f"^{re.escape(text)}")
 
 
-@pytest.mark.slow
 def test_weight_of_another_format_is_named():
     quantized = quant.quantize(VARIABLES, INT4)
     message = (
@@ -62,24 +54,6 @@ def test_weight_of_other_sizes_is_named():
         jmp.with_policy(Net(6), INT8).apply(quantized, X)
 
 
-@pytest.mark.parametrize(
-    ("module", "path"),
-    [
-        (Net(), "head/kernel"),
-        (nn.Einsum((12, 4), "bc,cd->bd"), "kernel"),
-        (nn.WeightNorm(nn.Dense(4)), "layer_instance/kernel"),
-    ],
-)
-def test_weight_that_blocks_do_not_divide_is_named_in_training(module, path):
-    message = (
-        f"Blocks of 5 do not divide the 12 inputs of the weight {path!r}. The largest size that does is 4: 'int4/4', "
-        "or leave the weight out by a rule of a PolicyMap: {'path': 'float32'}."
-    )
-    with raises(ValueError, message):
-        jax.eval_shape(jmp.with_policy(module, "int4/5(min_size=0)_from_float32").init, KEY, X)
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_integers_without_a_policy_for_them_are_refused(policy):
     model = Net() if policy is None else jmp.with_policy(Net(), policy)
@@ -103,8 +77,7 @@ def test_error_of_flax_about_the_shape_of_bytes_is_explained():
     )
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
+@pytest.mark.parametrize("kind", [nn.WeightNorm, pytest.param(nn.SpectralNorm, marks=pytest.mark.slow)])
 def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
     options = {"update_stats": False} if kind is nn.SpectralNorm else {}
     model = kind(nn.Dense(4))
@@ -119,9 +92,43 @@ def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
         jmp.with_policy(model, INT8).apply(quant.quantize(variables, INT8), X, **options)
 
 
+def test_jitted_siblings_have_the_format_of_their_own_rule():
+    class Siblings(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(nn.Dense)(8, name="left")(x), nn.jit(nn.Dense)(8, name="right")(x)
+
+    model = jmp.with_policy(Siblings(), jmp.PolicyMap({"left": "mixed_bfloat16"}, INT8))
+    variables = jax.eval_shape(model.init, KEY, X)
+    found = products(jax.make_jaxpr(model.apply)(variables, X))
+    assert [dtype for _, dtype in found] == ["bfloat16", "int8"]
+
+
 @pytest.mark.slow
-def test_table_that_a_users_code_reads_past_its_layer_is_refused():
-    model = jmp.with_policy(Table(), INT8)
-    variables = jax.jit(Table().init)(KEY, jnp.arange(2))
-    with raises(AttributeError, "A quantized weight has no attribute 'T'; the array of its dequantize() may have it."):
-        model.apply(quant.quantize(variables, INT8), jnp.arange(2))
+def test_attention_decodes_into_its_cache():
+    layer = nn.MultiHeadDotProductAttention(2, decode=True)
+    model, x = jmp.with_policy(layer, "int8(min_size=0)_from_mixed_bfloat16"), jnp.ones((2, 3, 8))
+    variables = jax.jit(model.init)(KEY, x)
+    step = jax.jit(lambda variables: model.apply(variables, x[:, :1], mutable=["cache"]))
+    in_training, quantized = step(variables), step(quant.quantize(variables, INT8))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), in_training, quantized)
+    assert quantized[1]["cache"]["cached_key"].dtype == jnp.bfloat16
+
+
+def test_tools_of_flax_and_casts_of_trees_work_on_a_quantized_model():
+    quantized, model = quant.quantize(VARIABLES, INT8), jmp.with_policy(Net(), INT8)
+    out, state = model.apply(quantized, X, capture_intermediates=True)
+    np.testing.assert_array_equal(state["intermediates"]["__call__"][0], out)
+    np.testing.assert_array_equal(model.bind(quantized)(X), out)
+    assert "Total Parameters: 52" in model.tabulate(KEY, X)
+    cast, kernel = jmp.get_policy("bfloat16").cast_to_param(quantized), quantized["params"]["head"]["kernel"]
+    assert cast["params"]["head"]["kernel"] is kernel
+    assert cast["params"]["head"]["bias"].dtype == jnp.bfloat16
+    assert bool(jmp.all_finite(quantized))
+    assert kernel.nbytes == 12 * 4 + 4 * 4
+
+
+def test_plain_function_under_a_quantized_policy_is_cast_and_no_more():
+    with pytest.warns(UserWarning, match="has no effect, because only the layers of a model are quantized"):
+        fun = jmp.with_policy(lambda x: x @ x.T, "int8(min_size=0)_from_mixed_bfloat16")
+    assert jax.eval_shape(fun, X).dtype == jnp.bfloat16

@@ -14,6 +14,7 @@ from jmp_policy import quant
 
 KEY = jax.random.key(0)
 INT8, INT4 = "int8(min_size=0)_from_float32", "int4/16(min_size=0)_from_float32"
+INT4_OF_4 = "int4/4(min_size=0)_from_float32"
 FLOAT8 = "float8(min_size=0,recipe=current)_from_mixed_bfloat16"
 IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 4)), jnp.float32)
 
@@ -93,7 +94,7 @@ REWRITING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [INT8, INT4, FLOAT8])
+@pytest.mark.parametrize("policy", [INT4, FLOAT8])
 def test_submodules_that_are_called_like_weights_are_explained(policy):
     found = jmp.explain(jmp.with_policy(ViT(), policy), IMAGES)
     said = {row.path: row.quantization for row in found.rows}
@@ -104,7 +105,7 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
     assert said[""] == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
     model = jmp.with_policy(ViT(), INT8)
     variables = jax.jit(model.init)(KEY, IMAGES)
@@ -119,8 +120,11 @@ def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [INT8, "int4/4(min_size=0)_from_float32"])
-@pytest.mark.parametrize(("layer", "x"), REWRITING.values(), ids=REWRITING)
+@pytest.mark.parametrize(
+    ("layer", "x", "policy"),
+    [(*case, policy) for case, policy in zip(REWRITING.values(), [INT8, INT4_OF_4] * 3, strict=False)],
+    ids=REWRITING,
+)
 def test_layer_whose_author_makes_another_weight_of_its_parameter_computes_the_same_when_quantized(layer, x, policy):
     class Net(nn.Module):
         @nn.compact
@@ -203,9 +207,9 @@ class Reader(nn.Module):
         return x @ (table if table.shape[0] == 8 else table.T)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("transform", [lambda kind: kind, nn.jit, nn.remat])
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("read", "transform"), list(zip(READERS, [lambda kind: kind, nn.jit, nn.remat, lambda kind: kind], strict=True))
+)
 def test_code_that_reads_a_quantized_weight_is_told_which_and_what_leaves_it_out(read, transform):
     class Net(nn.Module):
         @nn.compact
