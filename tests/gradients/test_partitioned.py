@@ -1,8 +1,13 @@
 """Which dtype gradients are reduced in over devices, as XLA's partitioner writes it."""
 
+import contextlib
 import functools
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +16,51 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from losses import LOSSES, dense, make_arguments, stored_in_half
 from meshes import make_mesh
-from partitioned import list_reductions
 
 import jmp_policy as jmp
 
 MESH = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 EVERYWHERE, SPLIT = NamedSharding(MESH, P()), NamedSharding(MESH, P("data"))
 PLAIN = jmp.NoOpLossScale()
+
+
+_REDUCTION = re.compile(
+    r"= \(?(?P<shapes>[^=]*?)\)? (?P<kind>all-reduce|all-reduce-start|reduce-scatter)\((?P<rest>.*)"
+)
+
+
+class Reduction(NamedTuple):
+    """One operand of a reduction over devices."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    op_name: str
+
+    @property
+    def is_backward(self):
+        return "transpose(" in self.op_name
+
+
+def list_reductions(fun, *args, **kwargs):
+    """The reductions over devices in the program of a jitted function, after partitioning."""
+    lowered = jax.jit(fun, **kwargs).lower(*args)
+    # What comes out of the cache of programs is not dumped, so that these never enter it.
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 1e9)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        stack.callback(jax.config.update, name, before)
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        lowered.compile(compiler_options=options)
+        [path] = Path(folder).glob("*after_spmd-partitioning*")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for match in filter(None, map(_REDUCTION.search, lines)):
+        name = re.search(r'op_name="([^"]*)"', match.string)
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"]):
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            found.append(Reduction(dtype, shape, name[1] if name else ""))
+    return found
 
 
 def list_backward(value_and_grad, params, batch):
@@ -29,19 +72,19 @@ def list_backward(value_and_grad, params, batch):
 
 def all_losses(params, batch):
     losses = []
-    for i, loss in enumerate(LOSSES):
-        with jax.named_scope(loss.__name__):
-            losses.append(loss(params[i], batch))
+    for name, loss in LOSSES.items():
+        with jax.named_scope(name):
+            losses.append(loss(params[name], batch))
     return sum(losses)
 
 
 @pytest.mark.slow
 def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
-    params, batch = [make_arguments(loss)[0] for loss in LOSSES], make_arguments(dense)[1]
+    params, batch = {name: make_arguments(loss)[0] for name, loss in LOSSES.items()}, make_arguments(dense)[1]
     found = list_backward(jmp.value_and_grad(all_losses, loss_scale=PLAIN, reduce_dtype="float32"), params, batch)
-    for loss in LOSSES:
-        own = [r for r in found if f"{loss.__name__})" in r.op_name]
-        assert {r.dtype for r in own} == {"f32"}, (loss.__name__, own)
+    for name in LOSSES:
+        own = [r for r in found if f"({name})" in r.op_name]
+        assert {r.dtype for r in own} == {"f32"}, (name, own)
 
 
 @pytest.mark.slow

@@ -62,18 +62,12 @@ def test_one_bad_number_is_seen_in_arrays_of_any_size(size, dtype):
     with jax.enable_x64(dtype == "float64"):
         array = _draw(size, dtype)
         assert all_finite(array)
+        assert all_finite(np.full(size, jnp.finfo(array.dtype).max, array.dtype))
         assert jmp.all_finite(array)
         for bad in BAD:
             for position in {0, size // 2, size - 1}:
                 assert not all_finite(_with(bad, position, array)), (bad, position)
         assert not jmp.all_finite(_with(np.nan, size // 2, array))
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16"))]
-)
-def test_many_large_numbers_are_finite(dtype):
-    assert all_finite(np.full(100_003, jnp.finfo(dtype).max, dtype))
 
 
 @pytest.mark.slow

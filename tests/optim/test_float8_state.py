@@ -5,10 +5,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from float8_problem import STATE, assert_same, compiled
+from float8_problem import STATE, assert_same, batch_of, compiled, joined, loss_fn, state_after, variables_of
 from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of
 
 import jmp_policy as jmp
@@ -127,13 +126,6 @@ def test_amax_that_is_not_finite_neither_enters_the_state_nor_skips_a_step(way, 
     assert bool((new_params["model"]["params"]["w"] != params["model"]["params"]["w"]).any())
 
 
-@pytest.mark.slow
-def test_update_gives_what_makes_state_the_next_one():
-    params, grads = with_state(params_of()), with_state(grads_of(0), NEW)
-    by_step, by_update = (step(grads, tx.init(params), params)[0] for tx, step in map(compiled_step, WAYS))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), by_update, by_step)
-
-
 def test_update_without_parameters_is_an_error_that_says_so():
     tx, _ = compiled_step("update")
     with pytest.raises(ValueError, match=r"needs the parameters\. For example: tx\.update\(grads, opt_state, params\)"):
@@ -147,3 +139,40 @@ def test_state_that_was_not_differentiated_does_not_keep_a_wrapped_optimizer_fro
     grads = {"w": jnp.ones(2), **frozen}
     updates, _ = tx.update(grads, tx.init({"w": params["w"]}), params)
     assert updates["w"].tolist() == [-0.5, -0.5]
+
+
+def _with_groups(every):
+    labels = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, tree)
+    groups = {name: optax.MultiSteps(optax.sgd(0.1), every).gradient_transformation() for name in ("used", "idle")}
+    return optax.partition(groups, labels)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "make"),
+    [
+        ("float8/4(min_size=0)", lambda every: optax.MultiSteps(optax.sgd(0.1), every)),
+        pytest.param("float8/4(recipe=delayed/2,min_size=0)", _with_groups, marks=pytest.mark.slow),
+        pytest.param("float8/1(recipe=delayed/most_recent,min_size=0)", _with_groups, marks=pytest.mark.slow),
+    ],
+    ids=["MultiSteps", "each group has its MultiSteps", "most recent"],
+)
+def test_microbatches_of_multisteps_leave_the_state_of_one_big_batch(quantization, make):
+    """Whatever their order, with bad ones between; each step is remembered once."""
+    start, batches = variables_of(quantization), [batch_of(seed) for seed in range(4)]
+    bad = batches[0] | {"x": batches[0]["x"].at[0, 0].set(jnp.inf)}
+    tx = jmp.optim.loss_scaled(make(2), SCALE)
+
+    @compiled
+    def step(variables, state, batch):
+        grads = jmp.grad(lambda v: loss_fn(v, batch, quantization), loss_scale=state)(variables)
+        return jmp.optim.step(tx, grads, state, variables)
+
+    variables, state = start, tx.init(start)
+    for batch in (batches[1], bad, bad, batches[0]):
+        variables, state = step(variables, state, batch)
+    assert_same(variables[STATE], state_after(start, joined(*batches[:2]), quantization))
+    assert int(state.skipped_steps) == 2
+    expected = state_after(variables, joined(*batches[2:]), quantization)
+    for batch in batches[2:]:
+        variables, state = step(variables, state, batch)
+    assert_same(variables[STATE], expected)

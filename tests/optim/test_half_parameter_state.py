@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import make_mesh
 from optimizer_registry import LARGE, METHODS, WAYS, bits, grads_of, types
@@ -71,29 +70,6 @@ def test_trees_of_other_leaves_are_states_too(leaf):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_float32_training_goes_on_in_half_precision_and_comes_back(method):
-    """A float32 step, one in half precision and one in float32 again are three float32 steps where no bit is lost."""
-    tx = METHODS[method](EXACT)
-    params = {"w": jnp.float32([1.0, 0.3]), "b": jnp.float32([0.1])}
-    grads = jax.tree.map(lambda p: p / 3, params)
-    expected, expected_state = one = optim.step(EXACT, grads, EXACT.init(params), params)
-    for _ in range(2):
-        expected, expected_state = optim.step(EXACT, grads, expected_state, expected)
-
-    wide, restored = one
-    half = jmp.cast_floating(wide, "bfloat16")
-    half, state = optim.with_master_params(tx.init(half)._replace(inner_state=restored), half, wide)
-    half, state = optim.step(tx, grads, state, half)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(half)} == {"bfloat16"}
-    wide, restored = optim.master_params(state, half), state.inner_state
-    got, got_state = optim.step(EXACT, grads, restored, wide)
-    assert bits(got_state) == bits(expected_state)
-    within = {"masters": 0, "split": 0, "kahan": 2.0**-14, "stochastic": 2.0**-6}[method]  # two roundings
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=within, atol=0), got, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_shards_stay_where_they_are(axis_type):
     """What is remembered of a parameter lies where the parameter lies, at first and after a step."""
@@ -150,49 +126,3 @@ def test_an_optimizer_may_keep_numbers_of_python_in_its_state(method, way, wrap,
     assert (int(inner.count), float(inner.rate)) == (2, 0.25)
     assert params["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(params["w"].astype(jnp.float32), 0.75)
-
-
-class Net(nnx.Module):
-    """Half-precision parameters, of which one stays -0.0, as no sum with an update does, and a float32 one."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(3, 4, rngs=rngs, bias_init=lambda key, shape, dtype: jnp.full(shape, -0.0, dtype))
-        self.norm = nnx.RMSNorm(4, rngs=rngs)
-
-
-def pure(tree):
-    """A tree with dicts and arrays where nnx has States and Variables."""
-    is_state = lambda node: isinstance(node, nnx.State)
-    return jax.tree.map(lambda x: nnx.to_pure_dict(x) if is_state(x) else x, nnx.as_pure(tree), is_leaf=is_state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["masters", "split"])
-def test_flax_takes_the_steps_of_optim_step_in_place(name):
-    tx = optim.loss_scaled(METHODS[name](EXACT), jmp.DynamicLossScale())
-    make = lambda: jmp.nnx.cast_params(Net(nnx.Rngs(0)), jmp.PolicyMap({"norm": "float32"}, "bfloat16"))
-    grads_of_params = lambda params: jax.tree.map(lambda p: -0.3 * p.astype(jnp.float32), params)
-    start = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
-    expected = start, tx.init(start)
-    for _ in range(2):
-        expected = optim.step(tx, grads_of_params(expected[0]), expected[1], expected[0])
-
-    state = jmp.linen.TrainState.create(apply_fn=None, params=jax.tree.map(jnp.copy, start), tx=tx)
-    by_train_state = jax.jit(lambda s: s.apply_gradients(grads=grads_of_params(s.params)), donate_argnums=0)
-    after = by_train_state(by_train_state(state))
-    assert state.params["linear"]["kernel"].is_deleted()
-    assert bits((after.params, after.opt_state)) == bits(expected)
-
-    model = make()
-    optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit(donate_argnums=(0, 1))
-    def train_step(model, optimizer):
-        optimizer.update(model, grads_of_params(nnx.state(model, nnx.Param)))
-
-    for _ in range(2):
-        train_step(model, optimizer)
-    params = nnx.state(model, nnx.Param)
-    assert bits((nnx.to_pure_dict(params), pure(optimizer.opt_state))) == bits(expected)
-    master = optim.master_params(optimizer, params)
-    assert bits(pure(master)) == bits(optim.master_params(expected[1], expected[0]))

@@ -36,7 +36,6 @@ NOT_IN_A_STEP = {
         optax.conditionally_transform(SCALED, lambda step: step > 2), "ConditionallyTransformState",
         "conditionally_transform",
     ),
-    "named_chain": (optax.named_chain(("clip", CLIP), ("scaled", SCALED)), r"\w*[dD]ict", "named_chain"),
     "masked": (optax.masked(SCALED, {"w": True, "b": False, "frozen": None}), "MaskedState", "masked"),
     "partition": (optax.partition({"matrix": SCALED, "vector": CLIP}, _labels), "PartitionState", "partition"),
     "injected schedule": (
@@ -50,6 +49,10 @@ NOT_IN_A_STEP = {
         optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), SCALED))(1.0), "tuple", "chain",
     ),
 }  # fmt: skip
+
+NAMED = optax.named_chain(("clip", CLIP), ("scaled", SCALED))
+if type(NAMED.init({})) is not dict:  # as until optax 0.2.5, which a loop's own container of states is too
+    NOT_IN_A_STEP["named_chain"] = NAMED, "OrderedDict", "named_chain"
 
 
 def _error(state, nesting):
@@ -82,21 +85,18 @@ def test_a_step_of_another_nesting_is_an_error_that_shows_one_that_works(name):
     if name in NEVER:  # also of gradients
         with _error(state, nesting):
             jmp.grad(lambda w: w**2, loss_scale={"opt_state": _init(tx)})
-    else:  # what may be a container of states
+    else:  # what may be a container of states, as the states of several optimizers are
         assert isinstance(jmp.get_loss_scale(_init(tx)), jmp.DynamicLossScale)
+        both = {
+            "generator": SCALED.init(params_of()),
+            "critic": optax.MultiSteps(optax.adam(1e-2), 2).init(params_of()),
+        }
+        assert int(jmp.metrics(both)["skipped_steps"]) == 0
     right = _shown(error)
     params = optax.LookaheadParams.init_synced(params_of()) if nesting == "lookahead" else params_of()
     step = lambda grads, state, params: jmp.optim.step(right, grads, state, params)
     _, state = jax.eval_shape(step, grads_of(0), jax.eval_shape(right.init, params), params)
     assert isinstance(jmp.get_loss_scale(state), jmp.DynamicLossScale)
-
-
-def test_the_states_of_several_optimizers_are_containers():
-    plain = optax.MultiSteps(optax.adam(1e-2), 2).init(params_of())
-    scaled = SCALED.init(params_of())
-    for state in ((plain, scaled), {"generator": scaled, "critic": plain}, [optax.EmptyState(), scaled]):
-        assert isinstance(jmp.get_loss_scale(state), jmp.DynamicLossScale)
-        assert int(jmp.metrics(state)["skipped_steps"]) == 0
 
 
 def test_minimize_scales_the_loss_for_an_injected_loss_scaled():

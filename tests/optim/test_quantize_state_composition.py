@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optax import contrib
 from optimizer_registry import METHODS, bits
 from quantized_moments import make_grads, make_params
@@ -39,61 +38,16 @@ AROUND = {
 }
 
 
-def run(tx, params, steps=2, **extra):
-    state = tx.init(params)
-    step = jax.jit(functools.partial(optim.step, tx))
-    for n in range(steps):
-        params, state = step(make_grads(params, n), state, params, **extra)
-    return params, state
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, "bfloat16" if name in METHODS or "inside" in name else "float32") for name in AROUND],
+    ("name", "dtype"), [(name, "bfloat16" if name in METHODS or "inside" in name else "float32") for name in AROUND]
 )
 def test_no_step_changes_a_dtype(name, dtype):
     tx, params = AROUND[name](), make_params(dtype)
     before = jax.eval_shape(lambda: (params, tx.init(params)))
     extra = {"value": jnp.float32(1)} if name == "plateau" else {}
     after = jax.eval_shape(functools.partial(optim.step, tx, **extra), params, *before[::-1])
-    assert after == before
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [(x.shape, x.dtype) for x in jax.tree.leaves(before)]
     assert [x.dtype for x in jax.tree.leaves(after)].count(jnp.uint8) in (2, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["loss_scaled", "split", "MultiSteps inside"])
-def test_steps_fill_the_codes(name):
-    params, state = run(AROUND[name](), make_params("bfloat16"))
-    codes = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint8]
-    assert all(len(np.unique(x)) > 20 for x in codes)
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(params))
-
-
-@pytest.mark.slow
-def test_noise_is_new_at_each_step_and_the_same_for_the_same_key():
-    make = lambda seed: quantize(optax.lion(1e-3), stochastic=jax.random.key(seed))
-    first, second, other = (run(make(seed), make_params())[1] for seed in (1, 1, 2))
-    assert bits(first) == bits(second)
-    codes, others = (np.asarray(s.inner_state[0].mu["w"], np.int32) for s in (first, other))
-    assert (codes != others).any()
-    assert np.abs(codes - others).mean() < 1
-    assert not np.array_equal(first.key, make(1).init(make_params()).key)
-
-
-@pytest.mark.slow
-def test_an_nnx_optimizer_trains_with_it():
-    layer, x = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((4, 64))
-    optimizer = nnx.Optimizer(layer, optim.quantize_state(ADAMW), wrt=nnx.Param)
-
-    @nnx.jit
-    def train(layer, optimizer):
-        loss, grads = nnx.value_and_grad(lambda layer: jnp.mean(layer(x) ** 2))(layer)
-        optimizer.update(layer, grads)
-        return loss
-
-    losses = [float(train(layer, optimizer)) for _ in range(3)]
-    assert losses[2] < losses[0]
-    assert "uint8" in {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(optimizer)) if hasattr(leaf, "dtype")}
 
 
 def test_an_update_by_itself_keeps_the_dtypes_of_what_is_left_in_half_precision():

@@ -132,15 +132,3 @@ def test_integer_leaves_pass_through(way):
     assert bits(step(grads([np.inf, 1.0]), tx.init(params), params)[0]) == bits(params)
     taken, _ = step(grads([1.0, 1.0]), tx.init(params), params)
     assert (taken["w"].tolist(), taken["i"].tolist()) == ([0.0, 0.0], [0, 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_under_vmap_each_model_skips_for_itself(way):
-    tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
-    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
-    params, grads = stack([params_of()] * 3), stack([grads_of(0), grads_of(1, NAN), grads_of(2)])
-    new_params, state = jax.jit(jax.vmap(functools.partial(WAYS[way], tx)))(grads, jax.vmap(tx.init)(params), params)
-    assert state.skipped_steps.tolist() == [0, 1, 0]
-    kept = [bits(jax.tree.map(lambda x: x[i], new_params)) == bits(params_of()) for i in range(3)]
-    assert kept == [False, True, False]
