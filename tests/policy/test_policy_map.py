@@ -82,7 +82,6 @@ def test_lookup_follows_the_law_read_aloud(rules, path):
     assert PolicyMap(rules, "float16")[path].name == reference(rules, "float16", path)
 
 
-@pytest.mark.parametrize("rules", MAPS, ids=repr)
 @pytest.mark.parametrize(
     "round_trip",
     [
@@ -94,9 +93,9 @@ def test_lookup_follows_the_law_read_aloud(rules, path):
         jax.jit(lambda m: m),
     ],
 )
-def test_every_round_trip_gives_an_equal_map(rules, round_trip):
-    assert round_trip(rules) == rules
-    assert hash(round_trip(rules)) == hash(rules)
+def test_every_round_trip_gives_an_equal_map(round_trip):
+    assert [round_trip(rules) for rules in MAPS] == MAPS
+    assert [hash(round_trip(rules)) for rules in MAPS] == [hash(rules) for rules in MAPS]
 
 
 def test_rules_give_quantizations_to_the_modules_they_cover_and_to_no_other():

@@ -71,15 +71,6 @@ def test_a_nan_is_followed_through_blocks_to_where_it_began():
     assert "argument `x`" in str(origin)
 
 
-@pytest.mark.slow
-def test_autocast_leaves_the_products_alone():
-    loss_fn, args = make_step("nvfp4(min_size=0)")
-    operands = lambda fun: re.findall(r"scaled_dot\[.*?\] (\S+) (\S+)", str(jax.make_jaxpr(fun)(*args)), re.DOTALL)
-    assert len(operands(loss_fn)) == len(operands(jmp.autocast(loss_fn, "bfloat16"))) == 2
-    dtypes = lambda fun: [m.dtypes for m in numerics.audit(fun)(*args).matmuls]
-    assert dtypes(jmp.autocast(loss_fn, "bfloat16")) == dtypes(loss_fn)
-
-
 @pytest.mark.parametrize(
     ("format", "computed"), [("nvfp4", ("float4_e2m1fn", "bfloat16")), ("mxfp8(activations=false)", ("bfloat16",))]
 )

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
-from jmp_policy.quant import NVFP4, dot_general, einsum
+from jmp_policy.quant import NVFP4, dot_general
 
 DIMENSIONS = (((1,), (0,)), ((), ()))
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -101,9 +101,6 @@ def test_both_gradients_draw_noise_of_their_own_and_inputs_and_weights_none():
     nearest = dot_general(X, W, DIMENSIONS, quantization=NEAREST)
     for key in (jax.random.key(0), None):
         np.testing.assert_array_equal(dot_general(X, W, DIMENSIONS, quantization=NOISY, key=key), nearest)
-    raw = jax.grad(lambda w: einsum("bi,io->bo", X, w, quantization=NOISY, key=jax.random.PRNGKey(0)).sum())(W)
-    typed = jax.grad(lambda w: dot_general(X, w, DIMENSIONS, quantization=NOISY, key=jax.random.key(0)).sum())(W)
-    np.testing.assert_array_equal(raw, typed)
 
 
 @pytest.mark.slow

@@ -14,17 +14,12 @@ from meshes import make_mesh
 from quant_reference import fresh
 
 from jmp_policy.quant import (
-    FakeQuantized,
-    Int8,
     Layout,
     conv_general_dilated,
     dot_general,
     einsum,
-    embedding_lookup,
     float8_state,
-    kernel_layout,
     quantize_array,
-    table_layout,
 )
 
 ROWS = (((1,), (0,)), ((), ()))
@@ -139,7 +134,7 @@ def by_hand(x, w, format):
     """The product of both operands as they were rounded, in floats."""
     if format == "int8":  # a row of the input is a column of its transpose
         x = straight_through(x, quantize_array(x.T, "int8").dequantize().T)
-    return x @ straight_through(w, quantize_array(w, format).dequantize())
+    return x @ straight_through(w, quantize_array(lax.stop_gradient(w), format).dequantize())
 
 
 @pytest.mark.slow
@@ -175,14 +170,6 @@ def test_second_derivatives_are_refused(format, second):
         jax.eval_shape(second(penalty), jnp.ones((16, 16)))
 
 
-@pytest.mark.slow
-def test_a_table_passes_gradients_to_the_rows_that_were_read():
-    table, indices = array(7, 16), jnp.array([0, 3, 3])
-    weight = lambda table: FakeQuantized(table, Int8(), table_layout(table.shape))
-    gradient = jax.jit(jax.grad(lambda table: jnp.sum(embedding_lookup(weight(table), indices))))(table)
-    np.testing.assert_array_equal(gradient, jnp.zeros((7, 16)).at[indices].add(1.0))
-
-
 @pytest.mark.parametrize(
     "format",
     [
@@ -192,7 +179,9 @@ def test_a_table_passes_gradients_to_the_rows_that_were_read():
 )
 def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     x, w, t = array(64, 16), array(16, 16), array(64, 16)
-    x, t = (a.at[::8].set(8.0) for a in (x, t))  # a largest magnitude that all devices have, which nvfp4 scales by
+    x, t = (
+        jnp.clip(a, -8, 8).at[::8].set(8.0) for a in (x, t)
+    )  # a largest magnitude that all devices have, which nvfp4 scales by
     mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     run = functools.partial(with_gradients, format=format)
 
@@ -220,30 +209,6 @@ def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     jax.tree.map(np.testing.assert_array_equal, plain, remat)
     for found, expected in ((checked, plain), (unchecked, plain), (mapped, looped)):
         assert_close(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "mxfp8/8"])
-def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
-    x, stack = array(5, 16), array(3, 16, 16) / 16
-    stored = quantized(stack, format, kernel_layout(stack.shape, stacked=1))
-    layer = lambda x, w: jnp.tanh(multiply(x, w, format))
-
-    def scanned(x, stack):
-        return lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, stack)[0]
-
-    def looped(x, stack):
-        return functools.reduce(layer, stack, x)
-
-    @jax.jit
-    def results(x, stack, stored):
-        gradients = [jax.grad(lambda x, s, f=f: jnp.sum(f(x, s)), (0, 1))(x, stack) for f in (scanned, looped)]
-        return scanned(x, stored), scanned(x, stack), looped(x, stack), gradients
-
-    of_stored, of_floats, of_loop, gradients = results(x, stack, stored)
-    np.testing.assert_array_equal(of_stored, of_floats)
-    np.testing.assert_allclose(of_floats, of_loop, rtol=1e-5, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
 
 
 PLACES = [(P("d"), P(), None), (P(), P(None, "t"), None), (P("d"), P(None, "t"), None), (P("d", "t"), P("t"), P("d"))]

@@ -108,24 +108,6 @@ def test_no_policy_casts_it(any_policy):
     assert cast["bias"].dtype == jnp.float16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int4/8", "nvfp4/8"])
-def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
-    stack = jnp.asarray(fresh(3, 16, 6), jnp.float32)
-    whole = quantized(stack, format, kernel_layout(stack.shape, stacked=1))
-    one = quantized(stack[1], format)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b), whole, one)
-
-    def scanned(array):
-        return jax.lax.scan(lambda carry, layer: (carry, layer.dequantize()), 0, array)[1]
-
-    expected = whole.dequantize()
-    np.testing.assert_array_equal(jax.jit(scanned)(whole), expected)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda layer: layer.dequantize()))(whole), expected)
-    layers = jax.jit(jax.vmap(lambda weight: quantize_array(weight, format)))(stack)
-    jax.tree.map(np.testing.assert_array_equal, layers, whole)
-
-
 @pytest.mark.parametrize(
     ("format", "layout", "spec", "placed"),
     [
