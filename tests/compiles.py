@@ -33,6 +33,7 @@ def compiles() -> Iterator[list[int]]:
 
 def alive_of(times: int, make_and_use: Callable[[int], Any]) -> int:
     """How many of the objects that a function returns, called so often, outlive it."""
+    gc.freeze()  # so that the collector looks at new objects alone
     made = [weakref.ref(make_and_use(number)) for number in range(times)]
     for _ in range(3):  # what a weak dictionary holds is garbage only once its key is gone
         gc.collect()

@@ -95,16 +95,13 @@ def test_the_tests_run_on_every_python_that_the_package_names():
     assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
 
 
-def test_every_run_selects_by_the_same_markers():
+def test_ci_runs_both_tiers_and_the_oldest_versions():
+    assert "-m 'not slow'" in PYTEST["ini_options"]["addopts"]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
-    options = PYTEST["ini_options"]
-    default = re.search(r"-m '([^']*)'", options["addopts"])[1]
-    assert default == "not slow and not exhaustive"
-    assert ['-m "not exhaustive and (versions or not slow)"' in text for text in (ci, workflow)] == [True, True]
-    known = {re.match(r"\w+", marker)[0] for marker in options["markers"]} | {"hypothesis", "or", "and", "not"}
-    used = re.findall(r"\w+", " ".join(re.findall(r'-m "([^"]*)"', ci + workflow)))
-    assert set(used) - known == set()
+    assert '"$bin/pytest" -m slow' in ci
+    assert "-c .ci/oldest.txt" in ci
+    workflow = ROOT / ".github" / "workflows" / "tests.yml"
+    assert [command for command in read_commands(workflow) if command.startswith("pytest")] == ["pytest", "pytest"]
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -1,6 +1,7 @@
 """A few programs under each strict setting of JAX, which people switch on to look for a bug."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -208,15 +209,15 @@ def small_optimizer_state(w, x):
     return [update(tx, params) for tx in wrapped]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "setting"), list(zip(PROGRAMS, itertools.cycle(SETTINGS))))
 def test_programs_trace_under_strict_settings(setting, name):
     with SETTINGS[setting]():
         jax.make_jaxpr(PROGRAMS[name])(W, X)
 
 
-@pytest.mark.parametrize("setting", ["jax_enable_checks", "jax_enable_x64"])
-@pytest.mark.parametrize("format_name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("format_name", "setting"), list(zip(QUANTIZED, itertools.cycle(["jax_enable_checks", "jax_enable_x64"])))
+)
 def test_quantized_layers_trace_under_strict_settings(setting, format_name):
     with SETTINGS[setting]():
         x = jnp.ones((16, 64), jnp.float32)
@@ -244,8 +245,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("checks", [True, False])
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(("name", "checks"), list(zip(INSIDE, [True, False, True], strict=True)))
 def test_instruments_trace_inside_a_shard_map(name, checks):
     mesh = make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
