@@ -29,10 +29,8 @@ def decode(model: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     return logits.swapaxes(0, 1), cache
 
 
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_decoded_logits_are_those_of_the_whole_sequence(policy):
+def test_decoded_logits_are_those_of_the_whole_sequence():
+    policy = "mixed_bfloat16"
     with jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(lambda stacked: stacked[0], trained("transformer", policy).params)
         tokens = jnp.asarray(ARCHITECTURES["transformer"].batch["tokens"][:, :-1])
