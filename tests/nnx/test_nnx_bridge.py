@@ -79,7 +79,6 @@ class TestInside:
         model = jmp.with_policy(Outer(), jmp.PolicyMap(policies, "p=f32,c=bf16,o=none"))
         assert dtypes(model(X)) == expected
 
-
     def test_open_dtype_is_that_of_the_models_inputs(self):
         model = jmp.with_policy(Outer(), "params=float32,compute=none,output=none")
         for dtype in (F16, BF16):
