@@ -62,10 +62,10 @@ class TestInside:
     def test_has_the_policy_and_leaves_its_inputs_alone(self):
         assert dtypes(jmp.with_policy(Outer(), BF16_INSIDE)(X)) == [F32, BF16, BF16, F32]
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("rules", "expected"),
         [
+            ({"pair": "p=f32,c=f16,o=f32"}, [F16, F16, F16, F32]),
             ({"pair/up": "float16"}, [F32, F16, BF16, BF16]),
             ({r".*/down": "float16"}, [F32, BF16, F16, F16]),
             ({nn.Dense: "float16"}, [F32, F16, F16, F16]),
