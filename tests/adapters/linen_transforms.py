@@ -60,7 +60,6 @@ def _scale(factor):
 
 
 CLASSES = {
-    "no transform": lambda kind: kind,
     "jit": nn.jit,
     "remat": nn.remat,
     "scan": lambda kind: nn.scan(kind, **LIFTED, length=2),

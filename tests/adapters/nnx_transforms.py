@@ -50,20 +50,6 @@ class Use(NamedTuple):
     differentiable: bool = True
 
 
-def _split_call(block, x):
-    graphdef, state = nnx.split(block)
-
-    @jax.jit
-    def run(state, x):
-        merged = nnx.merge(graphdef, state)
-        out = merged(x)
-        return out, nnx.state(merged)
-
-    out, state = run(state, x)
-    nnx.update(block, state)
-    return out
-
-
 def _scan_carry(block, x):
     def step(carry, _):
         block, x = carry
@@ -119,11 +105,6 @@ def _while_loop(block, x):
     return nnx.while_loop(lambda carry: carry[0] < 2, body, (0, block, x))[2]
 
 
-def _vjp(block, x):
-    out, pull = nnx.vjp(lambda x: block(x), x, graph=False)
-    return pull(out)[0]
-
-
 def _shard_map(block, x):
     mesh = Mesh(jax.devices()[:1], ("x",))
     specs = (PartitionSpec(), PartitionSpec("x"))
@@ -135,10 +116,7 @@ def _cond(block, x):
 
 
 USES = {
-    "no transform": Use(call),
     "jit": Use(nnx.jit(call)),
-    "jit of trees": Use(nnx.jit(call, graph=False), changes=False),
-    "jax.jit of a split": Use(_split_call),
     "remat": Use(nnx.remat(call)),
     "vmap": Use(nnx.vmap(call, in_axes=(None, 0)), changes=False),
     "vmap of a stack": Use(nnx.vmap(call, in_axes=(0, None)), stack=True),
@@ -149,7 +127,6 @@ USES = {
     "while_loop": Use(_while_loop, changes=False, differentiable=False),
     "grad": Use(_gradient, changes=False),
     "custom_vjp": Use(_clipped, changes=False),
-    "vjp": Use(_vjp, changes=False),
     "shard_map": Use(_shard_map, changes=False),
     "pmap": Use(lambda block, x: nnx.pmap(call, in_axes=(None, 0))(block, x[None])[0], changes=False),
 }

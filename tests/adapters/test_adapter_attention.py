@@ -49,7 +49,7 @@ def test_the_einsums_of_an_author_stay_in_linen():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "mxfp8", "float8(recipe=current,min_size=0)"])
 def test_attention_of_linen_equals_einsums_by_hand(format):
-    layer, x = LINEN.attention(), jax.random.normal(jax.random.key(0), X.shape)
+    layer, x = LINEN.attention(), jax.random.normal(jax.random.key(0), (2, 32, 64))
     variables = layer.init(jax.random.key(1), x)
     multiply = lambda: functools.partial(jmp.quant.einsum, quantization=format)
     by_hand = layer.clone(qk_attn_weights_einsum_cls=multiply, attn_weights_value_einsum_cls=multiply)

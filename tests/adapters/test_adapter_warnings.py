@@ -59,7 +59,7 @@ def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_once_with
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        ({"written": 2}, BF16_INSIDE),  # half of them
+        ({"written": 3, "layers": 6}, BF16_INSIDE),  # half of them
         ({"written": 2, "layers": 2}, BF16_INSIDE),  # so few that it may be meant
         ({}, "float32"),
         ({"written": 4, "dtype": jnp.bfloat16}, BF16_INSIDE),

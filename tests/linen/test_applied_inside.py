@@ -244,21 +244,6 @@ def test_jitted_modules_that_are_equal_but_for_the_place_of_their_caller_do_not_
     assert matmul_dtypes(model, jnp.ones((2, 16))) == [BF16, F32]
 
 
-@pytest.mark.slow
-def test_bound_module_is_nowhere_else_when_a_call_is_over():
-    layer = jmp.with_policy(nn.Dense(16, name="layer"), MIXED)
-    bound = layer.bind(layer.init(KEY, jnp.ones((2, 16))))
-    before = bound.scope.flags
-
-    class Caller(nn.Module):
-        def __call__(self, x):
-            return bound(x)
-
-    jmp.with_policy(Caller(), MIXED).apply({}, jnp.ones((2, 16)))
-    bound(jnp.ones((2, 16)))
-    assert bound.scope.flags == before
-
-
 def test_delayed_float8_leaves_a_layer_that_keeps_no_state_wide():
     model = jmp.with_policy(MaskedLM(), FLOAT8)
     variables = jax.jit(model.init)(KEY, IDS)

@@ -111,15 +111,6 @@ class TestMethods:
         assert lifted().apply({}, X, method="encode").dtype == F32
 
     @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
-    def test_method_that_is_decorated_with_a_transform_is_a_boundary_once(self, lift):
-        class Decorated(Tracing):
-            encode = lift(Tracing.encode)
-
-        for model in (jmp.with_policy(Decorated(), F16_INSIDE), jmp.with_policy(Decorated, F16_INSIDE)()):
-            assert model.apply({}, X).tolist() == [2, 2]
-            assert model.apply({}, X, method="encode").dtype == F32
-
-    @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
     def test_module_that_a_rule_matches_casts_once_though_its_own_code_is_lifted(self, lift):
         class Lifting(Tracing):
             encode = lift(Tracing.encode)
@@ -153,21 +144,6 @@ class TestMethods:
             assert set(variables["params"]) == {"kernel", "bias"}
             assert is_rounded_to_bfloat16(out)
 
-    @pytest.mark.slow
-    def test_method_under_nowrap_is_the_authors_own(self):
-        class Helping(nn.Module):
-            @nn.nowrap
-            def halved(self, x):
-                return x / 2
-
-            @nn.compact
-            def __call__(self, x):
-                return self.halved(x)
-
-        model = jmp.with_policy(Helping(), "mixed_bfloat16")
-        assert model.apply({}, X).dtype == BF16
-        assert model.bind({}).halved(X).dtype == F32
-
 
 class TestPast:
     """A policy holds while a method of its module runs: what is called past that has the policy of the caller."""
@@ -178,18 +154,6 @@ class TestPast:
         assert not is_rounded_to_bfloat16(MODEL.bind(VARIABLES).dense(X))
         out = nn.apply(lambda model, x: model.dense(x), MODEL)(VARIABLES, X)
         assert not is_rounded_to_bfloat16(out)
-
-    @pytest.mark.slow
-    def test_submodule_called_by_the_model_around_has_that_models_policy(self):
-        class Around(nn.Module):
-            def setup(self):
-                self.inner = jmp.with_policy(Coder(), "mixed_float16")
-
-            def __call__(self, x):
-                return self.inner.dense(x), self.inner.encode(x)
-
-        model = jmp.with_policy(Around(), "p=f32,c=bf16,o=none")
-        assert [out.dtype for out in model.init_with_output(KEY, X)[0]] == [BF16, F16]
 
 
 @pytest.mark.slow

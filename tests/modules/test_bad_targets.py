@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from flax.training.train_state import TrainState
+from flax_apis import LINEN, NNX
 
 import jmp_policy as jmp
 
@@ -124,25 +125,19 @@ async def later_rows(x):
     yield x
 
 
-class LinenReturns(nn.Module):
-    value: Any
+def make_module(api, value):
+    @api.module()
+    class Returns:
+        def __call__(self, x):
+            return value(x)
 
-    def __call__(self, x):
-        return self.value(x)
-
-
-class NnxReturns(nnx.Module):
-    def __init__(self, value):
-        self._value = value
-
-    def __call__(self, x):
-        return self._value(x)
+    return jmp.with_policy(Returns(), "bfloat16")
 
 
 TARGETS = {
     "function": lambda value: jmp.with_policy(lambda x: value(x), "bfloat16"),
-    "linen": lambda value: functools.partial(jmp.with_policy(LinenReturns(value), "bfloat16").apply, {}),
-    "nnx": lambda value: jmp.with_policy(NnxReturns(value), "bfloat16"),
+    "linen": lambda value: functools.partial(make_module(LINEN, value).apply, {}),
+    "nnx": lambda value: make_module(NNX, value),
 }
 in_every_target = pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS)
 

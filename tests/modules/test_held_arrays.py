@@ -97,12 +97,6 @@ def matmuls(jaxpr):
     return [str(operand.aval.dtype) for dot in dots for operand in dot.operands]
 
 
-def test_the_object_itself_keeps_its_arrays():
-    layer = Layer(W)
-    assert jmp.with_policy(layer, MIXED)(X).dtype == jnp.float32
-    assert layer.weight is W
-
-
 def test_an_object_with_nothing_to_cast_may_be_written_to():
     class Counter(Layer):
         count = 0

@@ -40,12 +40,6 @@ def test_rule_that_names_a_wrapper_of_weights_is_a_boundary():
     assert dtype_of(policied, X) == "float16"
 
 
-def test_lists_of_modules_take_policies():
-    layers = jmp.with_policy(nnx.List([nnx.Linear(4, 4, rngs=rngs())]), "mixed_bfloat16")
-    layers.append(nnx.Linear(4, 4, rngs=rngs()))
-    assert (len(layers), layers[0].dtype) == (2, jnp.bfloat16)
-
-
 def test_stored_parameter_of_another_dtype_is_an_error_that_names_cast_params():
     message = (
         r"The parameter 'embed/kernel' is stored in float32, but the policy 'bfloat16' stores parameters in "
@@ -242,11 +236,3 @@ def test_intermediates_are_captured():
     out, captured = nnx.capture(jmp.with_policy(Sower(rngs=rngs()), BF16_INSIDE), nnx.Intermediate)(X)
     assert captured["hidden"].get_value()[0].dtype == jnp.bfloat16
     assert out.dtype == jnp.float32
-
-
-@pytest.mark.slow
-def test_array_references_as_values_of_variables():
-    with nnx.var_defaults(ref=True):
-        model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
-        assert model(X).dtype == jnp.float32
-    assert model.scale.read == "bfloat16"

@@ -38,11 +38,8 @@ class Child(Decorated):
 
 
 def test_decorated_class_keeps_its_name_and_document():
-    assert (Decorated.__name__, Decorated.__doc__, Decorated.__module__) == (
-        "Decorated",
-        "A decorated class.",
-        __name__,
-    )
+    names = Decorated.__name__, Decorated.__doc__, Decorated.__module__
+    assert names == ("Decorated", "A decorated class.", __name__)
     assert jmp.policy_of(Decorated) is jmp.get_policy(BF16_INSIDE)
 
 

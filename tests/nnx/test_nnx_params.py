@@ -49,15 +49,6 @@ def test_other_variables_are_read_as_they_are():
     assert jmp.with_policy(Reader(lambda m: m.statistics[...]), "p=f32,c=bf16,o=none")().dtype == jnp.float32
 
 
-def test_view_looks_like_the_param():
-    def look(m):
-        return [isinstance(m.w, nnx.Param), m.w.shape, m.w.ndim, m.w.dtype, m.w.tag]
-
-    model = Reader(look)
-    model.w = nnx.Param(W, tag="blue")
-    assert jmp.with_policy(model, "p=f32,c=bf16,o=none")() == [True, (4, 4), 2, jnp.bfloat16, "blue"]
-
-
 def test_params_in_containers_are_read_in_compute_dtype():
     class Contained(nnx.Pytree):
         def __init__(self):
