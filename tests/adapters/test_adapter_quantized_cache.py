@@ -96,6 +96,7 @@ def test_a_cache_is_made_in_the_compute_dtype_or_in_8_bits_with_scales(api):
     }
 
 
+@pytest.mark.slow
 def test_stacked_layers_have_a_cache_each():
     class Layer(nn.Module):
         @nn.compact
