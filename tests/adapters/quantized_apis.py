@@ -33,6 +33,11 @@ def own_product(*args, **options):
     return jax.lax.dot_general(*args, **options)
 
 
+def of(kind, *args, **options):
+    """Makes a layer of nnx of its random streams."""
+    return lambda rngs: kind(*args, **options, rngs=rngs)
+
+
 class LinenSum(nn.Dense):
     """A subclass that uses the layer's code and adds its own."""
 
@@ -101,92 +106,63 @@ def _normal(*shape):
 X, XS, IMAGE, TOKENS = _normal(16, 16), _normal(16, 2, 16), _normal(2, 4, 4, 16), jnp.arange(16) % 5
 MASK = np.tril(np.ones((3, 16, 32), np.float32), 4)
 NET = Layer(LinenNet(), NnxNet, X, (FLOAT8, FLOAT8))
-DENSE = Layer(
-    nn.Dense(16, kernel_init=waves), lambda rngs: nnx.Linear(16, 16, kernel_init=waves, rngs=rngs), X, (FLOAT8,)
-)
+DENSE = Layer(nn.Dense(16, kernel_init=waves), of(nnx.Linear, 16, 16, kernel_init=waves), X, (FLOAT8,))
 
 LAYERS = {
     "Dense": DENSE,
-    "Dense without bias": Layer(
-        nn.Dense(32, use_bias=False), lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs), XS, (FLOAT8,)
-    ),
-    "Dense of few rows": Layer(nn.Dense(32), lambda rngs: nnx.Linear(16, 32, rngs=rngs), X[:3], (BY_ROWS,)),
-    "Dense of an odd width": Layer(nn.Dense(10), lambda rngs: nnx.Linear(16, 10, rngs=rngs), X, (BY_WIDTH,)),
+    "Dense without bias": Layer(nn.Dense(32, use_bias=False), of(nnx.Linear, 16, 32, use_bias=False), XS, (FLOAT8,)),
+    "Dense of few rows": Layer(nn.Dense(32), of(nnx.Linear, 16, 32), X[:3], (BY_ROWS,)),
+    "Dense of an odd width": Layer(nn.Dense(10), of(nnx.Linear, 16, 10), X, (BY_WIDTH,)),
     "DenseGeneral over two axes": Layer(
-        nn.DenseGeneral((2, 8), axis=(-2, -1)),
-        lambda rngs: nnx.LinearGeneral((2, 16), (2, 8), axis=(-2, -1), rngs=rngs),
-        XS,
-        (FLOAT8,),
+        nn.DenseGeneral((2, 8), axis=(-2, -1)), of(nnx.LinearGeneral, (2, 16), (2, 8), axis=(-2, -1)), XS, (FLOAT8,)
     ),
     "DenseGeneral of a batch": Layer(
         nn.DenseGeneral(16, axis=-1, batch_dims=(0,)),
-        lambda rngs: nnx.LinearGeneral(16, 16, batch_axis={0: 2}, rngs=rngs),
+        of(nnx.LinearGeneral, 16, 16, batch_axis={0: 2}),
         XS.swapaxes(0, 1),
         (FLOAT8,),
     ),
     "Einsum to heads": Layer(
-        nn.Einsum((16, 2, 8), "bta,ahd->bthd"),
-        lambda rngs: nnx.Einsum("bta,ahd->bthd", (16, 2, 8), (2, 8), rngs=rngs),
-        XS,
-        (FLOAT8,),
+        nn.Einsum((16, 2, 8), "bta,ahd->bthd"), of(nnx.Einsum, "bta,ahd->bthd", (16, 2, 8), (2, 8)), XS, (FLOAT8,)
     ),
     "Einsum in another order": Layer(
-        nn.Einsum((2, 16, 8), "bta,had->hbtd"),
-        lambda rngs: nnx.Einsum("bta,had->hbtd", (2, 16, 8), (2, 8), rngs=rngs),
-        XS,
+        nn.Einsum((2, 16, 8), "bta,had->hbtd"), of(nnx.Einsum, "bta,had->hbtd", (2, 16, 8), (2, 8)), XS
     ),
     "Einsum of a batch": Layer(
         nn.Einsum((2, 16, 16), "tba,tac->tbc"),
-        lambda rngs: nnx.Einsum("tba,tac->tbc", (2, 16, 16), (2, 16), rngs=rngs),
+        of(nnx.Einsum, "tba,tac->tbc", (2, 16, 16), (2, 16)),
         XS.swapaxes(0, 1),
         (FLOAT8,),
     ),
     "Einsum with the sum last": Layer(
-        nn.Einsum((32, 16), "bta,ca->bct", use_bias=False),
-        lambda rngs: nnx.Einsum("bta,ca->bct", (32, 16), rngs=rngs),
-        XS,
-        in_blocks=False,
+        nn.Einsum((32, 16), "bta,ca->bct", use_bias=False), of(nnx.Einsum, "bta,ca->bct", (32, 16)), XS, in_blocks=False
     ),
-    "Conv of a line": Layer(
-        nn.Conv(32, (3,), mask=MASK), lambda rngs: nnx.Conv(16, 32, (3,), mask=MASK, rngs=rngs), XS, (AS_CONVOLUTION,)
-    ),
+    "Conv of a line": Layer(nn.Conv(32, (3,), mask=MASK), of(nnx.Conv, 16, 32, (3,), mask=MASK), XS, (AS_CONVOLUTION,)),
     "Conv of an image": Layer(
         nn.Conv(16, (2, 2), strides=2, padding="CIRCULAR"),
-        lambda rngs: nnx.Conv(16, 16, (2, 2), strides=2, padding="CIRCULAR", rngs=rngs),
+        of(nnx.Conv, 16, 16, (2, 2), strides=2, padding="CIRCULAR"),
         IMAGE,
         (AS_CONVOLUTION,),
     ),
     "Conv in groups": Layer(
         nn.Conv(16, (2, 2), feature_group_count=2),
-        lambda rngs: nnx.Conv(16, 16, (2, 2), feature_group_count=2, rngs=rngs),
+        of(nnx.Conv, 16, 16, (2, 2), feature_group_count=2),
         IMAGE,
         (BY_GROUPS,),
     ),
-    "ConvTranspose": Layer(
-        nn.ConvTranspose(16, (2, 2)), lambda rngs: nnx.ConvTranspose(16, 16, (2, 2), rngs=rngs), IMAGE, (BY_CODE,)
-    ),
-    "Embed": Layer(nn.Embed(16, 16), lambda rngs: nnx.Embed(16, 16, rngs=rngs), TOKENS, (BY_TABLE,), in_blocks=False),
-    "Embed attended to": Layer(
-        nn.Embed(16, 16), lambda rngs: nnx.Embed(16, 16, rngs=rngs), X, (BY_TABLE,), "attend", in_blocks=False
-    ),
+    "ConvTranspose": Layer(nn.ConvTranspose(16, (2, 2)), of(nnx.ConvTranspose, 16, 16, (2, 2)), IMAGE, (BY_CODE,)),
+    "Embed": Layer(nn.Embed(16, 16), of(nnx.Embed, 16, 16), TOKENS, (BY_TABLE,), in_blocks=False),
+    "Embed attended to": Layer(nn.Embed(16, 16), of(nnx.Embed, 16, 16), X, (BY_TABLE,), "attend", in_blocks=False),
     "table whose methods call each other": Layer(
-        LinenTied(16, 16), lambda rngs: NnxTied(16, 16, rngs=rngs), TOKENS, (BY_TABLE,), "scores", in_blocks=False
+        LinenTied(16, 16), of(NnxTied, 16, 16), TOKENS, (BY_TABLE,), "scores", in_blocks=False
     ),
     "attention": Layer(
-        nn.MultiHeadDotProductAttention(2),
-        lambda rngs: nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs),
-        XS,
-        (FLOAT8,) * 4,
+        nn.MultiHeadDotProductAttention(2), of(nnx.MultiHeadAttention, 2, 16, decode=False), XS, (FLOAT8,) * 4
     ),
-    "recurrent cell": Layer(
-        nn.SimpleCell(16), lambda rngs: nnx.SimpleCell(16, 16, keep_rngs=False, rngs=rngs), (X, X), (FLOAT8,) * 2
-    ),
-    "subclass that adds": Layer(LinenSum(16), lambda rngs: NnxSum(16, 16, rngs=rngs), X, (FLOAT8,)),
+    "recurrent cell": Layer(nn.SimpleCell(16), of(nnx.SimpleCell, 16, 16, keep_rngs=False), (X, X), (FLOAT8,) * 2),
+    "subclass that adds": Layer(LinenSum(16), of(NnxSum, 16, 16), X, (FLOAT8,)),
     "function of its author's": Layer(
-        nn.Dense(16, dot_general=own_product),
-        lambda rngs: nnx.Linear(16, 16, dot_general=own_product, rngs=rngs),
-        X,
-        (BY_CODE,),
+        nn.Dense(16, dot_general=own_product), of(nnx.Linear, 16, 16, dot_general=own_product), X, (BY_CODE,)
     ),
     "two layers": NET,
 }
@@ -240,23 +216,17 @@ ALONE = {
         "jit of a layer": Layer(nn.jit(nn.Dense)(16), None, X),
     },
     "nnx": {
-        "Einsum with its equation at the call": Layer(
-            None, lambda rngs: nnx.Einsum("ab,bc->ac", (16, 32), rngs=rngs), (X, "ab,bc->ac")
-        ),
-        "Einsum with an ellipsis in the kernel": Layer(
-            None, lambda rngs: nnx.Einsum("...a,...ab->...b", (2, 16, 4), rngs=rngs), XS
-        ),
-        "Einsum, channels between": Layer(None, lambda rngs: nnx.Einsum("nta,tca->nc", (2, 4, 16), rngs=rngs), XS),
-        "ConvTranspose, masked": Layer(None, lambda rngs: nnx.ConvTranspose(16, 32, (3,), mask=MASK, rngs=rngs), XS),
+        "Einsum with its equation at the call": Layer(None, of(nnx.Einsum, "ab,bc->ac", (16, 32)), (X, "ab,bc->ac")),
+        "Einsum with an ellipsis in the kernel": Layer(None, of(nnx.Einsum, "...a,...ab->...b", (2, 16, 4)), XS),
+        "Einsum, channels between": Layer(None, of(nnx.Einsum, "nta,tca->nc", (2, 4, 16)), XS),
+        "ConvTranspose, masked": Layer(None, of(nnx.ConvTranspose, 16, 32, (3,), mask=MASK), XS),
         "ConvTranspose, transposed": Layer(
-            None,
-            lambda rngs: nnx.ConvTranspose(16, 4, (3, 3), transpose_kernel=True, padding="CIRCULAR", rngs=rngs),
-            IMAGE,
+            None, of(nnx.ConvTranspose, 16, 4, (3, 3), transpose_kernel=True, padding="CIRCULAR"), IMAGE
         ),
-        "attention with a cache": Layer(None, lambda rngs: nnx.MultiHeadAttention(2, 16, rngs=rngs), XS, method=decode),
-        "LoRALinear": Layer(None, lambda rngs: nnx.LoRALinear(16, 32, lora_rank=2, rngs=rngs), X),
+        "attention with a cache": Layer(None, of(nnx.MultiHeadAttention, 2, 16), XS, method=decode),
+        "LoRALinear": Layer(None, of(nnx.LoRALinear, 16, 32, lora_rank=2), X),
         "LoRA": Layer(None, lambda rngs: nnx.LoRA(16, 2, 4, base_module=nnx.Linear(16, 4, rngs=rngs), rngs=rngs), X),
-        "OptimizedLSTMCell": Layer(None, lambda rngs: nnx.OptimizedLSTMCell(16, 16, rngs=rngs), ((X, X), X)),
+        "OptimizedLSTMCell": Layer(None, of(nnx.OptimizedLSTMCell, 16, 16), ((X, X), X)),
     },
 }
 """Layers of one API, on which the other has no counterpart or the same code."""

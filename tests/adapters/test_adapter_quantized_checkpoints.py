@@ -65,10 +65,6 @@ def test_bytes_of_flax_serialization_restore_into_an_abstract_target(policy):
     [
         (None, r"a weight that is not quantized: float32\[16, 16\]"),
         (INT4, r"{'scale': 'float32\[4, 1, 16\]', 'values': 'uint8\[4, 2, 16\]', 'zero_point': 'uint8\[4, 1, 16\]'}"),
-        (
-            NVFP4,
-            r"{'scale': 'float8_e4m3fn\[4, 1, 16\]', 'tensor_scale': 'float32\[\]', 'values': 'uint8\[4, 2, 16\]'}",
-        ),
     ],
 )
 def test_bytes_of_another_format_are_refused(policy, found):

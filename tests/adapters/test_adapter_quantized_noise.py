@@ -225,21 +225,6 @@ def test_after_eval_no_keys_are_drawn_and_a_stream_can_be_taken_away():
         nnx.eval_shape(gradients, model)
 
 
-@pytest.mark.slow
-def test_streams_are_split_for_vmap_and_scan():
-    model = jmp.with_policy(nnx.vmap(NnxBlock)(nnx.Rngs(0).split(2)), NOISY)
-    set_rounding_rngs(model, nnx.Rngs(rounding=0))
-
-    @nnx.split_rngs(splits=2, only="rounding")
-    def run(model, x):
-        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, model)
-
-    grads = nnx.jit(nnx.grad(lambda model: loss_of(run(model, X.astype(jnp.bfloat16)))))(model)
-    assert grads["dense"]["kernel"][...].shape == (2, 32, 32)
-    assert model.dense.rounding.count[...].shape == ()
-    assert model.dense.rounding.count[...] > 0
-
-
 @pytest.mark.parametrize("policy", [WITHOUT_NOISE, "nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"])
 def test_a_model_that_draws_nothing_takes_no_stream(policy):
     model = nnx.eval_shape(lambda: jmp.with_policy(Model(nnx.Rngs(0)), policy))

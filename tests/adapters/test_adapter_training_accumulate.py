@@ -248,6 +248,9 @@ def test_explain_says_which_layers_hand_over_unrounded_sums(api):
     assert "sums f32" in str(explanation)
     transposed = jmp.explain(APIS[api].make(LAYERS["ConvTranspose"], WIDE), LAYERS["ConvTranspose"].inputs)
     assert transposed.rows[0].accumulate_dtype == ""
+    if api == "nnx":
+        lora = nnx.eval_shape(lambda: jmp.with_policy(nnx.LoRALinear(16, 16, lora_rank=4, rngs=nnx.Rngs(0)), WIDE))
+        assert {row.accumulate_dtype for row in jmp.explain(lora, X).rows} == {"float32"}
 
 
 @pytest.mark.slow

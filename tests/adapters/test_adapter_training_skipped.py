@@ -152,7 +152,35 @@ def test_a_loss_scale_that_is_too_high_skips_the_step_of_a_good_batch():
     assert (naive["batch_stats"]["norm"]["mean"] != after["batch_stats"]["norm"]["mean"]).any()
 
 
-@pytest.mark.slow
+def test_a_skipped_step_keeps_what_a_model_of_nnx_counts_and_the_step_of_its_optimizer():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.w, self.calls = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1.0
+            return (self.w[...] * x).sum()
+
+    model = Counting()
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for x, w, calls in ((2.0, -1.0, 1), (jnp.inf, -1.0, 1), (1.0, -2.0, 2)):
+        _, grads = jmp.nnx.value_and_grad(lambda model, x=x: model(x), loss_scale=optimizer)(model)
+        optimizer.update(model, grads)
+        assert (model.w[...].tolist(), int(model.calls[...]), int(optimizer.step[...])) == ([w, w], calls, calls)
+    assert int(jmp.metrics(optimizer)["skipped_steps"]) == 1
+
+
+def test_a_skipped_step_keeps_the_statistics_and_the_step_of_a_train_state():
+    state = State.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, batch_stats={"m": 0.0}, tx=jmp.optim.skip_nonfinite(optax.sgd(1.0))
+    )
+    good = state.apply_gradients(grads={"w": jnp.ones(2)}, batch_stats={"m": 1.0})
+    bad = good.apply_gradients(grads={"w": jnp.full(2, jnp.nan)}, batch_stats={"m": 2.0})
+    assert (int(good.step), float(good.batch_stats["m"]), good.params["w"].tolist()) == (1, 1.0, [0.0, 0.0])
+    assert (int(bad.step), float(bad.batch_stats["m"]), bad.params["w"].tolist()) == (1, 1.0, [0.0, 0.0])
+
+
 def test_without_a_loss_scale_it_is_flaxs_train_state():
     create = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.adam(0.1)}
     grads = {"w": jnp.array([1.0, jnp.nan])}

@@ -115,6 +115,7 @@ def test_attention_decodes_into_its_cache():
     assert quantized[1]["cache"]["cached_key"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_tools_of_flax_and_casts_of_trees_work_on_a_quantized_model():
     quantized, model = quant.quantize(VARIABLES, INT8), jmp.with_policy(Net(), INT8)
     out, state = model.apply(quantized, X, capture_intermediates=True)

@@ -106,20 +106,6 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
 
 
 @pytest.mark.slow
-def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
-    model = jmp.with_policy(ViT(), INT8)
-    variables = jax.jit(model.init)(KEY, IMAGES)
-    assert quant.calibrate(model, [IMAGES], variables=variables, clip="absmax").keys() == {
-        "embedding", "kernel", "bias/bias"
-    }  # fmt: skip
-    quantized = quant.quantize(variables, INT8)
-    comparison = quant.compare(ViT().bind(variables), model.bind(quantized), IMAGES)
-    assert {row.path for row in comparison.quantized} == {"embedding", "kernel", "bias", "bias/bias"}
-    assert comparison.output_error < 0.05
-    assert (model.apply(quantized, IMAGES) == model.apply(variables, IMAGES)).all()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "x", "policy"),
     [(*case, policy) for case, policy in zip(REWRITING.values(), [INT8, INT4_OF_4] * 3, strict=False)],
@@ -224,18 +210,6 @@ def test_code_that_reads_a_quantized_weight_is_told_which_and_what_leaves_it_out
     assert str(caught.value).endswith(REMEDY)
 
 
-@pytest.mark.slow
-def test_rule_that_the_error_names_leaves_the_weight_out():
-    rules = jmp.PolicyMap({"embed": "float32"}, INT8)
-    model, ids = jmp.with_policy(Body(tied_by_attribute), rules), jnp.arange(4)
-    variables = jax.jit(model.init)(KEY, ids)
-    table = variables["params"]["embed"]["embedding"]
-    assert (model.apply({"params": variables["params"]}, ids) == table[ids] @ table.T).all()
-    with pytest.raises(ValueError, match=r"^Nothing to quantize under .*'embed/embedding': its policy 'float32'"):
-        quant.quantize(variables, rules)
-
-
-@pytest.mark.slow
 def test_code_outside_of_a_model_is_told_of_the_rule():
     weight = quant.quantize_array(jnp.ones((4, 4)), "int8")
     with pytest.raises(AttributeError) as caught:

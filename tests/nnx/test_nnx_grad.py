@@ -121,14 +121,6 @@ def test_no_op_scale_alone_is_the_program_of_flax():
 
 
 @pytest.mark.slow
-def test_a_bare_scale_that_is_no_no_op_keeps_batch_statistics_too():
-    model = Net(rngs=rngs())
-    before = values(model)
-    jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model, BAD)
-    assert changed(before, values(model)) == set()
-
-
-@pytest.mark.slow
 def test_state_is_kept_of_every_argument_of_a_skipped_step():
     """A GAN's generator, called in the discriminator's step, kept infinite statistics."""
     first, second, other = (Net(rngs=rngs()) for _ in range(3))
@@ -182,13 +174,6 @@ def test_state_without_a_loss_scale_is_an_error():
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     with pytest.raises(ValueError, match="Expected a state that holds exactly one loss scale, got Optimizer with 0"):
         jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
-
-
-@pytest.mark.slow
-def test_half_precision_loss_is_a_warning():
-    model = jmp.with_policy(Net, "mixed_float16")(rngs=rngs())
-    with pytest.warns(UserWarning, match="The loss is float16, and so is its cotangent"):
-        jmp.nnx.grad(lambda m: m(X).mean(), loss_scale=jmp.StaticLossScale(8.0))(model)
 
 
 def test_loss_scale_and_metrics_are_found_in_an_optimizer():
