@@ -150,9 +150,7 @@ def test_a_module_and_a_metric_are_tuned(capsys):
 
 
 def test_a_budget_that_was_spent_is_said(capsys):
-    assert (
-        main(["tune", "user:product", *TUNE[2:], "--budget", "1"]) == 0
-    )  # all in float32, which is within the tolerance
+    assert main([*TUNE, "--budget", "1"]) == 0  # all in float32, which is within the tolerance
     assert "The budget ran out" in capsys.readouterr().out
 
 

@@ -83,7 +83,10 @@ plant("running sum in half", X)(
         jnp.zeros(8, x.dtype),
         x,
     )[0],
-    clean=lambda x: lax.scan(lambda total, row: (total + wide(row), None), jnp.zeros(8), x)[0],
+    clean=lambda x: (
+        lax.scan(lambda total, row: (total + wide(row), None), jnp.zeros(8), x)[0],
+        lax.scan(lambda h, _: (h + jnp.tanh(h), None), x, None, length=3)[0],  # a residual stream is no sum of rows
+    ),
 )
 plant("count by windows in half", bf16(16))(
     faulty=lambda x: lax.reduce_window(half(x > 0), half(ZERO), lax.add, (16,), (1,), "VALID"),  # fault: half-reduction

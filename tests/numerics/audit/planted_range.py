@@ -65,6 +65,10 @@ plant("log of sigmoid", bf16(4))(
     faulty=lambda x: jnp.log(1 - jax.nn.sigmoid(x)),  # fault: log-of-sigmoid
     clean=lambda x: jax.nn.log_sigmoid(-wide(x)),
 )
+plant("log of sigmoid by hand", bf16(4))(
+    faulty=lambda x: jnp.log(1 / (1 + jnp.exp(-x))),  # fault: log-of-sigmoid
+    clean=lambda x: jnp.log(1 / (1 + jnp.exp(-wide(x)))),
+)
 plant("log of a negated sigmoid", bf16(4))(
     faulty=lambda x: jnp.log1p(-jax.nn.sigmoid(x)),  # fault: log-of-sigmoid
     clean=lambda x: jnp.log1p(-jax.nn.sigmoid(wide(x))),
