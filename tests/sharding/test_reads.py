@@ -58,6 +58,7 @@ def test_a_parameter_is_read_in_half_precision_alone_or_as_it_is(name):
 def test_two_dtypes_and_none_are_told_apart():
     assert find_reads(lambda w: (cast(w), w.astype(jnp.float16)), W) == [HALF | {jnp.dtype(jnp.float16)}]
     assert find_reads(lambda w: X, W) == [set()]
+    assert find_reads(lambda x: x.astype(jnp.float16), X) == [None]  # which loses nothing in size
     assert find_reads(cast, W, lambda w: w * 2) == [HALF]  # the function that prepares them does not count
 
 
