@@ -122,7 +122,7 @@ def test_trees_without_numbers_are_finite(params):
     assert (bool(state.grads_finite), int(state.loss_scale.counter)) == (True, 1)
 
 
-@step_and_slow_update
+@both_ways
 def test_skip_nonfinite_is_loss_scaled_without_a_scale(way):
     tx = skip_nonfinite(SGD)
     step = jax.jit(functools.partial(way, tx))
