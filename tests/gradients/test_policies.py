@@ -13,6 +13,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
+
+# No public name tells the operations that lead to a result from the others.
 from jmp_policy._jaxpr import walk
 
 PLAIN = jmp.NoOpLossScale()

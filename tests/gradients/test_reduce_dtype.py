@@ -193,22 +193,17 @@ def test_a_narrower_reduction_is_refused_whatever_strict_says():
     jmp.grad(stored_in_half, loss_scale=PLAIN, reduce_dtype="bfloat16")(*make_arguments(stored_in_half))
 
 
+SETTINGS = {
+    "on_opaque must be 'error' or 'warn', got False": {"on_opaque": False},
+    r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean 'f32'\? For .*='float32'\.$": {"reduce_dtype": "f33"},
+    r"^reduce_dtype='float64' needs jax\.config\.update\('jax_enable_x64', True\): .*'float32'": {
+        "reduce_dtype": "f64"
+    },
+}
+
+
 @pytest.mark.parametrize("make", [jmp.value_and_grad, jmp.nnx.grad])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_opaque": False}, "on_opaque must be 'error' or 'warn', got False"),
-        (
-            {"reduce_dtype": "f33"},
-            r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean 'f32'\? For example: reduce_dtype='float32'\.$",
-        ),
-        (
-            {"reduce_dtype": "float64"},
-            r"^reduce_dtype='float64' needs jax\.config\.update\('jax_enable_x64', True\): .*'float32'\.$",
-        ),
-    ],
-    ids=["on_opaque", "no dtype", "no x64"],
-)
-def test_a_setting_that_cannot_be_had_is_an_error(options, message, make):
-    with pytest.raises(ValueError, match=message):
-        make(dense, loss_scale=PLAIN, **options)(*make_arguments(dense))
+@pytest.mark.parametrize("text", SETTINGS)
+def test_a_setting_that_cannot_be_had_is_an_error(text, make):
+    with pytest.raises(ValueError, match=text):
+        make(dense, loss_scale=PLAIN, **SETTINGS[text])(*make_arguments(dense))

@@ -102,33 +102,19 @@ def test_dither_draws_no_random_numbers_and_rounds_the_moments_alone():
 ADAM = optax.adam(1e-2)
 
 
-@pytest.mark.parametrize(
-    ("inner", "options", "text"),
-    [
-        (
-            ADAM,
-            {"nu_dtype": "bfloat16", "rounding": "dithr"},
-            r"^Unknown rounding 'dithr'\. Did you mean 'dither'\? For example: rounding='di",
-        ),
-        (
-            optax.rmsprop(1e-2),
-            {"nu_dtype": "bfloat16", "rounding": "dither"},
-            r"^rounding='dither' changes by .* has no integer 'count'\. For example: cast",
-        ),
-        (ADAM, {}, r"cast_state needs a dtype\. For example: cast_state\(optax.adamw"),
-        (
-            optax.sgd(1e-2, momentum=0.9),
-            {"nu_dtype": "float32"},
-            r"nu_dtype is for moments that this .* It has TraceState.trace \(mu_dtype\)",
-        ),
-        (ADAM, {"mu_dtype": "bf61"}, r"Unknown dtype 'bf61' for mu_dtype"),
-        (
-            ADAM,
-            {"nu_dtype": "float8_e4m3fn"},
-            r"^nu_dtype must have 16 bits or more, got 'float8_e4m3fn': .* nu_dtype='bf",
-        ),
-    ],
-)
-def test_errors_say_what_the_optimizer_has(inner, options, text):
+RMSPROP, TRACE = optax.rmsprop(1e-2), optax.trace(0.9)
+ERRORS = {
+    r"^Unknown rounding 'dithr'\. Did you mean 'dither'\? For example: rounding='di": (ADAM, "bfloat16", "dithr"),
+    r"^rounding='dither' changes by .* has no integer 'count'\. For example: cast": (RMSPROP, "bfloat16", "dither"),
+    r"cast_state needs a dtype\. For example: cast_state\(optax.adamw": (ADAM, None, "nearest"),
+    r"nu_dtype is for moments that this .* It has TraceState.trace \(mu_dtype\)": (TRACE, "float32", "nearest"),
+    r"Unknown dtype 'bf61' for nu_dtype": (ADAM, "bf61", "nearest"),
+    r"^nu_dtype must have 16 bits or more, got 'float8_e5m2': .* nu_dtype='bf": (ADAM, "float8_e5m2", "nearest"),
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_errors_say_what_the_optimizer_has(text):
+    inner, dtype, rounding = ERRORS[text]
     with pytest.raises(ValueError, match=text):
-        optim.cast_state(inner, **options).init(params_of())
+        optim.cast_state(inner, nu_dtype=dtype, rounding=rounding).init(params_of())

@@ -85,35 +85,26 @@ def test_without_masters_the_parameters_are_returned_so_that_an_average_survives
     np.testing.assert_array_equal(back["w"], half["w"])
 
 
-SPLIT = optim.master_weights(optax.sgd(1.0), mode="split").init({"w": PARAMS["w"]})
-SHORT, OTHER = {"w": jnp.ones(4, jnp.bfloat16)}, {"v": PARAMS["w"]}
+ONE, OTHER, SHORT = {"w": PARAMS["w"]}, {"v": PARAMS["w"]}, {"w": jnp.ones(4, jnp.bfloat16)}
+SPLIT = optim.master_weights(optax.sgd(1.0), mode="split").init(ONE)
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: optim.with_master_params(SPLIT, {"w": PARAMS["w"]}, OTHER),
-            r"The float32 values do not fit the parameters: \['w'\] is missing, but",
-        ),
-        (
-            lambda: optim.master_params([SPLIT, SPLIT], PARAMS),
-            r"at most one of master_weights, kahan and .*, got list with 2\. .*\(opt_state, p",
-        ),
-        (
-            lambda: optim.master_params(PARAMS, SPLIT),
-            r"a \w+State, hold the state of an optimizer\. They come second: .*\(opt_state, p",
-        ),
-        (
-            lambda: optim.master_params(SPLIT, OTHER),
-            r"^The parameters do not fit the \w+State that was given with them\. For",
-        ),
-        (
-            lambda: optim.master_params(SPLIT, SHORT),
-            r"do not fit the parameters: \['w'\] has the shape \(3,\), but the parame",
-        ),
-    ],
-)
-def test_values_and_parameters_of_another_model_or_in_the_other_order_are_errors(call, text):
+ERRORS = {
+    r"float32 values do not fit the parameters: \['w'\] is missing": lambda: optim.with_master_params(
+        SPLIT, ONE, OTHER
+    ),
+    r"most one of master_weights, .*, got list with 2\. .*\(opt_state, p": lambda: optim.master_params(
+        [SPLIT] * 2, ONE
+    ),
+    r"a \w+State, hold the state of an optimizer\. They come second: .*\(opt": lambda: optim.master_params(ONE, SPLIT),
+    r"^The parameters do not fit the \w+State that was given with them\. For": lambda: optim.master_params(
+        SPLIT, OTHER
+    ),
+    r"not fit the parameters: \['w'\] has the shape \(3,\), but the parame": lambda: optim.master_params(SPLIT, SHORT),
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_values_and_parameters_of_another_model_or_in_the_other_order_are_errors(text):
     with pytest.raises(ValueError, match=text):
-        call()
+        ERRORS[text]()

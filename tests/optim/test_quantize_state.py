@@ -76,10 +76,10 @@ def test_tracing_init_is_linear_in_the_number_of_parameters():
 
 @pytest.mark.parametrize(
     "shape",
-    [(3, 64, 64), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((7 * 32, 32), (32, 512), (4096,)))],
+    [(3, 64, 64), (32, 512), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((7 * 32, 32), (4096,)))],
 )
 def test_each_block_is_updated_once_whatever_the_number_of_rows_of_blocks(shape):
-    """A stack, a prime number of rows of blocks, one row, and a vector."""
+    """A stack, one row of blocks, a prime number of them, and a vector."""
     params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
     grads = {"w": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
     states = []
@@ -88,6 +88,7 @@ def test_each_block_is_updated_once_whatever_the_number_of_rows_of_blocks(shape)
         state = tx.init(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
         for _ in range(2):
             _, state = tx.update(grads, state)
+        assert int(state.key) == 2  # the steps by which it rounds, which this optimizer does not count
         states.append(state)
     assert bits(states[0]) == bits(states[1])
 

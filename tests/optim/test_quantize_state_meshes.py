@@ -121,6 +121,7 @@ def test_noise_in_shard_map_is_another_on_each_device_if_types_say_what_is_split
     both = ({"w": P("fsdp")}, specs)
     step = jax.shard_map(lambda g, s: tx.update(g, s), mesh=mesh, in_specs=both, out_specs=both, check_vma=check_vma)
     _, state = jax.jit(step)(params, tx.init(params))
+    assert (state.key != tx.init(params).key).any()
     parts = np.asarray(state.inner_state.trace["w"]).reshape(4, 32, 64)
     assert all((parts[0] != part).any() == check_vma for part in parts[1:])
 
