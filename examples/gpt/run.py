@@ -41,8 +41,7 @@ class RunConfig:
     """Everything that determines a run."""
 
     api: str = "nnx"  # or "linen"
-    # bfloat16 on TPUs, float16 with a loss scale elsewhere. Logits stay in half until `cross_entropy` casts them.
-    policy: str = "params=float32,compute=half,output=half"
+    policy: str = "params=float32,compute=half,output=float32"  # bfloat16 on TPUs, float16 with a loss scale elsewhere
     seed: int = 0  # of parameters and batches
     data: tuple[str, ...] = ()  # paths; the Python standard library if empty
     data_sha256: str = ""

@@ -42,7 +42,8 @@ from .run import (
 )
 
 PRINT_EVERY, EVALUATE_EVERY, CHECKPOINT_EVERY = 50, 250, 100
-EVALUATION_BATCHES = 64
+EVALUATION_BATCHES = 32
+FLOAT32 = jmp.Policy("float32", "float32", "float32")
 
 GROWTH_PERIOD = 100
 """Finite steps in a row that double the loss scale. The library's 2,000 is for runs of many thousand steps."""
@@ -146,7 +147,7 @@ def parse_policy(spec: str) -> jmp.Policy:
 
 
 class Run:
-    """A run: its trainer, its data and its folder.
+    """A run: its trainer, another one that computes the same in float32 to compare with, its data and its folder.
 
     Configuration, corpus and state determine everything, so a run that was killed and restored continues bit-exactly.
     """
@@ -159,6 +160,8 @@ class Run:
             scale = jmp.DynamicLossScale(period=GROWTH_PERIOD)
         self.first_scale, self.policy, self.origin = float(jmp.metrics(scale)["loss_scale"]), policy, ""
         self.trainer = make_trainer(config.api, TrainerConfig(policy, config.model, config.seed, loss_scale=scale))
+        reference = TrainerConfig(FLOAT32, config.model, config.seed)
+        self.reference = make_trainer(config.api, reference) if policy != FLOAT32 else None
         self.mesh = None if config.mesh is None else make_mesh(config.mesh, config.model, config.batch_size)
         sizes = {"batch_size": config.batch_size, "context": config.model.context}
         windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **sizes)
@@ -167,19 +170,30 @@ class Run:
         if (mesh := self.mesh) is not None:
             meet(mesh)
             # Each process draws all parameters and keeps its part: a run begins with the same bits on every mesh.
-            self.trainer.state = place_state(self.trainer.state, mesh)
+            self.state = place_state(self.state, mesh)
             self.validation = [make_batch(batch.__getitem__, batch.shape, mesh) for batch in windows]
         self.metrics, self.numerics, self.origins = (
             folder / f"{name}.jsonl" for name in ("metrics", "numerics", "origins")
         )
         self.checkpoints = open_checkpoints(folder)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the trainer, and that of the training in float32."""
+        return {"trained": self.trainer.state} | ({"float32": self.reference.state} if self.reference else {})
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.trainer.state = state["trained"]
+        if self.reference:
+            self.reference.state = state["float32"]
+
     def describe(self) -> None:
         """Prints what is trained, on what, and where to."""
         config, corpus = self.config, self.corpus
         count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.trainer.params))
         say(f"model   byte-level GPT in {config.api}, {count:,} parameters")
-        say(f"policy  {config.policy}")
+        say(f"policy  {config.policy}{'; float32 to compare with' if self.reference else ''}")
         if config.mesh is not None:
             say(f"mesh    {config.mesh}; processes: {jax.process_count()}")
         say(f"data    {len(corpus.train) + len(corpus.validation):,} bytes of {corpus.source}")
@@ -191,8 +205,8 @@ class Run:
         if step > self.config.steps:
             raise UserError(f"{self.folder} is at step {step} already, past --steps {self.config.steps}: give it more")
         if step:
-            state = restore_checkpoint(self.checkpoints, step, self.trainer.state)
-            self.trainer.state = state if self.mesh is None else place_state(state, self.mesh)
+            state = restore_checkpoint(self.checkpoints, step, self.state)
+            self.state = state if self.mesh is None else place_state(state, self.mesh)
         for file in (self.metrics, self.numerics, self.origins):
             truncate_lines(file, step)
         write_config(self.folder, self.config)
@@ -209,7 +223,7 @@ class Run:
                     self.evaluate(step)
                 is_due = stop.is_due(step)
                 if step % CHECKPOINT_EVERY == 0 or step == last or is_due:
-                    save_checkpoint(self.checkpoints, step, self.trainer.state)
+                    save_checkpoint(self.checkpoints, step, self.state)
         return step, stop.number if is_due else 0
 
     def train_step(self, step: int) -> None:
@@ -224,11 +238,15 @@ class Run:
         before, start = read_scaling(self.trainer.opt_state), time.perf_counter()
         loss = float(self.trainer.step(windows)) / NATS_PER_BIT
         after, seconds = read_scaling(self.trainer.opt_state), round(time.perf_counter() - start, 6)
-        append_line(self.metrics, {"step": step, "loss": loss, **after, "step_seconds": seconds})
-        if after["skipped_steps"] > before["skipped_steps"] and is_suspect(loss, scale):
-            self.explain_skip(step, windows, scale)
+        record = {"step": step, "loss": loss, **after, "step_seconds": seconds}
+        if self.reference:
+            record["float32_loss"] = float(self.reference.step(windows)) / NATS_PER_BIT
+        append_line(self.metrics, record)
+        if after["skipped_steps"] > before["skipped_steps"]:
+            self.explain_skip(step, windows, scale, is_suspect(loss, scale))
         if step % PRINT_EVERY == 0:
-            say(f"step {step}: loss {loss:.3f}, scale {after['loss_scale']:g}, skipped {after['skipped_steps']}")
+            losses = format_loss(loss, record.get("float32_loss"))
+            say(f"step {step}: loss {losses}, scale {after['loss_scale']:g}, skipped {after['skipped_steps']}")
 
     def draw_batch(self, step: int) -> jax.typing.ArrayLike:
         """Draws the batch of a step; on a mesh, each process draws the rows of its devices."""
@@ -239,12 +257,16 @@ class Run:
 
         return draw(slice(None)) if self.mesh is None else make_batch(draw, (batch_size, context + 1), self.mesh)
 
-    def explain_skip(self, step: int, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> None:
-        """Finds which operation made a skipped step not finite.
+    def explain_skip(self, step: int, windows: jax.typing.ArrayLike, scale: jmp.LossScale, suspect: bool) -> None:
+        """Prints why a step was skipped; finds the operation that was not finite if a smaller scale would not help.
 
         A skipped step leaves the parameters as they were, so a separate function can repeat it. With the search inside
         of the train step, compiling would take several times as long.
         """
+        if not suspect:
+            was, now = (float(jmp.metrics(state)["loss_scale"]) for state in (scale, self.trainer.opt_state))
+            say(f"step {step} skipped: gradients overflowed at loss scale {was:g}, which is now {now:g}")
+            return
         origin = copy_to_all(self.trainer.find_origin(windows, scale), self.mesh)
         names = ("kind", "primitive", "source", "function", "path", "direction", "argument")
         record = {name: getattr(origin, name) for name in names}
@@ -259,9 +281,13 @@ class Run:
             jmp.optim.raise_if_stuck(self.trainer.opt_state)
         except FloatingPointError as error:
             raise FloatingPointError(f"{error} {self.origin}".strip()) from None
-        loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self.validation)
-        append_line(self.metrics, {"step": step, "validation_loss": loss})
-        say(f"step {step}: validation loss {loss:.3f} bits per byte")
+        measure = lambda trainer: measure_bits_per_byte(trainer.loss_fn, trainer.params, self.validation)
+        record = {"step": step, "validation_loss": measure(self.trainer)}
+        if self.reference:
+            record["float32_validation_loss"] = measure(self.reference)
+        append_line(self.metrics, record)
+        losses = format_loss(record["validation_loss"], record.get("float32_validation_loss"))
+        say(f"step {step}: validation loss {losses} bits per byte")
 
     def summarize(self, step: int) -> None:
         """Prints what the policy did, and how good the model is."""
@@ -272,14 +298,20 @@ class Run:
         scales = [self.first_scale, *curve(self.metrics, "loss_scale")[1]]
         say(f"matmul flops   {', '.join(f'{share:.1%} in {dtype}' for dtype, share in shares.items()) or 'none'}")
         say(f"loss scale     {scales[0]:g} to {scales[-1]:g}, between {min(scales):g} and {max(scales):g}")
-        say(f"skipped steps  {read_scaling(self.trainer.opt_state)['skipped_steps']} of {step}")
+        skipped = read_scaling(self.trainer.opt_state)["skipped_steps"]
+        say(f"skipped steps  {skipped} of {step}")
+        if skipped and isinstance(jmp.get_loss_scale(self.trainer.opt_state), jmp.DynamicLossScale):
+            say(f"               The scale doubles after {GROWTH_PERIOD} finite steps. A step whose gradients overflow")
+            say("               halves it, and is skipped: the parameters stay as they were.")
         say(f"{self.folder}/ holds {', '.join(sorted(file.name for file in self.folder.glob('[!.]*')))}")
         losses, bigram = curve(self.metrics, "validation_loss")[1], self.bigram
         if step < self.config.steps:
             say(f"stopped and saved at step {step}: continue with --resume --out {self.folder}")
         elif losses:  # a resumed run may have lost its metrics
             verdict = "beats" if losses[-1] < bigram else "does not beat"
-            say(f"The model ({losses[-1]:.3f} bits per byte) {verdict} the bigram baseline ({bigram:.3f}).")
+            expected = next(reversed(curve(self.metrics, "float32_validation_loss")[1]), None)
+            reached = f"{format_loss(losses[-1], expected)} bits per byte"
+            say(f"The model reaches {reached} and {verdict} the bigram baseline ({bigram:.3f}).")
 
     def draw(self) -> None:
         """Draws the losses and the loss scale so far, and what was measured of tensors."""
@@ -305,6 +337,11 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def format_loss(loss: float, expected: float | None) -> str:
+    """Writes a loss, with the one in float32 if there is one."""
+    return f"{loss:.3f}" if expected is None else f"{loss:.3f} (float32 {expected:.3f})"
+
+
 def is_suspect(loss: float, scale: jmp.LossScale) -> bool:
     """True if a smaller loss scale would not have saved a step: the loss is not finite, or the scale cannot fall."""
     floor = scale.min_loss_scale if isinstance(scale, jmp.DynamicLossScale) else math.inf
@@ -312,13 +349,19 @@ def is_suspect(loss: float, scale: jmp.LossScale) -> bool:
 
 
 def draw_loss(metrics: Path, policy: jmp.Policy, first_scale: float, bigram: float) -> Figure:
-    """Draws the training and validation loss over the baselines, and the loss scale below."""
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    steps, losses = curve(metrics, "loss")
-    color = find_style(policy).color
-    above.plot(steps, losses, color=color, alpha=0.4, linewidth=0.7, label="training, each step")
-    above.plot(steps, smooth(losses, 20), color=color, linewidth=2.2, label="training, mean of the last 20 steps")
+    """Draws the loss and the one in float32 over the baseline, their difference, and the loss scale below."""
+    (steps, losses), (_, expected) = curve(metrics, "loss"), curve(metrics, "float32_loss")
+    heights = (5, 2, 2) if expected else (5, 2)
+    figure = Figure(figsize=(7, 7.5 if expected else 6), layout="constrained")
+    above, *middle, below = panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    line = find_style(policy).line
+    above.plot(steps, losses, color=line["color"], alpha=0.3, linewidth=0.7, label="training, each step")
+    if expected:
+        above.plot(steps, smooth(expected, 20), **find_style(FLOAT32).line, label="in float32, mean of 20 steps")
+        differences = smooth(np.subtract(losses, expected).tolist(), 20)
+        middle[0].plot(steps, differences, color=line["color"], label="difference to float32, mean of 20 steps")
+        middle[0].set(ylabel="bits per byte")
+    above.plot(steps, smooth(losses, 20), **line, label="training, mean of the last 20 steps")
     style = OTHER_STYLES[2].line | {"marker": "o", "markersize": 5, "label": "validation"}
     above.plot(*curve(metrics, "validation_loss"), **style)
     above.axhline(bigram, **REFERENCE_LINE | {"label": "bigram baseline"})
@@ -332,7 +375,7 @@ def draw_loss(metrics: Path, policy: jmp.Policy, first_scale: float, bigram: flo
     below.set(xlabel="step", ylabel="loss scale")
     below.set_yscale("log", base=2)
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (above, below):
+    for axes in panels:
         axes.grid(alpha=0.25)
         axes.legend()
     return figure

@@ -7,9 +7,8 @@ import math
 import pytest
 import tiny
 
-from examples.gpt import UserError, compare as compare_module
-from examples.gpt.compare import SAME, VARIANTS, Row, compare, draw, judge, tabulate
-from examples.gpt.model import GPTConfig
+from examples.gpt import UserError
+from examples.gpt.compare import VARIANTS, Row, compare, draw, judge, tabulate
 from examples.gpt.run import hold_folder, new_folder
 
 ROW = Row("float32", 3.5, 0.0, 0.0, 0, 64.0, 12.3)
@@ -31,22 +30,6 @@ def test_the_table_tells_what_each_policy_costs_and_saves(folder, capsys):
     shown = capsys.readouterr().out
     assert "16 windows of 16 bytes: each loss is the mean over 256 bytes" in shown
     assert "out/ holds table.json, loss.png" in shown
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("standard_promotion")
-def test_float16_loses_without_a_loss_scale_and_not_with_it(folder, monkeypatch):
-    # The default batch, on which the underflow depends. A model this small, trained this shortly, loses less than the
-    # default one: there is time for three trainings only.
-    variants = {name: variant for name, variant in VARIANTS.items() if "bfloat16" not in name}
-    monkeypatch.setattr(compare_module, "VARIANTS", variants)
-    monkeypatch.setattr(compare_module, "judge", lambda rows: "")  # of four rows
-    _, rows = compare((), 100, 0, folder / "out", GPTConfig(width=16, depth=1, heads=1, context=64))
-    _, unscaled, scaled = rows
-    assert unscaled.difference > 2.5 * SAME
-    assert abs(scaled.difference) <= SAME
-    assert unscaled.zeroed > 10 * scaled.zeroed
-    assert scaled.skipped_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -76,20 +59,15 @@ def test_the_table_shows_every_figure_and_fits_80_columns():
     assert "14.8%" in lines[2]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("broken", [[3.0, math.inf], [math.nan, math.nan]])
-def test_a_comparison_of_any_losses_has_a_plot_in_which_each_variant_looks_different(tmp_path, broken):
-    figure = draw({name: broken if "no scaling" in name else [3.0, 2.0] for name in VARIANTS})
+def test_a_comparison_of_any_losses_has_a_plot_in_which_each_variant_looks_different(tmp_path):
+    figure = draw({name: [math.nan, math.inf] if "no scaling" in name else [3.0, 2.0] for name in VARIANTS})
     figure.savefig(tmp_path / "loss.png")
     assert len({line.get_color() for line in figure.axes[0].lines}) == len(VARIANTS)
 
 
-def test_an_occupied_folder_is_refused(folder):
+def test_a_folder_that_is_occupied_or_in_use_is_refused(folder):
     with pytest.raises(UserError, match="is not empty: choose another --out"):
         compare((str(folder / "text.txt"),), out=folder)
-
-
-def test_two_comparisons_at_once_do_not_share_a_folder(folder):
     out = folder / "compared"
     with hold_folder(new_folder(out)), pytest.raises(UserError, match="compared is in use by another process"):
         compare((str(folder / "text.txt"),), out=out)

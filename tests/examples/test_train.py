@@ -1,11 +1,16 @@
-"""Training runs: begun, stopped, resumed, and refused."""
+"""Training runs: begun, stopped, killed, resumed, measured, explained, and refused."""
 
 import dataclasses
+import json
 import math
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -16,25 +21,9 @@ from examples.gpt.devices import StopRequest
 from examples.gpt.model import GPTConfig, make_trainer
 from examples.gpt.run import RunConfig, append_line, hold_folder, read_config, write_config
 from examples.gpt.train import draw_loss, parse_policy
+from jmp_policy.numerics import StatsHistory
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Presses Ctrl-C in the middle of a step."""
-
-    def press(step: int) -> None:
-        sample = train_module.sample_batch
-
-        def sample_and_press(*args, **kwargs):
-            if kwargs["step"] == step - 1:
-                signal.raise_signal(signal.SIGINT)
-            return sample(*args, **kwargs)
-
-        monkeypatch.setattr(train_module, "sample_batch", sample_and_press)
-
-    return press
 
 
 @pytest.mark.slow
@@ -56,16 +45,48 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
         assert line in text
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("table")
-def test_the_loss_scale_changes_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
-    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 2)
-    tiny.run(folder, policy="mixed_float16", steps=3)
-    text = tiny.run(folder, policy=None, resume=True)
-    assert "loss scale     32768 to 262144, between 32768 and 262144" in text
+def test_half_precision_is_trained_beside_float32_and_its_skipped_steps_are_explained(folder, monkeypatch):
+    """Every byte is the same: gradients of almost one, which the scale takes past 65,504, the largest of float16."""
+    sample = train_module.sample_batch
+    monkeypatch.setattr(train_module, "sample_batch", lambda *args, **sizes: np.full_like(sample(*args, **sizes), 97))
+    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 1)
+    monkeypatch.setattr(train_module, "PRINT_EVERY", 1)
+    text = tiny.run(folder, policy="float16", steps=4)
+    *steps, last = tiny.read_records(folder / "run")
+    assert [record["loss_scale"] for record in steps] == [2.0**16, 2.0**17, 2.0**16, 2.0**17]
+    assert all(record["loss"] == pytest.approx(record["float32_loss"], rel=0.01) for record in steps[:3])
+    assert steps[3]["float32_loss"] < steps[2]["float32_loss"] < steps[0]["float32_loss"]  # it skips nothing
+    assert last["float32_validation_loss"] != last["validation_loss"]
+    half, single = last["validation_loss"], last["float32_validation_loss"]
+    for line in (
+        "compute=float16,output=float16; float32 to compare with",
+        f"step 1: loss {steps[0]['loss']:.3f} (float32 {steps[0]['float32_loss']:.3f}), scale 65536, skipped 0",
+        "step 3 skipped: gradients overflowed at loss scale 131072, which is now 65536",
+        "loss scale     32768 to 131072, between 32768 and 131072",
+        "skipped steps  1 of 4\n               The scale doubles after 1 finite steps. A step whose gradients overflow",
+        f"The model reaches {half:.3f} (float32 {single:.3f}) bits per byte and does not beat the bigram baseline (",
+    ):
+        assert line in text
 
 
-@pytest.mark.sample(1)
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Presses Ctrl-C in the middle of a step."""
+
+    def press(step: int) -> None:
+        sample = train_module.sample_batch
+
+        def sample_and_press(*args, **kwargs):
+            if kwargs["step"] == step - 1:
+                signal.raise_signal(signal.SIGINT)
+            return sample(*args, **kwargs)
+
+        monkeypatch.setattr(train_module, "sample_batch", sample_and_press)
+
+    return press
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monkeypatch, api):
@@ -83,6 +104,45 @@ def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monke
     assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
+# A process that kills itself at a chosen step dies exactly as one that is killed from outside, and never too late.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+tests, folder, out, resume, last_step = sys.argv[1:]
+sys.path.insert(0, tests)
+import tiny
+from examples.gpt import train
+
+train.CHECKPOINT_EVERY = 10
+sample_batch = train.sample_batch
+
+def sample_or_die(*args, **kwargs):
+    if kwargs["step"] == int(last_step):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample_batch(*args, **kwargs)
+
+train.sample_batch = sample_or_die
+tiny.run(Path(folder), out=Path(out), steps=40, policy="mixed_float16", resume=resume == "resume")
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_exactly(folder):
+    straight, killed = folder / "straight", folder / "killed"
+
+    def start(out: Path, how: str = "begin", last_step: int = -1) -> subprocess.Popen:
+        arguments = [Path(tiny.__file__).parent, folder, out, how, last_step]
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, arguments)])
+
+    assert start(killed, last_step=27).wait() == -signal.SIGKILL
+    uninterrupted = start(straight)  # not before: it takes the programs that the killed one compiled
+    assert [record["step"] for record in tiny.read_records(killed)] == list(range(1, 28))
+    assert start(killed, "resume").wait() == 0
+    assert uninterrupted.wait() == 0
+    assert tiny.read_records(killed) == tiny.read_records(straight)
+    assert tiny.read_records(killed)[-1].keys() == {"step", "validation_loss", "float32_validation_loss"}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
@@ -94,16 +154,22 @@ def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder
     assert longer[-1] == tiny.read_records(folder / "straight")[-1]
     with pytest.raises(UserError, match="is at step 4 already, past --steps 2: give it more"):
         tiny.run(folder, steps=2, resume=True)
+    shutil.rmtree(folder / "run" / "checkpoints")  # as if it had been killed before its first checkpoint
+    tiny.run(folder, resume=True, steps=4)
+    assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.usefixtures("table")
-def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
-    tiny.run(folder)
-    before = tiny.read_records(folder / "run")
-    shutil.rmtree(folder / "run" / "checkpoints")
-    tiny.run(folder, resume=True)
-    assert tiny.read_records(folder / "run") == before
+def test_a_run_goes_on_bit_exactly_on_its_mesh(folder):
+    text = tiny.run(folder, mesh="data=2,tensor=2", out=folder / "straight", steps=3)
+    assert "mesh    data=2,tensor=2; processes: 1" in text
+    tiny.run(folder, mesh="data=2,tensor=2", steps=2)
+    text = tiny.run(folder, resume=True, steps=3)
+    assert "mesh    data=2,tensor=2" in text  # as it was begun
+    before, after = tiny.read_records(folder / "straight"), tiny.read_records(folder / "run")
+    assert [record for record in after if "loss" in record] == [record for record in before if "loss" in record]
+    assert after[-1] == before[-1]
 
 
 @pytest.mark.usefixtures("table")
@@ -124,14 +190,20 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
     assert tiny.read_contents(folder / "run") == before
 
 
-def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder, monkeypatch):
-    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
+@pytest.mark.usefixtures("table")
+def test_a_checkpoint_of_another_model_and_damaged_logs_are_errors_and_change_nothing(folder, monkeypatch):
     tiny.run(folder, steps=1)
-    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: Other())
-    before = tiny.read_contents(folder / "run")
-    with pytest.raises(UserError, match=r"cannot restore step 1 of .*checkpoints"):
-        tiny.run(folder, resume=True, steps=2)
-    assert tiny.read_contents(folder / "run") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "make_trainer", lambda api, config: Other())
+        before = tiny.read_contents(folder / "run")
+        with pytest.raises(UserError, match=r"cannot restore step 1 of .*checkpoints"):
+            tiny.run(folder, resume=True, steps=2)
+        assert tiny.read_contents(folder / "run") == before
+    with (folder / "run" / "metrics.jsonl").open("a") as log:
+        log.write("[]\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 3: not a record of a step"):
+        tiny.run(folder, steps=2, resume=True)
+    assert read_config(folder / "run").steps == 1
 
 
 class Other:
@@ -158,15 +230,13 @@ def test_bad_wishes_are_refused_before_anything_is_written(folder, wishes, messa
     assert not (folder / "run").exists()
 
 
-def test_an_occupied_folder_is_refused_and_left_as_it_is(folder):
-    (folder / "run").mkdir()
-    (folder / "run" / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(UserError, match="run is not empty: continue a run with --resume, or choose another --out"):
-        tiny.run(folder)
-    assert tiny.read_contents(folder / "run") == {"thesis.txt": b"ten years of work"}
+def test_a_folder_that_is_occupied_or_cannot_be_written_is_an_error(folder, monkeypatch):
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(UserError, match="full is not empty: continue a run with --resume, or choose another --out"):
+        tiny.run(folder, out=folder / "full")
+    assert tiny.read_contents(folder / "full") == {"thesis.txt": b"ten years of work"}
 
-
-def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
 
@@ -175,29 +245,9 @@ def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
         tiny.run(folder)
 
 
-@pytest.mark.usefixtures("table")
-def test_damaged_logs_are_refused_before_a_run_goes_on(folder):
-    tiny.run(folder, steps=1)
-    with (folder / "run" / "metrics.jsonl").open("a") as log:
-        log.write("[]\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 3: not a record of a step"):
-        tiny.run(folder, steps=2, resume=True)
-    assert read_config(folder / "run").steps == 1
-
-
-def begin_run(folder) -> RunConfig:
-    config = RunConfig("nnx", "float32", 0, ("text.txt",), "00ff", tiny.MODEL, 2, 6)
-    (folder / "run").mkdir()
-    write_config(folder / "run", config)
-    return config
-
-
-OWN_FILES = ("config.json", "metrics.tmp", "loss.png", "metrics.jsonl", "numerics.html", ".lock", "checkpoints/1/x")
-
-
-@pytest.mark.parametrize("name", OWN_FILES)
+@pytest.mark.parametrize("name", ["config.json", "metrics.tmp", ".lock", "checkpoints/1/x"])
 def test_resuming_never_writes_through_a_link(folder, name):
-    begin_run(folder)
+    write_run(folder)
     (folder / "run" / "checkpoints" / "1").mkdir(parents=True)
     outside, file = folder / "outside", folder / "run" / name
     text = (folder / "run" / "config.json").read_text(encoding="utf-8")
@@ -211,7 +261,7 @@ def test_resuming_never_writes_through_a_link(folder, name):
 
 
 def test_resuming_never_writes_to_a_folder_elsewhere_or_where_a_link_leads_to_nothing(folder):
-    begin_run(folder)
+    write_run(folder)
     (folder / "elsewhere").mkdir()
     for name, target in {"checkpoints": "elsewhere", "origins.tmp": "nothing"}.items():
         (folder / "run" / name).symlink_to(folder / target)
@@ -220,6 +270,11 @@ def test_resuming_never_writes_to_a_folder_elsewhere_or_where_a_link_leads_to_no
         (folder / "run" / name).unlink()
     assert tiny.read_contents(folder / "elsewhere") == {}
     assert not (folder / "nothing").exists()
+
+
+def write_run(folder) -> None:
+    (folder / "run").mkdir()
+    write_config(folder / "run", RunConfig("nnx", "float32", 0, ("text.txt",), "00ff", tiny.MODEL, 2, 6))
 
 
 @pytest.mark.usefixtures("table")
@@ -235,15 +290,11 @@ def test_a_run_is_held_while_it_trains_and_no_longer(folder, monkeypatch):
     tiny.run(folder, steps=1)
     with hold_folder(folder / "run"):
         pass
-
-
-@pytest.mark.usefixtures("table")
-def test_a_file_that_cannot_be_written_while_training_is_one_line(folder):
-    tiny.run(folder, steps=1)
+    monkeypatch.setattr(train_module, "make_trainer", begin)
     (folder / "run" / "loss.png").unlink()
     (folder / "run" / "loss.png").mkdir()
-    with pytest.raises(UserError, match=r"cannot write to .*loss\.png: is a directory"):
-        tiny.run(folder, steps=2, resume=True)
+    with pytest.raises(UserError, match=r"cannot write to .*loss\.png: is a directory"):  # after the last step
+        tiny.run(folder, steps=1, resume=True)
 
 
 @pytest.mark.usefixtures("table")
@@ -251,17 +302,18 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed_with_copies_b
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match="no run to resume in runs/: name its folder with --out"):
         tiny.run(folder, out=None, resume=True)
-    first = tiny.run(folder, out=None, steps=1)
-    second = tiny.run(folder, out=None, steps=1, seed=1)
-    assert "out     runs/001" in first
-    assert "out     runs/002" in second
+    assert "out     runs/001" in tiny.run(folder, out=None, steps=1)
+    assert "out     runs/002" in tiny.run(folder, out=None, steps=1, seed=1)
     for copy in ("003 copy", "3.old", "copy"):  # beside it, as a file manager names them
         shutil.copytree("runs/001", f"runs/{copy}")
-    assert "out     runs/002" in tiny.run(folder, out=None, steps=2, resume=True)
+    assert "out     runs/002" in tiny.run(folder, out=None, steps=1, resume=True)
 
 
 @pytest.mark.slow
 def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(folder, monkeypatch):
+    def make_overflowing_trainer(api, config):
+        return make_trainer(api, dataclasses.replace(config, loss_scale=jmp.StaticLossScale(2.0**127)))
+
     monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
     stuck = r"Training is stuck: the last 12 steps were skipped.* in the backward pass"
     with pytest.raises(FloatingPointError, match=stuck):
@@ -269,24 +321,24 @@ def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(fo
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def make_overflowing_trainer(api, config):
-    return make_trainer(api, dataclasses.replace(config, loss_scale=jmp.StaticLossScale(2.0**127)))
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "losses", [[3.0, 2.5, 2.0], pytest.param([3.0, math.nan], marks=SLOW), pytest.param([], marks=SLOW)]
-)
-def test_a_run_of_any_losses_has_a_plot_whose_curves_have_labels(tmp_path, losses):
+@pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], pytest.param([3.0, math.nan], marks=pytest.mark.slow), []])
+@pytest.mark.parametrize("compared", [True, False])
+def test_a_run_of_any_losses_has_a_plot_whose_curves_have_labels(tmp_path, losses, compared):
     metrics = tmp_path / "metrics.jsonl"
     for step, loss in enumerate(losses, 1):
-        append_line(metrics, {"step": step, "loss": loss, "loss_scale": 8.0, "skipped_steps": 1})
+        record = {"step": step, "loss": loss, "loss_scale": 8.0, "skipped_steps": 1}
+        append_line(metrics, record | ({"float32_loss": 2.0} if compared else {}))
     figure = draw_loss(metrics, parse_policy("mixed_float16"), first_scale=16.0, bigram=3.5)
     figure.savefig(tmp_path / "loss.png")
-    above, below = figure.axes
+    above, *middle, below = figure.axes
     labels = ["training, each step", "training, mean of the last 20 steps", "validation", "bigram baseline"]
+    if compared and losses:
+        labels.insert(1, "in float32, mean of 20 steps")
+        (difference,) = middle[0].lines
+        first, last = difference.get_ydata()[[0, -1]]
+        assert (first, last) == pytest.approx((1.0, np.mean(losses) - 2.0), nan_ok=True)
+    else:
+        assert not middle
     assert above.get_legend_handles_labels()[1] == labels
     assert above.get_ylabel() == "loss in bits per byte"
     assert (below.get_xlabel(), below.get_ylabel(), below.get_yscale()) == ("step", "loss scale", "log")
@@ -295,17 +347,79 @@ def test_a_run_of_any_losses_has_a_plot_whose_curves_have_labels(tmp_path, losse
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request(number):
+def test_the_first_signal_is_a_request_and_a_second_ctrl_c_interrupts(number):
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.is_due(1)
         signal.raise_signal(number)
         assert stop.is_due(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(number) is before
 
 
-def test_the_second_ctrl_c_interrupts():
-    with StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+STRANGE = 255
+"""A byte that no text has."""
+
+
+@pytest.mark.slow
+def test_a_step_that_the_forward_pass_broke_is_explained(folder, monkeypatch):
+    """The second batch has a byte of which the table knows nothing but a nan."""
+    sample, scale = train_module.sample_batch, jmp.DynamicLossScale(2.0**15)
+
+    def sample_strange_batch(*args, step, **kwargs):
+        windows = sample(*args, step=step, **kwargs)
+        windows[0, 0] = STRANGE if step == 1 else windows[0, 0]
+        return windows
+
+    def make_table(api, config):
+        trainer = tiny.TableTrainer(dataclasses.replace(config, loss_scale=scale))
+        trainer.state["params"] = trainer.params.at[STRANGE].set(jnp.nan)
+        return trainer
+
+    monkeypatch.setattr(train_module, "sample_batch", sample_strange_batch)
+    monkeypatch.setattr(train_module, "make_trainer", make_table)
+    text = tiny.run(folder, steps=3, policy="mixed_float16")
+    file = folder / "run" / "origins.jsonl"
+    (record,) = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert (record["step"], record["kind"], record["argument"]) == (2, "nan", "table")
+    assert record["description"].startswith("A nan came in with argument `table`.")
+    assert text.count("step 2 skipped: nan in argument `table`") == 1
+    tiny.run(folder, steps=4, resume=True, policy="mixed_float16")
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "is_suspect"),
+    [
+        (1.0, jmp.DynamicLossScale(8.0), False),  # the search for a scale goes on
+        (1.0, jmp.DynamicLossScale(1.0), True),  # the scale cannot fall
+        (math.nan, jmp.DynamicLossScale(8.0), True),  # the forward pass does not depend on the scale
+        (1.0, jmp.StaticLossScale(8.0), True),
+        (1.0, jmp.NoOpLossScale(), True),
+    ],
+)
+def test_the_origin_of_a_skip_is_searched_where_a_smaller_scale_would_not_have_helped(loss, scale, is_suspect):
+    assert train_module.is_suspect(loss, scale) is is_suspect
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("table")
+def test_a_run_that_is_measured_trains_as_one_that_is_not_and_goes_on_in_its_file(folder):
+    tiny.run(folder, steps=4)
+    assert not list((folder / "run").glob("numerics*"))
+    path = folder / "measured"
+    tiny.run(folder, steps=2, numerics=2, out=path)
+    with (path / "numerics.jsonl").open("a") as log:  # as if it had got further, and been killed
+        log.write('{"step": 4, "rows": []}\n{"step": 5, "ro')
+    tiny.run(folder, steps=4, out=path, resume=True)  # every second step, as it was begun
+    with (path / "numerics.jsonl").open() as file:
+        history = StatsHistory.from_json_lines(file)
+    assert history.steps == (1, 2, 4)
+    text = (path / "numerics.txt").read_text(encoding="utf-8")
+    assert text.startswith("Tensors of 3 steps, trained with params=float32,compute=float32,output=float32.")
+    assert str(history.merge()) in text
+    assert "<title>numerics of a run</title>" in (path / "numerics.html").read_text(encoding="utf-8")
+    assert {file.name for file in path.glob("numerics*.png")} == {"numerics-amax.png", "numerics-exponents.png"}
+    losses = [[record.get("loss") for record in tiny.read_records(each)] for each in (folder / "run", path)]
+    assert [loss for loss in losses[0] if loss] == [loss for loss in losses[1] if loss]

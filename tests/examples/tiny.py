@@ -48,7 +48,7 @@ class TableTrainer:
     """A trainer of a table of bigram logits: for what does not depend on the model, and compiled only once."""
 
     def __init__(self, config: TrainerConfig):
-        table = jax.random.normal(jax.random.key(config.seed), (256, 256))
+        table = jax.random.normal(jax.random.key(config.seed), (256, 256)).astype(config.policy.param_dtype)
         scale = jmp.NoOpLossScale() if config.loss_scale is None else config.loss_scale
         self.state = {"params": table, "opt_state": _optimizer(scale).init(table)}
 
