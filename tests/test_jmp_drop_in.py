@@ -128,7 +128,6 @@ def test_no_op_loss_scale(jmp):
     assert jax.tree.leaves(scale) == []
 
 
-@pytest.mark.sample(1)
 @every_library
 def test_static_loss_scale(jmp):
     scale = jmp.StaticLossScale(8.0)

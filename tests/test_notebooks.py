@@ -39,7 +39,6 @@ if importlib.util.find_spec("jmp_policy") is None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # those of the kernel's own machinery are not ours to mend
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
@@ -59,7 +58,6 @@ def parse(path):
     return ast.parse(re.sub(r"^( *)%.*", r"\1pass", code, flags=re.MULTILINE))  # `%` starts a magic of IPython
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_imports_public_names_alone(path):
     imports = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]

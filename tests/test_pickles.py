@@ -38,8 +38,7 @@ def test_what_has_a_policy_comes_back_out_of_a_pickle(case):
     assert same(run, thing, pickle.loads(pickle.dumps(thing)))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("case", CASES | BY_VALUE)
+@pytest.mark.parametrize("case", [next(iter(CASES)), *BY_VALUE])
 def test_what_has_a_policy_comes_back_out_of_a_pickle_by_value(case, by_value):
     make, run = (CASES | BY_VALUE)[case]
     thing = make()
@@ -63,17 +62,6 @@ def test_a_function_that_came_out_of_a_pickle_casts(by_value):
 
     assert by_value(recurse)(X, 0) == "bfloat16"
     assert by_value(recurse)(X, 1) == "bfloat16"
-
-
-@pytest.mark.exhaustive
-def test_a_class_does_not_take_what_is_remembered_with_it(by_value):
-    class Net(pickled.Net):
-        pass
-
-    before = len(cloudpickle.dumps(Net))
-    for policy in ("bfloat16", "float16", pickled.INT8):
-        pickled.run_module(jmp.with_policy(Net(), policy))
-    assert len(cloudpickle.dumps(Net)) < before + 100
 
 
 @pytest.mark.slow

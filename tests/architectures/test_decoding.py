@@ -29,9 +29,7 @@ def decode(model: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     return logits.swapaxes(0, 1), cache
 
 
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_decoded_logits_are_those_of_the_whole_sequence(policy):
     with jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(lambda stacked: stacked[0], trained("transformer", policy).params)

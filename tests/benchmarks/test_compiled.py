@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import _compiled, _compiled_formats, _compiled_steps, _programs, _targets, compiled
+from benchmarks import _compiled, _compiled_steps, _programs, _targets, compiled
 from benchmarks._optimizer_cost import count_bytes
 from benchmarks._optimizer_steps import SCALE, Steps
 from benchmarks._optimizer_updates import ADAMW
@@ -77,7 +77,6 @@ def test_ratios_of_nothing_to_nothing_are_one():
     assert ratios == _compiled.Figures(2.0, 1.0, 1.5, float("inf"), 1.0)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "module", "install"),
     [
@@ -99,22 +98,6 @@ def _entry(name, calls, error=None):
         return Program(jax.jit(lambda x: x @ x), (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
 
     return _compiled_steps.Entry(name, make)
-
-
-@pytest.mark.exhaustive
-def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
-    path, calls = tmp_path / "cpu.json", []
-    first = compiled.Measurements(_targets.cpu(), path)
-    found = first.measure(_entry("a", calls))
-    assert found is not None
-    assert found.products == {"f32": 1}
-    assert first.measure(_entry("missing", calls, ImportError("qwix"))) == "not installed"
-    assert first.measure(_entry("impossible", calls, jax.errors.JaxRuntimeError("no tiles"))) == "XLA fails"
-    second = compiled.Measurements(_targets.cpu(), path)
-    assert second.measure(_entry("a", calls)) == found
-    assert second.measure(_entry("missing", calls)) == "not installed"
-    second.measure(_entry("b", calls))
-    assert calls == ["a", "missing", "impossible", "b"]
 
 
 @pytest.mark.slow
@@ -186,18 +169,6 @@ def test_every_program_of_the_tables_has_one_name():
         assert all(len(row.labels) == len(made.labels) for row in rows), name
         assert len({row.labels for row in rows}) == len(rows), name
         assert len({row.unit is None for row in rows}) == 1, name
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what qwix and Flax import
-@pytest.mark.parametrize("name", ["float8", "int8"])
-def test_programs_in_8_bits_are_made(name):
-    small = {"float8": lambda: _compiled_formats.float8({"MLP": (2, 4, 16)}),
-             "int8": lambda: _compiled_formats.int8(GPTConfig(width=64, depth=1, heads=2, context=8), 2)}  # fmt: skip
-    for row in small[name]():
-        for entry in (row.program, row.over):
-            program = entry.make()
-            assert jax.tree.leaves(program.step.eval_shape(*program.args)), entry.name
 
 
 def _is_installed(module):

@@ -1,10 +1,7 @@
 """`python -m benchmarks`: what runs, what is kept of it, and the page that is made of what is kept."""
 
 import json
-import pathlib
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -220,24 +217,3 @@ def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
 def test_every_suite_has_a_module():
     for name, suite in SUITES.items():
         assert (_harness.FOLDER / f"{suite.module.replace('.', '/')}.py").exists(), name
-
-
-@pytest.mark.exhaustive
-def test_a_quick_run_measures_everything(tmp_path):
-    """It takes the place of a quick run of each benchmark by itself."""
-    names = [name for name in SUITES if name not in TESTED_ELSEWHERE]
-    arguments = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), "--only", *names]
-    done = subprocess.run(
-        arguments, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=1800
-    )
-    assert done.returncode == 0, done.stderr
-    [path] = (tmp_path / "results").iterdir()
-    suites = _harness.read_results(path)["suites"]
-    assert set(suites) == set(names)
-    for name, measured in suites.items():
-        assert measured["quick"], name
-        assert measured["tables"] or measured["missing"] in NOT_FOR_TESTS, (name, measured)
-        for made in map(ResultTable.from_dict, measured["tables"]):
-            assert made.rows, (name, made.name)
-            assert len(set(made.header)) == len(made.header), (name, made.header)
-    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ import pytest
 
 from benchmarks._optimizer_cost import count_bytes, count_parameters, traffic
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
-from benchmarks._sparse_embeddings import sparse_contestants, train_sparse
 
 OPTIMIZERS = small_state_optimizers()
 PARAMS = describe_params(512, 4)
@@ -35,15 +34,3 @@ def test_no_whole_float32_moment_is_ever_alive():
     small, whole = (traffic(update_program(OPTIMIZERS[name], PARAMS)).temporaries / COUNT for name in names)
     assert small <= 0.55  # bytes per parameter of 1 M: a chunk of 64 k elements takes 8 bytes for each
     assert whole >= 4
-
-
-@pytest.mark.exhaustive
-def test_rare_gradients_blow_up_weights_whose_second_moments_become_zero():
-    contestants = sparse_contestants()
-    names = ("Adam", "quantize_state, embeddings too", "moments in e4m3, embeddings too")
-    (expected, loss), (largest, small_loss), (careless, _) = (
-        train_sparse(contestants[name], seed=0, steps=600) for name in names
-    )
-    assert largest == pytest.approx(expected, rel=0.05)
-    assert small_loss == pytest.approx(loss, rel=0.05)
-    assert careless > 100 * expected
