@@ -29,8 +29,8 @@ def decode(model: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     return logits.swapaxes(0, 1), cache
 
 
-def test_decoded_logits_are_those_of_the_whole_sequence():
-    policy = "mixed_bfloat16"
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_decoded_logits_are_those_of_the_whole_sequence(policy):
     with jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(lambda stacked: stacked[0], trained("transformer", policy).params)
         tokens = jnp.asarray(ARCHITECTURES["transformer"].batch["tokens"][:, :-1])

@@ -4,13 +4,19 @@ Compared are final losses: the mean of the last ten of fifty steps, each on a ba
 batches in the same order in all runs. Five float32 runs, of five initial parameters, have a mean and a standard
 deviation; the mean of five half runs, from the same initial parameters, lies within two such deviations of the mean.
 Seeds are fixed, and a program repeats its results to the bit on one kind of machine.
+
+On other machines, which round differently, four of the five architectures stay where they are: they are within a tenth
+of a deviation of float32, but for the VAE in float16, which skips its first steps. Runs of ResNet-50 part: rounding
+alone takes a seed a deviation or two elsewhere, in float32 as well. Five runs against one is for that; the difference
+of two such means, over a deviation estimated from five, is sqrt(2 / 5) t with four degrees of freedom, and exceeds two
+in 3 % of draws.
 """
 
 import jax
 import pytest
 from trained import trained
 
-from benchmarks.architectures._registry import SMALL_SCALE
+from benchmarks.architectures._registry import ARCHITECTURES, SMALL_SCALE
 
 pytestmark = pytest.mark.optimized
 
@@ -24,7 +30,7 @@ def _standard_promotion():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer", "VAE"])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "ResNet-50"])
 def test_half_learns_what_float32_learns(name):
     float32 = trained(name, "float32")
     assert float32.final.mean() < 0.65 * float32.losses[:, 0].mean()

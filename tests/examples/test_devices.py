@@ -145,19 +145,16 @@ class Reached(Exception):
 REDUCED = "params=float32,compute=bfloat16,output=bfloat16,reduce=float32"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
+    ("api", "policy", "dtype"),
     [
-        (jmp.get_policy("float32"), None),
-        (jmp.get_policy(REDUCED), np.dtype("float32")),
-        (jmp.PolicyMap({"embed": "float32"}, REDUCED), np.dtype("float32")),
-        (jmp.PolicyMap({"embed": "float32"}), None),
+        ("nnx", jmp.PolicyMap({"embed": "float32"}, REDUCED), np.dtype("float32")),
+        pytest.param("linen", jmp.get_policy(REDUCED), np.dtype("float32"), marks=pytest.mark.slow),
+        pytest.param("linen", jmp.PolicyMap({"embed": "float32"}), None, marks=pytest.mark.slow),
     ],
-    ids=["float32", "reduce", "map", "map without default"],
+    ids=["nnx", "linen", "map without default"],
 )
-@pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_gradients_are_reduced_as_the_policy_says(api, policy, dtype, monkeypatch):
     def reach(*args, reduce_dtype, **kwargs):
         raise Reached(reduce_dtype)

@@ -1,4 +1,4 @@
-"""The two GPTs are one model, and both train under every policy."""
+"""The two GPTs, and the mixture of experts, train under every policy."""
 
 import re
 
@@ -8,34 +8,16 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from meshes import find_devices
 
 import jmp_policy as jmp
-from examples.gpt import gpt_linen, gpt_nnx
+from examples.gpt import gpt_nnx
+from examples.gpt.devices import find_spec, make_batch, make_mesh, place_state
 from examples.gpt.model import GPTConfig, TrainerConfig, causal_attention, make_trainer, read_scaling
+from examples.moe import MixtureOfExperts, train as train_experts
 
 CONFIG = GPTConfig(width=16, depth=2, heads=2, context=8)
 TOKENS = jnp.array(np.random.default_rng(0).integers(0, 256, (2, 8)))
-
-
-def linen_params_as_nnx(params: dict) -> dict:
-    """The parameters of the linen model under the names of the nnx model."""
-    renamed = {}
-    for name, value in params.items():
-        if name.startswith("blocks_"):
-            renamed.setdefault("blocks", {})[int(name.removeprefix("blocks_"))] = value
-        else:
-            renamed[name] = value
-    return renamed
-
-
-@pytest.mark.exhaustive
-def test_linen_and_nnx_compute_the_same_from_the_same_parameters():
-    linen_model = gpt_linen.GPT(CONFIG)
-    params = linen_model.init(jax.random.key(0), TOKENS)["params"]
-    nnx_model = gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0))
-    nnx.update(nnx_model, linen_params_as_nnx(params))
-    expected = linen_model.apply({"params": params}, TOKENS)
-    np.testing.assert_allclose(nnx_model(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [0, 3])
@@ -62,15 +44,13 @@ def test_attention_stays_in_its_dtype_under_jit(dtype):
     np.testing.assert_array_equal(attended[:, 0], heads[:, 0])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_every_matmul_is_in_half_under_a_mixed_policy(policy):
-    model = jmp.with_policy(gpt_nnx.GPT, policy)(CONFIG, rngs=nnx.Rngs(0))
+def test_every_matmul_is_in_half_under_a_mixed_policy():
+    model = jmp.with_policy(gpt_nnx.GPT, "mixed_float16")(CONFIG, rngs=nnx.Rngs(0))
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote by themselves
         program = jax.jit(lambda tokens: model(tokens)).lower(TOKENS).as_text()
     products = re.findall(r"stablehlo.dot_general.*-> tensor<[0-9x]*x(\w+)>", program)
     assert len(products) == 6 * CONFIG.depth + 1
-    assert set(products) == {"f16" if policy == "mixed_float16" else "bf16"}
+    assert set(products) == {"f16"}
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
 
 
@@ -138,3 +118,88 @@ def test_a_step_that_overflows_is_counted_and_changes_no_parameter(api):
 def test_seeds_give_different_parameters():
     first, second = (jax.tree.leaves(make("nnx", "float32", seed=seed).params) for seed in (0, 1))
     assert any((a != b).any() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_gpt_is_measured_with_true_gradients_and_its_state_stays(api):
+    model = GPTConfig(width=8, depth=1, heads=1, context=8)
+    config = TrainerConfig(jmp.get_policy("float32"), model, loss_scale=jmp.StaticLossScale(2.0**10))
+    trainer = make_trainer(api, config)
+    windows = np.random.default_rng(0).integers(0, 256, (4, 9), dtype=np.uint8)
+    before = jax.tree.map(jnp.copy, trainer.state)
+    rows = trainer.observe(windows).rows()
+    assert all(map(jnp.array_equal, jax.tree.leaves(before), jax.tree.leaves(trainer.state)))
+    block = "blocks/0" if api == "nnx" else "blocks_0"
+    paths = {f"{block}/attention/qkv", f"{block}/expand", f"{block}/contract", "embed"}
+    for direction in ("forward", "backward"):
+        assert {row.path for row in rows if row.direction == direction} >= paths
+    grads = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.grad(trainer.loss_fn)(trainer.params, windows))]
+    results = [row for row in rows if row.direction == "result"]
+    # Other fusions: the last bits differ, and so a number may fall to the other side of a bound.
+    for row, grad in zip(results, grads, strict=True):
+        assert row.amax == pytest.approx(float(np.abs(grad).max()), rel=1e-5)
+        lost = np.mean((grad.astype(jnp.float8_e4m3fn) == 0) & (grad != 0))
+        assert row.formats["float8_e4m3fn"].underflow == pytest.approx(float(lost), abs=2 / grad.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_gpt_names_the_pass_that_overflows(api):
+    trainer = make_trainer(api, TrainerConfig(jmp.get_policy("mixed_float16"), tiny.MODEL))
+    found = trainer.find_origin(np.zeros((2, 17), np.uint8), jmp.DynamicLossScale(2.0**126, max_loss_scale=2.0**126))
+    root = found.cause or found  # the first gradient may hold what the infinity became further on
+    assert (found.found, root.direction, root.kind) == (True, "backward", "inf")
+
+
+ROWS = np.tile(WINDOWS, (2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize(("api", "mesh"), [("nnx", "fsdp=2,tensor=2"), ("linen", "data=2,fsdp=2")])
+def test_a_gpt_on_a_mesh_learns_as_on_one_device(api, mesh, capfd):
+    config = TrainerConfig(jmp.Policy("float32", "float32", "float32"), tiny.MODEL)
+    alone = make_trainer(api, config)
+    expected = [float(alone.step(ROWS)) for _ in range(3)]
+    devices = make_mesh(mesh, tiny.MODEL, len(ROWS))
+    assert list(devices.devices.flat) == find_devices(4)
+    trainer = make_trainer(api, config)
+    trainer.state = place_state(trainer.state, devices)
+    windows = make_batch(ROWS.__getitem__, ROWS.shape, devices)
+    with jax.set_mesh(devices):
+        losses = [float(trainer.step(windows)) for _ in range(3)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state):
+        there = jax.sharding.NamedSharding(devices, find_spec(path))
+        assert leaf.sharding.is_equivalent_to(there, leaf.ndim), jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "mxfp8"])
+def test_experts_train_in_8_bits_as_in_bfloat16(quantization):
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam promotes int32
+        wide, narrow = (train_experts(each, steps=60) for each in (None, quantization))
+    last = lambda losses: sum(losses[-10:]) / 10
+    assert last(wide) < 0.2 * wide[0]
+    # Four seeds of bfloat16 ended between 0.66 and 0.71.
+    assert last(narrow) == pytest.approx(last(wide), rel=0.07)
+
+
+def test_a_token_is_the_weighted_sum_of_its_experts():
+    layer, x = MixtureOfExperts(experts=4, hidden=8, chosen=4), jax.random.normal(jax.random.key(0), (5, 6))
+
+    @jax.jit
+    def run(key):
+        out, variables = layer.init_with_output(key, x)
+        params = variables["params"]
+        weights = jax.nn.softmax(x @ params["router"]["kernel"])
+        each = jnp.einsum("teh,ehd->ted", jax.nn.gelu(jnp.einsum("td,edh->teh", x, params["up"])), params["down"])
+        return out, jnp.einsum("ted,te->td", each, weights)
+
+    out, expected = run(jax.random.key(1))
+    assert jnp.allclose(out, expected, atol=1e-5)
