@@ -65,13 +65,7 @@ VIEWS: dict[str, Any] = {
     "modules": lambda model: [(path, type(inner).__name__) for path, inner in nnx.iter_modules(model)],
     "children": lambda model: [(name, type(child).__name__) for name, child in nnx.iter_children(model)],
     "shapes": lambda model: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: model)))),
-    "table of Params": lambda model: _first_columns(nnx.tabulate(model, X, console_kwargs={"width": 200})),
 }
-
-
-def _first_columns(table):
-    """The paths and types in Flax's table, but for the root's row; the other columns have dtypes."""
-    return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line][1:]
 
 
 @pytest.mark.slow
