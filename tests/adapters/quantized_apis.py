@@ -209,11 +209,9 @@ ALONE = {
         "Conv of a volume": Layer(nn.Conv(16, (2, 2, 2)), None, _normal(1, 2, 2, 2, 16)),
         "ConvLocal": Layer(nn.ConvLocal(4, (3, 3)), None, IMAGE),
         "optimized LSTM cell": Layer(nn.OptimizedLSTMCell(16), None, ((X, X), X)),
-        "RNNs in both directions": Layer(nn.Bidirectional(*(nn.RNN(nn.SimpleCell(16)) for _ in range(2))), None, XS),
         "subclass with its own product": Layer(OwnProduct(16), None, X),
         "scan of layers": Layer(Scanned(), None, X),
         "vmap of layers": Layer(Mapped(), None, XS.swapaxes(0, 1)),
-        "jit of a layer": Layer(nn.jit(nn.Dense)(16), None, X),
     },
     "nnx": {
         "Einsum with its equation at the call": Layer(None, of(nnx.Einsum, "ab,bc->ac", (16, 32)), (X, "ab,bc->ac")),

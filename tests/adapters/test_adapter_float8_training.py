@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
-from flax.training import train_state
 from quantized_apis import APIS, DENSE, OVERWRITE, X, waves
 
 import jmp_policy as jmp
@@ -82,35 +80,6 @@ def by_steps(tx, loss_scale=None):
     return lambda batches: jax.lax.scan(step, (VARIABLES, tx.init(VARIABLES)), batches)[0][0]
 
 
-def by_train_state(kind, tx, loss_scale=None):
-    def step(state, x):
-        return state.apply_gradients(grads=jmp.grad(linen_loss, loss_scale=loss_scale or state)(state.params, x)), None
-
-    def run(batches):
-        state = kind.create(apply_fn=LINEN.apply, params=VARIABLES, tx=tx)
-        return jax.lax.scan(step, state.replace(step=jnp.int32(0)), batches)[0].params
-
-    return run
-
-
-def by_minimize(tx):
-    def step(carry, x):
-        return jmp.optim.minimize(linen_loss, tx)(*carry, x)[:2], None
-
-    return lambda batches: jax.lax.scan(step, (VARIABLES, tx.init(VARIABLES)), batches)[0][0]
-
-
-def by_minimize_of_state(tx):
-    graphdef, state = nnx.split(make_nnx())
-    loss_fn = lambda state, x: nnx_loss(nnx.merge(graphdef, state), x)
-
-    def run(batches):
-        step = lambda carry, x: (jmp.optim.minimize(loss_fn, tx)(*carry, x)[:2], None)
-        return of_model(jax.lax.scan(step, (state, tx.init(state)), batches)[0][0])
-
-    return run
-
-
 def by_optimizer(tx, loss_scale=None, wrt=nnx.Param, **options):
     def run(batches):
         model = make_nnx()
@@ -127,32 +96,16 @@ def by_optimizer(tx, loss_scale=None, wrt=nnx.Param, **options):
     return run
 
 
-SGD = optax.sgd(0.1)
-SHAPED = optax.chain(optax.clip_by_global_norm(1e-1), optax.add_decayed_weights(0.5), SGD)
-SCALED = functools.partial(loss_scaled, loss_scale=jmp.StaticLossScale(2.0**10))
-DYNAMIC = functools.partial(loss_scaled, loss_scale=jmp.DynamicLossScale(2.0**10))
-PLAIN_RUNS = {
-    "linen: a static scale": by_steps(SCALED(SGD)),
-    "linen: a train state": by_train_state(jmp.linen.TrainState, DYNAMIC(SGD)),
-    "linen: Flax's train state": by_train_state(train_state.TrainState, SGD, UNSCALED),
-    "linen: minimize": by_minimize(SCALED(SGD)),
-    "linen: no scale but a check": by_steps(skip_nonfinite(SGD), UNSCALED),
-    "nnx: a dynamic scale": by_optimizer(DYNAMIC(SGD)),
-    "nnx: no scale but a check": by_optimizer(skip_nonfinite(SGD)),
-    "nnx: state among the parameters": by_optimizer(SGD, jmp.NoOpLossScale(), wrt=ANY),
-    "nnx: modules as trees": by_optimizer(SCALED(SGD), graph=False),
-    "nnx: minimize": by_minimize_of_state(SCALED(SGD)),
+TX = optax.chain(optax.clip_by_global_norm(1e-1), optax.add_decayed_weights(0.5), optax.sgd(0.1))
+SCALED = loss_scaled(TX, jmp.StaticLossScale(2.0**10))
+RUNS = {
+    "linen: no scale": by_steps(TX, UNSCALED),
+    "linen: a static scale": by_steps(SCALED),
+    "nnx: a check of its own": by_optimizer(skip_nonfinite(TX)),
+    "nnx: state among the parameters": by_optimizer(TX, jmp.NoOpLossScale(), wrt=ANY),
+    "nnx: a scale and state among the parameters": by_optimizer(SCALED, wrt=ANY),
+    "nnx: modules as trees": by_optimizer(SCALED, graph=False),
 }
-SHAPED_RUNS = {
-    "linen: clipped and decayed": by_steps(SHAPED, UNSCALED),
-    "linen: scaled, clipped and decayed": by_steps(SCALED(SHAPED)),
-    "nnx: clipped and decayed": by_optimizer(SHAPED, jmp.StaticLossScale(2.0**10)),
-    "nnx: the same with state among the parameters": by_optimizer(SCALED(SHAPED), wrt=ANY),
-}
-SKIPPING = [
-    *(f"linen: {kind}" for kind in ("a train state", "no scale but a check")),
-    *(f"nnx: {kind}" for kind in ("a dynamic scale", "no scale but a check")),
-]
 
 
 def assert_same(found, expected):
@@ -162,58 +115,21 @@ def assert_same(found, expected):
 @pytest.fixture(scope="module")
 def runs():
     """The variables after four steps, by each way of stepping: compiled at once."""
-    every = PLAIN_RUNS | SHAPED_RUNS | {"plain": by_hand(SGD), "shaped": by_hand(SHAPED)}
+    every = RUNS | {"by hand": by_hand(TX)}
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         return jax.jit(lambda batches: {name: run(batches) for name, run in every.items()})(BATCHES)
 
 
-@pytest.mark.parametrize("name", [*PLAIN_RUNS, *SHAPED_RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_no_optimizer_touches_the_state_or_counts_it_among_the_gradients(runs, name):
-    assert_same(runs[name], runs["shaped" if name in SHAPED_RUNS else "plain"])
+    assert_same(runs[name], runs["by hand"])
 
 
 def test_history_holds_the_largest_magnitude_of_each_step(runs):
     seen, gradients = (np.abs(x).max((1, 2)) for x in (BATCHES, COTANGENT * BATCHES))
-    state = runs["plain"][OVERWRITE]
+    state = runs["by hand"][OVERWRITE]
     assert state["input_amax_history"].tolist() == [seen[3], *seen[:3]]
     np.testing.assert_allclose(state["output_grad_amax_history"], [gradients[3], *gradients[:3]], rtol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def after_one_and_two():
-    """The variables after a good step, and after another whose batch may be bad."""
-    run_both = lambda one, two: {name: (PLAIN_RUNS[name](one), PLAIN_RUNS[name](two)) for name in SKIPPING}
-    return jax.jit(run_both)
-
-
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_skipped_step_keeps_every_bit_of_the_state(after_one_and_two, bad):
-    for name, (good, both) in after_one_and_two(BATCHES[:1], BATCHES[:2].at[1, 0, 0].set(bad)).items():
-        jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), both, good)
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_microbatches_leave_the_state_that_their_whole_batch_leaves(api):
-    """The first of the two is the larger one."""
-    still, micro = optax.sgd(0.0), BATCHES[1:3]
-    differentiate = jmp.grad(linen_loss, loss_scale=UNSCALED)
-    if api == "nnx":
-        differentiate = lambda variables, x: of_model(jmp.nnx.grad(nnx_loss, loss_scale=UNSCALED)(make_nnx(), x))
-    run = by_steps if api == "linen" else by_optimizer
-
-    def whole(variables):
-        loss = lambda v: sum(loss_of(functools.partial(dense, v["params"], v[OVERWRITE]), x) for x in micro)
-        return jmp.grad(loss, loss_scale=UNSCALED)(variables)[OVERWRITE]
-
-    def states(variables):
-        in_two = jmp.optim.accumulate(differentiate(variables, micro[0]), differentiate(variables, micro[1]))
-        return in_two[OVERWRITE], run(optax.MultiSteps(still, 2), UNSCALED)(micro)[OVERWRITE], whole(variables)
-
-    with jax.numpy_dtype_promotion("standard"):  # optax.MultiSteps divides by an int
-        accumulated, by_multi_steps, expected = jax.jit(states)(VARIABLES)
-    assert_same(accumulated, expected)
-    assert_same(by_multi_steps, expected)
-    assert accumulated["input_amax_history"].tolist() == [np.abs(5 * X).max(), 0, 0, 0]
 
 
 def call(layer, x):
@@ -393,57 +309,3 @@ def test_a_layer_that_is_mapped_over_batches_has_one_state_or_one_each():
         assert state["input_amax_history"][:, 0].tolist() == [np.abs(X).max(), np.abs(5 * X).max()]
     for name, state in shared.items():
         assert_same(state, {key: leaf.max(0) for key, leaf in own["nnx" if name == "nnx" else "linen"].items()})
-
-
-class Branches(nn.Module):
-    """Two layers, one of which runs."""
-
-    @nn.compact
-    def __call__(self, which, x):
-        first, second = nn.Dense(16, name="first"), nn.Dense(16, name="second")
-        return nn.cond(which, lambda a, b, x: a(x), lambda a, b, x: b(x), first, second, x)
-
-
-def linen_branch(which):
-    model = jmp.with_policy(Branches(), POLICY)
-    variables = {"params": {"first": PARAMS, "second": PARAMS}, OVERWRITE: {"first": STATE, "second": STATE}}
-    loss_fn = lambda variables: jnp.sum(jnp.square(model.apply(variables, which, X)))
-    return jmp.grad(loss_fn, loss_scale=UNSCALED)(variables)[OVERWRITE]
-
-
-def nnx_branch(which):
-    models = nnx.Dict(first=make_nnx(), second=make_nnx())
-    branches = [lambda models, x, name=name: models[name](x) for name in ("first", "second")]
-    loss_fn = lambda models: jnp.sum(jnp.square(nnx.cond(which, *branches, models, X)))
-    grads = jmp.nnx.grad(loss_fn, loss_scale=UNSCALED)(models)
-    return {name: APIS["nnx"].state(grads[name]) for name in ("first", "second")}
-
-
-@pytest.mark.parametrize("branch", [linen_branch, nnx_branch])
-def test_a_branch_that_did_not_run_keeps_its_state(branch):
-    for which, (ran, idle) in {True: ("first", "second"), False: ("second", "first")}.items():
-        state = jax.jit(branch)(which)
-        tx = optax.sgd(1.0)
-        grads, before = {OVERWRITE: state}, {OVERWRITE: {"first": STATE, "second": STATE}}
-        after = jmp.optim.step(tx, grads, tx.init(before), before)[0][OVERWRITE]
-        assert_same(after[idle], STATE)
-        assert after[ran]["input_amax_history"][0] == np.abs(X).max()
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_state_is_saved_with_the_parameters_and_restored(runs, api, tmp_path):
-    trained = runs["linen: a static scale"]
-    if api == "nnx":
-        graphdef, abstract = nnx.split(nnx.eval_shape(make_nnx))
-        numbers = trained["params"] | {OVERWRITE: trained[OVERWRITE]}
-        trained = nnx.state(make_nnx())
-        nnx.replace_by_pure_dict(trained, numbers)
-        assert nnx.graphdef(nnx.merge(graphdef, trained)) == nnx.graphdef(make_nnx())
-    else:
-        abstract = jax.eval_shape(lambda: LINEN.init(jax.random.key(0), X))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "0", trained)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "0", abstract)
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), restored, trained)
-    assert of_model(restored)[OVERWRITE]["input_amax_history"][0] > 0

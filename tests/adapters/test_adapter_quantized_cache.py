@@ -96,26 +96,6 @@ def test_a_cache_is_made_in_the_compute_dtype_or_in_8_bits_with_scales(api):
     }
 
 
-@pytest.mark.slow
-def test_stacked_layers_have_a_cache_each():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            attend = nn.MultiHeadDotProductAttention(2, decode=True, name="attention")
-            return x + attend(nn.LayerNorm(use_bias=False, name="norm")(x)), None
-
-    stack = nn.scan(Layer, variable_axes={"params": 0, "cache": 0}, split_rngs={"params": True}, length=3)
-    model = jmp.with_policy(stack(), "params=float32,cache=int8")
-    make_zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)
-    variables = jax.tree.map(make_zeros, jax.eval_shape(model.init, KEY, X))
-    (_, _), new = jax.jit(lambda v, x: model.apply(v, x, mutable=["cache"]))(variables, TOKEN)
-    cache = new["cache"]["attention"]
-    assert cache["cached_key"].shape == (3, 2, 3, 2, 4)
-    assert cache["cache_index"].tolist() == [1, 1, 1]
-    assert (cache["cached_key_scale"][:, :, 0] > 0).all()  # also of rows of zeros
-    assert (cache["cached_key_scale"][:, :, 1:] == 0).all()
-
-
 def test_a_rule_decides_which_layers_have_a_cache_in_8_bits():
     class LinenTwo(nn.Module):
         @nn.compact

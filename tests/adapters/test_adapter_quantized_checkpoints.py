@@ -4,12 +4,10 @@ import flax
 import flax.serialization
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from meshes import make_mesh
-from quantized_apis import APIS, DENSE, X, filled, made
+from jax.sharding import PartitionSpec
+from quantized_apis import DENSE, X, filled, made
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -23,33 +21,6 @@ VARIABLES = filled(made("linen", "Dense")[1])
 def assert_same(restored, saved):
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), restored, saved)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_shards_restore_onto_the_devices_of_a_target_made_of_shapes(api, policy, tmp_path):
-    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
-    model, shapes = made(api, "Dense")
-    saved = jax.jit(lambda v: APIS[api].quantize(model, v, policy)[1])(filled(shapes))
-
-    def placed(leaf):
-        columns = PartitionSpec(*[None] * (leaf.ndim - 1), "devices") if leaf.ndim else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, columns))
-
-    quantized = []  # of shapes
-    abstract = jax.eval_shape(
-        lambda v: quantized.append(APIS[api].quantize(model, v, policy)) or quantized[0][1], shapes
-    )
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "0", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "0", jax.tree.map(placed, abstract))
-    assert_same(restored, saved)
-    for array in jax.tree.leaves(restored):
-        assert array.ndim == 0 or {shard.data.shape[-1] for shard in array.addressable_shards} == {4}
-    outs = [APIS[api].call(quantized[0][0], variables, X) for variables in (restored, saved)]
-    np.testing.assert_allclose(*outs, rtol=0, atol=2.0**-20)  # four devices may add up in another order
 
 
 @pytest.mark.slow
@@ -104,19 +75,6 @@ def test_boxed_and_frozen_variables_stay_so():
     assert_same(flax.serialization.from_bytes(made, flax.serialization.to_bytes(made)), made)
     policied = jmp.with_policy(model, INT8)
     np.testing.assert_array_equal(policied.apply(made, X), policied.apply(variables, X))
-
-
-@pytest.mark.slow
-def test_a_state_without_variables_is_restored_as_well(tmp_path):
-    make = lambda: quant.quantize(DENSE.nnx(nnx.Rngs(0)), INT4)
-    model = make()
-    graphdef, target = nnx.split(nnx.eval_shape(make))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "0", nnx.to_pure_dict(nnx.state(model)))
-        checkpointer.wait_until_finished()
-        nnx.replace_by_pure_dict(target, checkpointer.restore(tmp_path / "0", nnx.to_pure_dict(target)))
-    assert_same(target, nnx.state(model))
-    assert nnx.graphdef(nnx.merge(graphdef, target)) == nnx.graphdef(model)
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])

@@ -1,8 +1,5 @@
 """Stochastic rounding in both APIs: keys come from a stream, each layer draws its own noise, and only in gradients."""
 
-import copy
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,24 +134,6 @@ def test_what_is_not_differentiated_needs_no_key_in_linen():
     assert jax.eval_shape(keyed, variables) == jax.eval_shape(lambda v: block.apply(v, X), variables)
 
 
-@pytest.mark.slow
-def test_layers_draw_noise_of_their_own_also_in_scan():
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": False, "rounding": True}, "length": 2}
-            step = lambda block, x, _: (block(x), None)
-            return nn.scan(nn.remat(step), **options)(LinenBlock(name="blocks"), x, None)[0]
-
-    model, keys = jmp.with_policy(Stack(), NOISY), jax.random.split(jax.random.key(0), 2)
-    variables = model.init(jax.random.key(1), X)
-    loss = lambda variables, key: loss_of(model.apply(variables, X, rngs={"rounding": key}))
-    grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(variables, keys)
-    kernel = grads["params"]["blocks"]["dense"]["kernel"]
-    assert kernel.shape == (2, 2, 32, 32)
-    assert all(differ(kernel[0, layer], kernel[1, layer]) for layer in range(2))
-
-
 def make_noisy(seed=0, kind=Model):
     model = jmp.with_policy(kind(nnx.Rngs(0)), NOISY)
     set_rounding_rngs(model, nnx.Rngs(rounding=seed))
@@ -166,34 +145,8 @@ def gradients(model):
     return nnx.grad(lambda model: loss_of(model(X)))(model)
 
 
-def kernel_of(grads):
-    return grads["blocks"][0]["dense"]["kernel"][...]
-
-
 def count_of(model):
     return model.blocks[0].dense.rounding.count[...].item()
-
-
-@pytest.mark.slow
-def test_streams_of_nnx_are_state_that_outlives_copies_checkpoints_and_policies():
-    model = make_noisy()
-    first = kernel_of(gradients(model))
-    copies = {
-        "clone": nnx.clone(model),
-        "deepcopy": copy.deepcopy(model),
-        "pickle": pickle.loads(pickle.dumps(model)),
-        "policy": jmp.with_policy(nnx.clone(model), NOISY),
-    }
-    expected = kernel_of(gradients(model))
-    assert differ(first, expected)
-    for name, each in copies.items():
-        np.testing.assert_array_equal(kernel_of(gradients(each)), expected, err_msg=name)
-    fresh = make_noisy(seed=5)
-    nnx.update(fresh, nnx.state(model))
-    np.testing.assert_array_equal(kernel_of(gradients(fresh)), kernel_of(gradients(model)))
-    nnx.reseed(model, rounding=0)
-    assert count_of(model) == 0
-    np.testing.assert_array_equal(kernel_of(gradients(model)), first)
 
 
 def test_kept_layers_have_no_stream():

@@ -161,17 +161,6 @@ def test_a_model_hands_over_what_its_last_layer_summed(api, layer):
         assert jax.eval_shape(call, variables).dtype == dtype
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("api", APIS)
-def test_a_rule_gives_the_head_alone_unrounded_gradients(api):
-    kernels = {}
-    for policy in (WIDE, jmp.PolicyMap({"head": WIDE}, NARROW)):
-        call, variables = call_of(api, NET, policy)
-        grads = APIS[api].params(jax.grad(lambda v, call=call: call(v).var())(variables))
-        kernels[policy] = [is_rounded(grads[name]["kernel"]) for name in ("first", "head")]
-    assert list(kernels.values()) == [[False, False], [True, False]]
-
-
 @pytest.mark.parametrize("api", APIS)
 def test_methods_of_an_authors_subclass_find_the_compute_dtype(api):
     model = APIS[api].make(RESIDUAL, WIDE)
@@ -266,32 +255,6 @@ def test_results_that_were_computed_with_are_rounded_ones():
     assert [is_rounded(out["sum"]), is_rounded(out["again"][1])] == [True, True]
     assert not is_rounded(out["a"])
     np.testing.assert_array_equal(out["a"], out["again"][0])
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return nn.relu(x + nn.Dense(16)(x)), None
-
-
-TRANSFORMS = {
-    "scan": lambda: nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(),
-    "jit": lambda: nn.jit(Block)(),
-    "vmap": lambda: nn.vmap(Block, variable_axes={"params": None}, split_rngs={"params": False})(),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_linen_compute_the_same_eagerly_and_under_jit(name):
-    model = jmp.with_policy(TRANSFORMS[name](), WIDE)
-    variables = model.init(jax.random.key(0), XS)
-    loss = lambda v, x: (model.apply(v, x)[0] ** 2).mean()
-    value, grads = jax.jit(jax.value_and_grad(loss))(variables, XS)
-    eager_value, eager_grads = jax.value_and_grad(loss)(variables, XS)
-    np.testing.assert_allclose(value, eager_value, rtol=1e-2)
-    assert not is_rounded(jax.tree.leaves(grads)[1])
-    assert error(grads, eager_grads) < 2e-2
 
 
 @pytest.mark.slow

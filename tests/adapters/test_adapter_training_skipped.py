@@ -1,37 +1,14 @@
 """A skipped step leaves a training of either API as it was, all but the loss scale and the skip counters."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from flax.training import train_state
 
 import jmp_policy as jmp
-
-X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
-BAD = X.at[0, 0].set(jnp.inf)
-POLICY = "params=float32,compute=float16,output=float32"
-TX = jmp.optim.loss_scaled(optax.adamw(optax.linear_schedule(1e-2, 0.0, 100)), jmp.DynamicLossScale(2.0**8))
-
-
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, name="norm")(nn.Dense(4, name="linear")(x))
-        return nn.Dense(1, name="head")(x)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.head = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.norm(self.linear(x)))
 
 
 class State(jmp.linen.TrainState):
@@ -42,114 +19,6 @@ class State(jmp.linen.TrainState):
 def _standard_promotion():
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def mean_square(out):
-    return jnp.mean((out - 1.0) ** 2)
-
-
-def linen_loss(params, stats, x):
-    out, new = jmp.with_policy(LinenNet(), POLICY).apply({"params": params, **stats}, x, mutable=["batch_stats"])
-    return mean_square(out), new
-
-
-def start_by_hand(tx=TX):
-    variables = LinenNet().init(jax.random.key(1), X)
-    return variables, tx.init(variables["params"])
-
-
-def step_by_hand(training, x, tx=TX):
-    """A loop in which one line keeps the statistics."""
-    (params, stats), opt_state = (training[0]["params"], {"batch_stats": training[0]["batch_stats"]}), training[1]
-    differentiate = jmp.value_and_grad(linen_loss, has_aux=True, loss_scale=opt_state)
-    (_, new_stats), grads = differentiate(params, stats, x)
-    params, opt_state = jmp.optim.step(tx, grads, opt_state, params)
-    return {"params": params} | jmp.select_tree(opt_state.grads_finite, new_stats, stats), opt_state
-
-
-def start_train_state():
-    return State.create(apply_fn=None, tx=TX, **LinenNet().init(jax.random.key(1), X)).replace(step=jnp.int32(0))
-
-
-def step_train_state(state, x):
-    differentiate = jmp.value_and_grad(linen_loss, has_aux=True, loss_scale=state)
-    (_, stats), grads = differentiate(state.params, {"batch_stats": state.batch_stats}, x)
-    return state.apply_gradients(grads=grads, **stats)
-
-
-def start_nnx():
-    model = jmp.with_policy(NnxNet(nnx.Rngs(0)), POLICY)
-    return nnx.state((model, jmp.nnx.Optimizer(model, TX, wrt=nnx.Param)))
-
-
-def step_nnx(state, x):
-    def training():
-        model = jmp.with_policy(NnxNet(nnx.Rngs(0)), POLICY)
-        return model, jmp.nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-    model, optimizer = nnx.merge(nnx.graphdef(nnx.eval_shape(training)), state)
-    _, grads = jmp.nnx.value_and_grad(lambda model: mean_square(model(x)), loss_scale=optimizer)(model)
-    optimizer.update(model, grads)
-    return nnx.state((model, optimizer))
-
-
-WAYS = {
-    "linen by hand": (start_by_hand, step_by_hand),
-    "linen's train state": (start_train_state, step_train_state),
-    "nnx": (start_nnx, step_nnx),
-}
-FREE = {"loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
-
-
-def leaves_of(training):
-    """The arrays of a training by their paths."""
-    found = jax.tree.leaves_with_path(training)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in found}
-
-
-@functools.cache
-def trained(name):
-    """The jitted step, and a training after a good step."""
-    start, step = WAYS[name][0], jax.jit(WAYS[name][1])
-    with jax.numpy_dtype_promotion("standard"):
-        before = jax.jit(start)()
-        return step, before, step(before, X)
-
-
-def changed(before, after):
-    before, after = leaves_of(before), leaves_of(after)
-    return {path for path in before if before[path].tobytes() != after[path].tobytes()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_a_good_step_advances_parameters_moments_statistics_and_counters(name):
-    _, before, after = trained(name)
-    found = changed(before, after)
-    assert {path for path in leaves_of(before) if "kernel" in path or "norm/mean" in path} <= found
-    assert any("count" in path.split("/") for path in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_a_skipped_step_changes_nothing_but_the_loss_scale_and_the_counters(name):
-    """The imagenet example of Flax advances batch statistics, and loses them for ever where an input is infinite."""
-    step, _, before = trained(name)
-    found = changed(before, step(before, BAD))
-    assert {path for path in found if not FREE & set(path.split("/"))} == set()
-    assert any("skipped_steps" in path for path in found)
-    assert any("loss_scale" in path for path in found)
-
-
-@pytest.mark.slow
-def test_a_loss_scale_that_is_too_high_skips_the_step_of_a_good_batch():
-    step, _, (variables, opt_state) = trained("linen by hand")
-    too_high = opt_state._replace(loss_scale=jmp.DynamicLossScale(2.0**24))
-    after, skipped = step((variables, too_high), X)
-    assert not skipped.grads_finite
-    jax.tree.map(np.testing.assert_array_equal, (after, skipped.inner_state), (variables, opt_state.inner_state))
-    naive = linen_loss(variables["params"], {"batch_stats": variables["batch_stats"]}, X)[1]
-    assert (naive["batch_stats"]["norm"]["mean"] != after["batch_stats"]["norm"]["mean"]).any()
 
 
 def test_a_skipped_step_keeps_what_a_model_of_nnx_counts_and_the_step_of_its_optimizer():

@@ -170,29 +170,6 @@ def test_explain_shows_the_layer_where_it_stands_and_unused_rules_inside_it():
     assert message == "policy rule 'cls/decodre' matches no module; the closest path is 'cls/decoder'"
 
 
-@pytest.mark.slow
-def test_model_with_a_tied_head_is_that_written_by_hand():
-    class ByHand(nn.Module):
-        @nn.compact
-        def __call__(self, ids):
-            embed = nn.Embed(16, 16, dtype=BF16, name="embed")
-            x = nn.Dense(16, dtype=BF16, name="body")(embed(ids))
-            return HeadByHand(name="cls")(x.astype(F32), embed.embedding)
-
-    class HeadByHand(nn.Module):
-        @nn.compact
-        def __call__(self, x, table):
-            bias = self.param("bias", nn.initializers.zeros, (16,))
-            x = nn.LayerNorm(name="norm")(nn.gelu(nn.Dense(16, name="transform")(x)))
-            return x @ table.T + bias
-
-    model = under(MaskedLM(), {"cls": "float32"})
-    variables = jax.jit(model.init)(KEY, IDS)
-    loss = lambda module: lambda variables: jnp.mean(module.apply(variables, IDS) ** 2)
-    got, wanted = (jax.jit(jax.value_and_grad(loss(module)))(variables) for module in (model, ByHand()))
-    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), got, wanted))
-
-
 def test_layer_that_its_caller_does_not_hold_has_the_rules_of_its_caller():
     model = under(Blocks(held=False), {"second": "float32"})
     assert matmul_dtypes(model, jnp.ones((2, 16))) == [BF16, F32]

@@ -15,7 +15,7 @@ from flax_apis import BF16_INSIDE, X
 import jmp_policy as jmp
 
 KEY = jax.random.key(0)
-BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+BF16, F16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 
 
 class Project(nn.Module):

@@ -11,7 +11,7 @@ from flax_apis import BF16_INSIDE, F16_INSIDE, X, is_rounded_to_bfloat16
 import jmp_policy as jmp
 
 KEY = jax.random.key(0)
-BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+F16, F32 = jnp.dtype("float16"), jnp.dtype("float32")
 
 
 class Coder(nn.Module):
@@ -33,7 +33,6 @@ class Coder(nn.Module):
 
 MODEL = jmp.with_policy(Coder(), BF16_INSIDE)
 VARIABLES = jax.jit(MODEL.init)(KEY, X)
-WIDE = {"width": 200, "force_terminal": False}
 
 
 CALLS: dict[str, Any] = {
@@ -59,36 +58,6 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_call_has_the_policy(name):
     assert is_rounded_to_bfloat16(CALLS[name]())
-
-
-VIEWS: dict[str, Any] = {
-    "init": lambda model: model.init(KEY, X),
-    "init of shapes": lambda model: jax.eval_shape(model.init, KEY, X),
-    "lazy_init": lambda model: model.lazy_init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)),
-    "init of a method": lambda model: model.init(KEY, X, method="encode"),
-    "nn.init": lambda model: nn.init(lambda model, x: model(x), model)(KEY, X),
-    "paths": lambda model: {path: type(inner).__name__ for path, inner in model.module_paths(KEY, X).items()},
-    "table of parameters": lambda model: _first_columns(model.tabulate(KEY, X, console_kwargs=WIDE)),
-    "captured": lambda model: jax.tree.structure(
-        model.apply({"params": VARIABLES["params"]}, X, capture_intermediates=True, mutable=["intermediates"])[1]
-    ),
-}
-
-
-def _first_columns(table):
-    """The paths and the types in Flax's table; the other columns have dtypes, which a policy changes."""
-    return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VIEWS)
-def test_flax_shows_the_same_with_and_without_a_policy(name):
-    ours, plain = VIEWS[name](MODEL), VIEWS[name](Coder())
-    if name.startswith(("init", "nn.init", "lazy")):  # what is sown has the dtypes inside
-        ours, plain = ours["params"], plain["params"]
-    assert jax.tree.structure(ours) == jax.tree.structure(plain)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
-        assert (str(a), getattr(a, "dtype", None)) == (str(b), getattr(b, "dtype", None))
 
 
 class Tracing(nn.Module):
@@ -143,23 +112,3 @@ class TestMethods:
             out, variables = model.init_with_output(KEY, X)
             assert set(variables["params"]) == {"kernel", "bias"}
             assert is_rounded_to_bfloat16(out)
-
-
-class TestPast:
-    """A policy holds while a method of its module runs: what is called past that has the policy of the caller."""
-
-    @pytest.mark.slow
-    def test_submodule_called_from_outside_is_what_its_author_wrote(self):
-        assert MODEL.bind(VARIABLES).dense(X).dtype == F32
-        assert not is_rounded_to_bfloat16(MODEL.bind(VARIABLES).dense(X))
-        out = nn.apply(lambda model, x: model.dense(x), MODEL)(VARIABLES, X)
-        assert not is_rounded_to_bfloat16(out)
-
-
-@pytest.mark.slow
-def test_gradient_of_a_perturbation_is_found():
-    variables = dict(VARIABLES)
-    perturbations = variables.pop("perturbations")
-    assert perturbations["inputs"].dtype == BF16
-    grads = jax.grad(lambda p: MODEL.apply({**variables, "perturbations": p}, X).sum())(perturbations)
-    assert grads["inputs"].any()

@@ -124,19 +124,6 @@ def test_a_layer_multiplies_in_8_bits_where_explain_says_so(name):
     assert {aval.dtype.name for aval in program.out_avals} == {"float32"}
 
 
-@pytest.mark.slow
-def test_a_layer_with_an_operation_of_flaxs_keeps_that_and_its_state():
-    dense = functools.partial(nn.Dense, 16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    gradients = lambda policy, v: jax.grad(lambda v: sum_of_squares(inside(dense(), policy).apply(v, X)))(v)
-
-    @jax.jit
-    def are_equal(key):
-        variables = dense().init(key, X)
-        return jax.tree.map(lambda x, y: jnp.all(x == y), gradients(DELAYED, variables), gradients(PLAIN, variables))
-
-    assert jax.tree.all(are_equal(KEY))
-
-
 def test_rows_are_not_told_where_another_call_of_the_layer_computes_in_8_bits():
     class Halves(nn.Module):
         @nn.compact

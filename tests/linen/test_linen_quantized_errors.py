@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
@@ -102,31 +101,6 @@ def test_jitted_siblings_have_the_format_of_their_own_rule():
     variables = jax.eval_shape(model.init, KEY, X)
     found = products(jax.make_jaxpr(model.apply)(variables, X))
     assert [dtype for _, dtype in found] == ["bfloat16", "int8"]
-
-
-@pytest.mark.slow
-def test_attention_decodes_into_its_cache():
-    layer = nn.MultiHeadDotProductAttention(2, decode=True)
-    model, x = jmp.with_policy(layer, "int8(min_size=0)_from_mixed_bfloat16"), jnp.ones((2, 3, 8))
-    variables = jax.jit(model.init)(KEY, x)
-    step = jax.jit(lambda variables: model.apply(variables, x[:, :1], mutable=["cache"]))
-    in_training, quantized = step(variables), step(quant.quantize(variables, INT8))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), in_training, quantized)
-    assert quantized[1]["cache"]["cached_key"].dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-def test_tools_of_flax_and_casts_of_trees_work_on_a_quantized_model():
-    quantized, model = quant.quantize(VARIABLES, INT8), jmp.with_policy(Net(), INT8)
-    out, state = model.apply(quantized, X, capture_intermediates=True)
-    np.testing.assert_array_equal(state["intermediates"]["__call__"][0], out)
-    np.testing.assert_array_equal(model.bind(quantized)(X), out)
-    assert "Total Parameters: 52" in model.tabulate(KEY, X)
-    cast, kernel = jmp.get_policy("bfloat16").cast_to_param(quantized), quantized["params"]["head"]["kernel"]
-    assert cast["params"]["head"]["kernel"] is kernel
-    assert cast["params"]["head"]["bias"].dtype == jnp.bfloat16
-    assert bool(jmp.all_finite(quantized))
-    assert kernel.nbytes == 12 * 4 + 4 * 4
 
 
 def test_plain_function_under_a_quantized_policy_is_cast_and_no_more():

@@ -3,8 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax_apis import X
@@ -85,11 +83,3 @@ def test_parameters_are_stored_as_the_policy_of_the_first_call_says(make):
     with jax.numpy_dtype_promotion("standard"):  # the submodule itself has no policy
         _, variables = shapes(make(Body, ("bfloat16", "float16")))
     assert [leaf.dtype for leaf in jax.tree.leaves(variables)] == ["bfloat16"] * 2
-
-
-@pytest.mark.slow
-def test_shared_parameters_are_the_same_numbers():
-    model = InCompact(make_dense, ("params=float32", "mixed_bfloat16"))
-    (full, half, plain), _ = model.init_with_output(KEY, X)
-    np.testing.assert_array_equal(full, plain)
-    np.testing.assert_allclose(half.astype(jnp.float32), plain, atol=0.02)

@@ -1,7 +1,5 @@
 """Decorated nnx classes: instances get the policy when their outermost constructor ends."""
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,9 +117,3 @@ def test_abstract_and_stacked_instances_have_the_policy():
     assert abstract.embed.kernel.dtype == jnp.bfloat16
     stacked = nnx.vmap(lambda rngs: Decorated(rngs=rngs))(rngs().split(3))
     assert (stacked.linear.kernel.shape, stacked.linear.dtype) == ((3, 4, 4), jnp.bfloat16)
-
-
-def test_pickles_keep_the_policy():
-    model = pickle.loads(pickle.dumps(Child(rngs=rngs())))
-    model(X)
-    assert model.between == "bfloat16"

@@ -68,19 +68,6 @@ def test_module_under_a_transform_is_seen_under_its_path(transform):
     assert (row.compute_dtypes, row.output_dtypes) == (("bfloat16",), ("bfloat16",))
 
 
-@pytest.mark.slow
-def test_path_of_scanned_layers_appears_once():
-    @NNX.module(layers=lambda: nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(nnx.Rngs(0).split(3)))
-    class Scanned:
-        def __call__(self, x):
-            call = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            return call(x, self.layers)
-
-    found = jmp.explain(NNX.under(Scanned, MIXED), X)
-    assert [row.path for row in found.rows] == ["", "layers"]
-    assert (found["layers"].param_bytes, found["layers"].compute_dtypes) == (3 * 80, ("bfloat16",))
-
-
 def test_linen_module_in_a_bridge_is_one_row():
     bridge = nnx.bridge.ToNNX(nn.Dense(3), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((2, 4)))
     row = jmp.explain(jmp.with_policy(bridge, MIXED), X)[""]

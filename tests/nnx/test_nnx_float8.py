@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from programs import products
 
 import jmp_policy as jmp
@@ -186,27 +186,6 @@ def test_a_layer_that_is_assigned_later_begins_with_the_step_after(model):
     assert (state_of(model)[f"head/{AMAX.format('input')}"] > 0).sum() == 1
 
 
-@pytest.mark.slow
-def test_models_in_a_dictionary_learn_in_turns():
-    """As a generator and a discriminator do: who is not differentiated keeps its state."""
-    models = policied(nnx.Dict(generator=linear(), critic=linear()))
-    optimizers = {name: jmp.nnx.Optimizer(models[name], optax.set_to_zero(), wrt=nnx.Param) for name in models}
-
-    @nnx.jit(static_argnums=1)
-    def step(models, name, optimizer):
-        def loss_fn(learner):
-            other = {**models, name: learner}
-            return mean_square(lambda x: other["critic"](other["generator"](x)))
-
-        optimizer.update(models[name], jmp.nnx.grad(loss_fn, loss_scale=SCALE)(models[name]))
-
-    for name, other in (("generator", "critic"), ("critic", "generator")):
-        before = state_of(models[other])
-        step(models, name, optimizers[name])
-        assert_same(state_of(models[other]), before)
-        assert (state_of(models[name])[AMAX.format("output_grad")] > 0).sum() == 1
-
-
 class Product(nnx.Module):
     """A layer by hand, whose state has a name of its own."""
 
@@ -335,27 +314,3 @@ def test_a_batch_inside_of_a_layer_has_one_state_and_a_stack_of_such_layers_one_
         for model in (make, stack)
     ]
     assert [scale.shape for scale in scales] == [(1,), (3, 1)]
-
-
-@pytest.mark.slow
-def test_a_linen_model_in_an_nnx_one_learns_its_scales():
-    module = jmp.with_policy(nn.Dense(16, kernel_init=waves), DELAYED)
-    model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)), X)
-    optimizer = jmp.nnx.Optimizer(model, jmp.optim.loss_scaled(optax.set_to_zero(), SCALE), wrt=nnx.Param)
-    optimizer.update(model, gradients(model))
-    expected = state_of(gradients(policied()))
-    assert_same({f"_overwrite_with_gradient/{name}": leaf for name, leaf in state_of(model).items()}, expected)
-
-
-@pytest.mark.slow
-def test_an_nnx_model_in_a_linen_one_learns_its_scales():
-    model = nnx.bridge.to_linen(jmp.with_policy(nnx.Linear, DELAYED), 16, 16)
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    assert variables.keys() == {"params", "_overwrite_with_gradient"}
-    numbers = {"kernel": linear().kernel[...], "bias": jnp.zeros(16)}
-    state = {"_overwrite_with_gradient": jmp.quant.float8_state(FORMAT)}
-    loss_fn = lambda variables: mean_square(lambda x: model.apply(variables, x))
-    grads = jax.jit(jmp.grad(loss_fn, loss_scale=SCALE))({"params": numbers, "_overwrite_with_gradient": state})
-    found = grads["_overwrite_with_gradient"]["_overwrite_with_gradient"]
-    expected = state_of(gradients(policied()))
-    assert_same({f"_overwrite_with_gradient/{name}": np.asarray(leaf) for name, leaf in found.items()}, expected)

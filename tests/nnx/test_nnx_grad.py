@@ -80,26 +80,6 @@ def test_a_skipped_step_keeps_every_kind_of_state_but_does_not_use_random_keys_t
 
 
 @pytest.mark.slow
-def test_good_step_is_that_of_flax():
-    model, optimizer = training(jmp.optim.loss_scaled(optax.sgd(0.1), jmp.StaticLossScale(2.0**10)), "float32")
-    plain = Net(rngs=rngs())
-    theirs = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def their_step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    for _ in range(2):
-        np.testing.assert_allclose(train_step(model, optimizer, X), their_step(plain, theirs, X), rtol=1e-6)
-    ours, expected = values(model), values(plain)
-    assert ours.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", [jmp.StaticLossScale(2.0**10), jmp.DynamicLossScale(2.0**10)])
 def test_loss_and_gradients_are_true_whatever_the_scale(scale):
     model, expected = (Net(rngs=rngs()) for _ in range(2))
@@ -108,16 +88,6 @@ def test_loss_and_gradients_are_true_whatever_the_scale(scale):
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected_grads)
-
-
-@pytest.mark.slow
-def test_no_op_scale_alone_is_the_program_of_flax():
-    def jaxpr(value_and_grad):
-        model = Net(rngs=rngs())
-        return str(jax.make_jaxpr(lambda x: value_and_grad(loss_fn)(nnx.clone(model), x)[0])(X))
-
-    ours = jaxpr(lambda fun: jmp.nnx.value_and_grad(fun, loss_scale=jmp.NoOpLossScale()))
-    assert ours == jaxpr(nnx.value_and_grad)
 
 
 @pytest.mark.slow
@@ -212,29 +182,6 @@ def test_extra_arguments_reach_the_transformation():
     before = model.kernel[...]
     updates = plain.update(model, grads)  # as Flax's does
     np.testing.assert_array_equal(before + updates["kernel"], model.kernel[...])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("x", [X, BAD])
-def test_array_references_hold_after_a_step_what_flax_leaves_in_them(x):
-    """`flax.nnx.grad` works on copies of them, so that there is nothing to keep where a step is skipped."""
-
-    class Counting(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(4, 4, rngs=rngs())
-            self.calls = nnx.BatchStat(jnp.zeros(()), ref=True)
-
-        def __call__(self, x):
-            self.calls[...] += 1.0
-            return self.linear(x)
-
-    def calls_after(grad):
-        model = Counting()
-        grad(model, x)
-        return float(model.calls[...])
-
-    ours = jmp.nnx.grad(loss_fn, loss_scale=jmp.DynamicLossScale())
-    assert calls_after(ours) == calls_after(nnx.grad(loss_fn)) == 0.0
 
 
 @pytest.mark.slow

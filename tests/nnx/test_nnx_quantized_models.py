@@ -50,13 +50,6 @@ def out(quantized):
     return call(quantized, X)
 
 
-@pytest.mark.slow
-def test_a_model_with_the_policy_is_quantized_alike(net, quantized):
-    again = quantize(jmp.with_policy(net, "mixed_bfloat16"), INT8)
-    assert nnx.graphdef(again) == nnx.graphdef(quantized)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(quantized))
-
-
 def test_quantizing_leaves_the_original_as_it_is_and_shares_no_variable(net, quantized):
     assert all(type(layer.kernel) is nnx.Param for layer in (net.body, net.head))
     assert not {id(v) for _, v in nnx.iter_graph(net)} & {
@@ -71,18 +64,6 @@ def test_a_quantized_weight_is_no_param(quantized):
     assert quantized.head.kernel.shape == (8, 8)
     assert isinstance(quantized.head.kernel[...], QuantizedArray)
     assert "QuantizedArray(int8(min_size=0), shape=(8, 8), dtype=float32)" in repr(quantized)
-
-
-@pytest.mark.slow
-def test_a_quantized_model_is_split_merged_cloned_and_updated(quantized, out):
-    graphdef, state = nnx.split(quantized)
-    assert hash(graphdef) == hash(nnx.graphdef(nnx.clone(quantized)))
-    doubled = jax.tree.map(lambda x: x * 2 if x.dtype == jnp.float32 else x, state)
-    np.testing.assert_array_equal(call(nnx.merge(graphdef, state), X), out)
-    clone = nnx.clone(quantized)
-    nnx.update(clone, doubled)
-    np.testing.assert_array_equal(clone.head.kernel[...].scale, quantized.head.kernel[...].scale * 2)
-    np.testing.assert_array_equal(call(quantized, X), out)
 
 
 def test_a_quantized_model_is_pickled():
@@ -161,15 +142,6 @@ def test_a_tied_weight_is_quantized_once_and_stays_tied():
     assert isinstance(apart.body.kernel, QuantizedParam)
 
 
-@pytest.mark.slow
-def test_a_module_assigned_later_is_given_the_policy(net):
-    model = jmp.with_policy(net, INT8)
-    model.extra = nnx.Linear(8, 8, kernel_init=waves, rngs=nnx.Rngs(1))
-    call(model, X)
-    assert "round_nearest_even" in jax.jit(lambda x: model.extra(x)).lower(X).as_text()
-    assert isinstance(quantize(model, INT8).extra.kernel, QuantizedParam)
-
-
 def test_a_model_keeps_the_arguments_that_it_was_told_to_keep():
     seen = []
 
@@ -237,35 +209,6 @@ def test_a_mask_is_in_the_integers():
     values = np.asarray(quantized.kernel[...].values)
     assert values.any()
     assert not values[mask == 0].any()
-
-
-@pytest.mark.slow
-def test_devices_with_parts_of_a_weight_compute_what_one_does():
-    rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
-    of_inputs = lambda leaf: rows if leaf.shape[0] > 1 else PartitionSpec()
-    of_outputs = lambda leaf: PartitionSpec(*[None] * (leaf.ndim - 1), "d")
-    policy = "int4/2(min_size=0)_from_float32"  # of whose blocks each device has whole ones
-    mesh, x = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,)), jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
-
-    def on_mesh(model, split, x_spec, out_spec, gather=lambda x: x):
-        graphdef, state = nnx.split(model)
-        specs = {"in_specs": (jax.tree.map(split, state), x_spec), "out_specs": out_spec}
-        return jax.shard_map(lambda state, x: gather(nnx.merge(graphdef, state)(x)), mesh=mesh, **specs)(state, x)
-
-    @nnx.jit
-    def outputs(layer):
-        models = jmp.with_policy(layer, policy), quantize(layer, policy)
-        sum_up = lambda x: jax.lax.psum(x, "d")
-        on_meshes = lambda model: [
-            on_mesh(model, lambda leaf: PartitionSpec(), rows, rows),
-            on_mesh(model, of_outputs, PartitionSpec(), columns),
-            on_mesh(model, of_inputs, columns, PartitionSpec(), sum_up),
-        ]
-        return models[1](x), [*on_meshes(models[0]), *on_meshes(models[1])]
-
-    expected, found = outputs(nnx.Linear(8, 8, kernel_init=waves, use_bias=False, rngs=nnx.Rngs(0)))
-    for out in found:
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attach", [jmp.with_policy, quantize])
