@@ -38,7 +38,6 @@ PAIR = collections.namedtuple("Pair", "loss aux")
         (SCALES[2], 1, None),
         (SCALES[2], -1, lambda two: PAIR(*two)),
     ],
-    ids=str,
 )
 def test_it_is_value_and_grad_of_jax(scale, argnums, pair):
     """Whatever the pair of loss and auxiliary data is, and from any state that holds one scale."""
