@@ -31,9 +31,6 @@ def loss_fn(w, x):
     return jnp.sum(jnp.tanh(x @ w) @ w)
 
 
-GRAD = jax.grad(loss_fn)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collect measures 697 tensors")  # of ResNet-50; nothing is compiled here
 @pytest.mark.parametrize("name", ARCHITECTURES)
