@@ -150,22 +150,6 @@ def test_the_machine_is_named_with_its_versions(monkeypatch):
     assert doctor.list_versions()["no_such_package"] == "not installed"
 
 
-@pytest.mark.slow
-def test_a_diagnosis_is_json_of_every_kind_that_is_supported(monkeypatch):
-    tiny = {jax.default_backend(): {"matrix": 32, "rows": 32, "width": 16}}
-    monkeypatch.setattr(doctor, "SIZES", tiny)
-    plain = json.loads(json.dumps(doctor.diagnose().to_dict(), allow_nan=False))
-    assert list(plain) == ["versions", "device", "sizes", "matmuls", "steps", "recommendation"]
-    assert plain["versions"]["jax"] == jax.__version__
-    assert set(plain["device"]) == {"platform", "name", "system", "half_instructions"}
-    assert [rate["name"] for rate in plain["matmuls"]] == list(MATMULS)
-    assert plain["matmuls"][0]["speedup"] == 1.0
-    assert all(rate["teraflops"] is None or rate["teraflops"] > 0 for rate in plain["matmuls"])
-    assert list(plain["steps"]) == ["float32", "bfloat16", "float16"]
-    assert set(plain["steps"]["float16"]) == {"seconds", "speedup", "multiplied_in"}
-    assert set(plain["recommendation"]) == {"policy", "reason"}
-
-
 def recommend(steps, matmuls=(1.0, 1.0), kept=("bfloat16", "float16"), machine=GPU, widened=None):
     """The policy and the reason for speed-ups of steps and matmuls in bfloat16 and float16."""
     sure = lambda value: Speedup(value, value * 0.99, value * 1.01)
@@ -184,14 +168,11 @@ def recommend(steps, matmuls=(1.0, 1.0), kept=("bfloat16", "float16"), machine=G
         ((1.9, 2.0), (1.0, 1.0), "bfloat16"),  # float16 gains too little for its loss scale
         ((1.9, 2.4), (1.0, 1.0), "float16"),
         ((1.2, Speedup(1.8, 1.15, 1.9)), (1.0, 1.0), "bfloat16"),  # too noisy to say that float16 is faster
-        ((1.9, 0.5), (1.0, 1.0), "bfloat16"),
         ((0.8, 1.9), (1.0, 1.0), "float16"),
-        ((0.8, 0.8), (1.0, 1.0), "float32"),
         ((1.04, 0.9), (1.0, 1.0), "float32"),
         ((Speedup(1.23, 1.05, 1.8), 0.9), (1.0, 1.0), "float32"),  # the noise exceeds the gain
         ((Speedup(1.4, 0.9, 1.5), 0.9), (1.0, 1.0), "float32"),  # a third of the turns says slower
         ((1.3, 1.3), (0.8, 0.8), "bfloat16"),  # matmuls decide nothing
-        ((0.9, 0.9), (8.0, 8.0), "float32"),
     ],
 )
 def test_the_time_of_a_step_decides(steps, matmuls, dtype):

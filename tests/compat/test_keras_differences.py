@@ -1,4 +1,4 @@
-"""Every difference from Keras is a row of a table in the reference, and every row is held by a check here."""
+"""Every difference from Keras is a row of a table that a check holds; and its loss-scaling optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -223,3 +223,36 @@ def state_under_its_key_becomes_its_gradient():
     after, _ = jmp.optim.step(tx, gradients, tx.init(params), params)
     assert after["_overwrite_with_gradient"].tolist() == [3, 3]
     np.testing.assert_allclose(after["params"], 0.7, rtol=1e-6)
+
+
+def test_the_optimizer_has_the_defaults_of_keras_and_takes_what_tf_keras_saved():
+    scale = scale_of()
+    assert (float(scale.loss_scale), scale.period, scale.factor) == (2.0**15, 2000, 2)
+    for arguments in [{"dynamic_growth_steps": 3}, {"dynamic": True, "dynamic_growth_steps": 3}]:
+        scale = scale_of(8.0, **arguments)
+        assert (float(scale.loss_scale), scale.period) == (8.0, 3)
+    assert scale_of(initial_scale=8, dynamic=False, dynamic_growth_steps=None) == jmp.StaticLossScale(8.0)
+
+
+@pytest.mark.parametrize("number", [128, np.int32(128), np.float32(128), 128.0, jnp.float32(128)], ids=repr)
+def test_an_initial_scale_is_any_number_and_needs_no_warning_of_its_dtype(number):
+    scale = scale_of(number).loss_scale
+    assert (float(scale), scale.dtype) == (128.0, jnp.float32)
+
+
+@pytest.mark.parametrize(("initial", "after"), [(0.25, 0.25), (1.5, 1.0), (2.0**25, 2.0**24)])
+def test_an_overflow_never_raises_a_scale_that_starts_beyond_our_bounds(initial, after):
+    assert float(scale_of(initial).adjust(jnp.array(False)).loss_scale) == after
+
+
+@pytest.mark.parametrize("initial", [4096, 2.0**25])
+def test_the_dynamic_loss_scale_that_tensorflow_saved_goes_on_here(initial):
+    saved = {"initial_loss_scale": initial, "increment_period": 2, "multiplier": 4.0}
+    config = {"name": "mixed_float16", "loss_scale": {"class_name": "DynamicLossScale", "config": saved}}
+    policy = keras.Policy.from_config(config)
+    scale = policy.loss_scale
+    assert (float(scale.loss_scale), scale.period) == (initial, 2)
+    for finite, factor in [(False, 0.25), (True, 0.25), (True, 1.0)]:
+        scale = scale.adjust(jnp.array(finite))
+        assert float(scale.loss_scale) == initial * factor
+    assert keras.Policy.from_config(policy.get_config()) == policy

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,13 +187,3 @@ def test_loss_scale_is_dynamic_by_default_for_mixed_float16_alone(name, argument
     scale = keras.Policy(name, **arguments).loss_scale
     assert type(scale) is kind
     assert scale is None or isinstance(scale, keras.LossScale)
-
-
-def test_a_flax_module_takes_a_quantized_policy_of_keras():
-    nn = pytest.importorskip("flax.linen")
-    x = jnp.ones((1, 64))
-    policy = keras.QuantizedDTypePolicy("int8", "mixed_bfloat16")
-    model = jmp.with_policy(nn.Dense(64), policy)
-    variables = jmp.quant.quantize(jax.eval_shape(model.init, jax.random.key(0), x), policy)
-    assert isinstance(variables["params"]["kernel"], jmp.quant.QuantizedArray)
-    assert jax.eval_shape(model.apply, variables, x).dtype == jnp.bfloat16

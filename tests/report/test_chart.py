@@ -1,4 +1,4 @@
-"""Charts are read at a glance: nothing collides or is cut, every axis has its unit, and formats have their colors."""
+"""Charts are read at a glance: nothing collides or is cut, and formats look the same in every one of them."""
 
 import itertools
 import math
@@ -7,10 +7,12 @@ import sys
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
-from reports import PATHS, REPORTS
+from reports import PATHS
 
+import jmp_policy as jmp
+from jmp_policy.policy import KINDS
 from jmp_policy.quant import Comparison, LayerComparison
-from jmp_policy.report import BEFORE, KEPT, Bars, Panel, find_style, plot_bars
+from jmp_policy.report import BEFORE, FORMAT_STYLES, KEPT, OTHER_STYLES, UNSCALED, find_style
 
 FORMATS = ("int8(activations=false,min_size=0)", "int4/128", "left: no quantization in its policy")
 
@@ -23,24 +25,13 @@ def compare(count, path="blocks_{}/mlp", size=4_194_304, errors=(0.01,)):
     return Comparison(tuple(rows), 0.05)
 
 
-def chart(panels, count=3, colors=2):
-    names = [f"layer {index}" for index in range(count)]
-    measures = [Panel(f"Measure {index}", "kB", [Bars([1e6] * count, "C0")], line=3e5) for index in range(panels)]
-    return plot_bars("layer", names, measures, {f"the color {index}": f"C{index}" for index in range(colors)}, "line")
-
-
 FIGURES = {
     "one row": lambda: compare(1).plot(),
     "many rows": lambda: compare(60).plot(),
     "long names": lambda: compare(10, PATHS[2] + "_{}").plot(),
     "gigabytes": lambda: compare(3, size=28 * 10**10).plot(),
     "errors that are no numbers": lambda: compare(4, errors=(0.02, None, math.inf, math.nan)).plot(),
-    "small errors": lambda: compare(3, errors=(1.23e-9, 4.56e-9)).plot(),
     "nothing": lambda: compare(2, size=0, errors=(0.0,)).plot(),
-    "comparison": lambda: REPORTS["comparison"].plot(),
-    "one panel": lambda: chart(1),
-    "three panels": lambda: chart(3),
-    "many colors": lambda: chart(1, colors=7),
 }
 
 
@@ -102,3 +93,48 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="A plot needs matplotlib, which is not installed: pip install matplotlib"):
         compare(1).plot()
+
+
+OKABE_ITO = {"#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#000000"}
+GREY = "#B0B0B0"
+
+
+def test_colors_are_those_of_okabe_and_ito_and_no_two_styles_look_alike():
+    for styles in ([*FORMAT_STYLES.values()], OTHER_STYLES):
+        assert {style.color for style in styles} <= {*OKABE_ITO, GREY}
+        for one, other in itertools.combinations(styles, 2):
+            assert one.width != other.width
+            assert one.dash != other.dash or one.dash == "solid"
+            wide, narrow = sorted([one, other], key=lambda style: -style.width)
+            assert wide.line["zorder"] < narrow.line["zorder"]
+    colors = [find_style(kind).color for kind in KINDS]  # bar charts have colors alone
+    assert len({*colors}) == len(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ("float32", "float32"),
+        ("half", None),
+        ("mixed_bfloat16", "bfloat16"),
+        ("float8_from_mixed_bfloat16", "float8"),
+        ("int8(activations=false)_from_float32", "int8"),
+        ("int4/64(min_size=0)_from_mixed_float16", "int4"),
+        ("mxfp8(min_size=0)_from_mixed_bfloat16", "mxfp8"),
+        ("nvfp4(hadamard=true)_from_mixed_bfloat16", "nvfp4"),
+        (jmp.Policy("float32", "float16", "float16"), "float16"),
+    ],
+)
+def test_a_policy_looks_as_what_it_computes_in(policy, name):
+    expected = jmp.get_policy(policy).compute_dtype.name if name is None else name
+    assert find_style(policy) == FORMAT_STYLES[expected]
+
+
+def test_float16_without_a_scale_has_a_look_of_its_own():
+    assert find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES[UNSCALED] != find_style("mixed_float16")
+    assert find_style("mixed_bfloat16", is_scaled=False) == find_style("mixed_bfloat16")
+
+
+def test_a_dtype_without_a_style_is_named():
+    with pytest.raises(ValueError, match=r"No style for 'float64'\. There is one for 'float32', 'bfloat16', "):
+        find_style("float64")

@@ -1,12 +1,9 @@
-"""Pages of reports, also in a real Jupyter kernel: well-formed, escaped, and no name may be cut into two lines."""
+"""Pages of reports: well-formed, escaped, and no name may be cut into two lines."""
 
-import pathlib
 import re
 from html.parser import HTMLParser
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 from reports import NAMES, REPORTS, Drawn
 
 from jmp_policy.report import Column, Table
@@ -59,33 +56,3 @@ def test_text_is_on_the_left_and_escaped_and_numbers_on_the_right():
     assert Page(page).texts == ["<fruit>", "price", "a<b/c>", "1", "a & ", "<b/c>"]
     assert '<td style="text-align:right;white-space:nowrap">1</td>' in page
     assert '<th style="text-align:left;white-space:nowrap">&lt;fruit&gt;</th>' in page
-
-
-CELLS = {
-    "import": "from reports import REPORTS; report = REPORTS['audit']",
-    "str": "text = str(report); formatted = f'{report}'; summary = repr(report)",
-    "text": "[text, formatted]",
-    "print": "print(report)",
-    "display": "report",
-    "console": "from jmp_policy.cli._commands import print_text; print_text('a line')",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # those of the kernel's own machinery are not ours to mend
-def test_a_kernel_shows_the_text_and_the_page_that_are_asked_for_and_nothing_else(tmp_path, monkeypatch):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
-    resources = {"metadata": {"path": str(pathlib.Path(__file__).parent)}}
-    for name, value in {"COLUMNS": "80", "JUPYTER_RUNTIME_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}.items():
-        monkeypatch.setenv(name, value)
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources, allow_errors=True).execute()
-    shown = {key: cell.outputs for key, cell in zip(CELLS, notebook.cells, strict=True)}
-    report, text = REPORTS["audit"], str(REPORTS["audit"])
-    assert shown["import"] == shown["str"] == []
-    assert eval(shown["text"][0].data["text/plain"]) == [text, text]
-    for key, printed in [("print", f"{text}\n"), ("console", "a line\n")]:
-        assert {(output.output_type, output.name) for output in shown[key]} == {("stream", "stdout")}
-        assert "".join(output.text for output in shown[key]) == printed  # which a busy kernel sends in pieces
-    [displayed] = shown["display"]
-    assert displayed.output_type == "execute_result"
-    assert (displayed.data["text/html"], displayed.data["text/plain"]) == (report._repr_html_(), repr(report))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
-from planted import bf16, f16, ints, plant, planted, wide
+from planted import bf16, f16, plant, planted, wide
 
 X, X16 = bf16(4, 8), f16(4, 8)
 BF16 = jnp.bfloat16
@@ -49,52 +49,6 @@ plant("linen parameter of one's own", X)(
     ),
     clean=lambda x: applied(Calling(lambda module, x: x * module.param("scale", nn.initializers.ones, (8,), BF16)), x),
 )
-plant("linen attention in float16", f16(1, 4, 8))(
-    faulty=lambda x: applied(
-        Calling(
-            lambda _, x: nn.MultiHeadDotProductAttention(2, dtype=jnp.float16)(x)  # fault: float16-softmax
-        ),
-        x,
-    ),
-    clean=lambda x: applied(nn.MultiHeadDotProductAttention(2, dtype=BF16), x),
-)
-plant("linen norm with reductions in float16", X16)(
-    faulty=lambda x: applied(
-        Calling(
-            lambda _, x: nn.RMSNorm(dtype=jnp.float16, force_float32_reductions=False)(x)  # fault: float16-norm
-        ),
-        x,
-    ),
-    clean=lambda x: applied(nn.RMSNorm(dtype=jnp.float16), x),
-)
-plant("linen embedding cast before the lookup", ints(4, 6))(
-    faulty=lambda tokens: grads(Calling(lambda _, x: nn.Embed(9, 8, dtype=BF16)(x)), tokens),  # fault: half-gradient
-    clean=lambda tokens: grads(nn.Sequential([nn.Embed(9, 8), lambda x: x.astype(BF16)]), tokens),
-)
-
-
-@planted(X)
-class linen_scanned_layer_with_a_running_sum:
-    def faulty(x):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, total, x):
-                return total + nn.Dense(8, use_bias=False, dtype=BF16)(x), None  # fault: half-reduction
-
-        return applied_to_rows(Layer, x, x.dtype)
-
-    def clean(x):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, total, x):
-                return total + wide(nn.Dense(8, use_bias=False, dtype=BF16)(x)), None
-
-        return applied_to_rows(Layer, x, jnp.float32)
-
-
-def applied_to_rows(layer, x, dtype):
-    scanned = nn.scan(layer, variable_broadcast="params", split_rngs={"params": False})()
-    return scanned.init_with_output(jax.random.key(0), jnp.zeros(8, dtype), x)[0]
 
 
 class Net(nnx.Module):
@@ -130,16 +84,6 @@ class nnx_norm_of_ones_own:
 plant("nnx parameter read by the parent", NET, X)(
     faulty=lambda model, x: model.first(x) + model.second.kernel[0],  # fault: accidental-promotion
     clean=lambda model, x: model.first(x) + model.second.kernel[0].astype(x.dtype),
-)
-plant("nnx cast for nothing", NET, X)(
-    faulty=lambda model, x: model.second(model.first(x).astype(jnp.float32)),  # fault: round-trip-cast
-    clean=lambda model, x: model.second(model.first(x)),
-)
-plant("nnx cumulative sum in a jitted model", NET, X)(
-    faulty=lambda model, x: nnx.jit(
-        lambda model, x: jnp.cumsum(model(x), axis=1)  # fault: half-cumulative
-    )(model, x),
-    clean=lambda model, x: nnx.jit(lambda model, x: jnp.cumsum(wide(model(x)), axis=1))(model, x),
 )
 
 

@@ -113,46 +113,7 @@ def test_region_in_full_precision_and_a_program_in_float32_are_meant():
     assert report.findings == audit(jax.grad(loss))(W, f32(4, 8)).findings == ()
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(8, name="fc")(jax.nn.gelu(nn.LayerNorm(name="norm")(x)))
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.remat(Block)(name="first")(x)
-        return nn.Dense(3, name="head")(Block(name="second")(x))
-
-
 MIXED = "params=float32,compute=bfloat16,output=float32"
-
-
-def train_step(model):
-    def loss_fn(params, x):
-        return -jnp.mean(jax.nn.log_softmax(model.apply(params, x)))
-
-    return jax.value_and_grad(loss_fn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "step",
-    [
-        train_step(jmp.with_policy(Net(), MIXED)),
-        jmp.autocast(train_step(Net()), MIXED),
-    ],
-    ids=["with_policy", "autocast"],
-)
-def test_mixed_precision_step_of_a_float32_model_is_clean_and_has_module_paths(step):
-    with jax.numpy_dtype_promotion("standard"):  # LayerNorm promotes
-        params = jax.eval_shape(Net().init, jax.random.key(0), f32(4, 8))
-        report = audit(step)(params, f32(4, 8))
-    report.assert_no()
-    report.assert_matmuls_in("bf16")
-    paths = {(matmul.path, matmul.backward) for matmul in report.matmuls}
-    assert paths == {(path, backward) for path in ("first/fc", "second/fc", "head") for backward in (False, True)}
 
 
 def test_what_autocast_widens_is_no_accident():
@@ -173,18 +134,6 @@ def test_what_a_loop_counts_in_half_numbers_is_not_made_of_nothing_else():
         assert audit(scaled)(bf16(4)).findings == ()
 
 
-def test_modules_of_nnx_have_paths():
-    class Pair(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
-
-        def __call__(self, x):
-            return self.layers[1](self.layers[0](x))
-
-    report = audit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x))))(nnx.eval_shape(Pair), f32(2, 4))
-    assert {matmul.path for matmul in report.matmuls} == {"layers/0", "layers/1"}
-
-
 def test_half_psum_of_gradients_in_a_shard_map():
     def step(w, x):
         grads = jax.grad(loss)(w, x)
@@ -194,11 +143,6 @@ def test_half_psum_of_gradients_in_a_shard_map():
     found = [finding for finding in audit(mapped)(W, bf16(4, 8)).findings if not finding.backward]
     assert [finding.id for finding in found] == ["half-all-reduce"]
     assert "of a gradient in bfloat16" in found[0].message
-
-
-def test_constant_that_overflows_is_found_and_not_warned_of():
-    [finding] = audit(jax.named_scope("mask")(lambda x: x - 1e6))(f16(3)).findings
-    assert (finding.id, finding.path) == ("infinite-constant", "mask")
 
 
 def test_autocast_sums_no_gradient_of_a_weight_in_half():
@@ -243,15 +187,6 @@ def test_text_has_the_tables_and_the_findings(monkeypatch):
     text = str(audit(fun)(f32(4, 4)))  # without the rows of least work
     assert "10 rows of less work are left out" in text
     assert "layer0 " in text
-
-
-def test_html_is_escaped_and_text_has_no_markup():
-    report = audit(jax.named_scope("[bold]")(lambda x: jnp.cumsum(x)))(bf16(8))
-    html = report._repr_html_()
-    assert ">cumsum</td>" in html
-    assert "&lt;lambda&gt;" in html
-    assert "<lambda>" not in html
-    assert "[bold]" in str(report)
 
 
 def test_assertions_of_a_report_name_the_lines_that_they_fail_for():
@@ -316,8 +251,8 @@ def test_what_is_no_function_is_an_error_that_shows_one():
     linear = nnx.eval_shape(lambda: nnx.Linear(99, 99, rngs=nnx.Rngs(0)))
     for target, message in [
         (3, r"audit takes a function, got 3. For example: audit\(train_step\)\(state, batch\)."),
-        (Net, "audit takes a function, got <class"),
-        (Net(), r"For example: audit\(model.apply\)\(variables, x\)."),
+        (nn.Dense, "audit takes a function, got <class"),
+        (nn.Dense(3), r"For example: audit\(model.apply\)\(variables, x\)."),
         (linear, r"\(a Linear\). For example: audit\(lambda model, x: model\(x\)\)"),
     ]:
         with pytest.raises(TypeError, match=message):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 import planted_jax  # noqa: F401
 import planted_models  # noqa: F401
-import planted_range  # noqa: F401
 import pytest
 from planted import PLANTED, bf16, f32, ints
 from zoo import ZOO

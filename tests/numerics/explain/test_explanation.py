@@ -134,12 +134,3 @@ def test_quantization_has_a_column_where_there_is_any(columns):
     assert re.findall("<th.*?>(.*?)</th>", html)[-3:] == ["bytes", "quantization", "leaks into"]
     assert f'<td style="text-align:left">{left}</td>' in html
     assert "quantization" not in str(EXPLANATION) + EXPLANATION._repr_html_()
-
-
-def test_html_is_a_table_whose_text_is_escaped():
-    html = Explanation((dataclasses.replace(ROOT, rule="<b>"), NORM))._repr_html_()
-    assert html.count("<tr>") == 3
-    assert '<td style="text-align:left;white-space:nowrap">blocks/0/norm</td>' in html
-    assert "&lt;b&gt;" in html
-    assert "<b>" not in html
-    assert '>the model itself, <span style="white-space:nowrap">blocks/0</span></td>' in html

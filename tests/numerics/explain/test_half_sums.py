@@ -1,10 +1,14 @@
-"""Which sums in half precision lose numbers, and how many numbers become one in each."""
+"""Which sums in half precision lose numbers, how many numbers become one in each, and what is advised mends it."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
+import jmp_policy as jmp
 from jmp_policy.numerics import audit
 
 
@@ -58,3 +62,44 @@ def test_sums_in_half_are_told_with_how_many_numbers_become_one(said):
 )
 def test_what_loses_nothing_is_no_sum_in_half(fun):
     assert find_sums(fun, 8) == []
+
+
+MIXED = "params=float32,compute=bfloat16,output=float32"
+X = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+
+
+def average(x, pool):
+    return pool(x, (64, 64)).reshape(-1, 8)  # pooled here
+
+
+class ConvNet(nn.Module):
+    pool: object = nn.avg_pool
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(average(nn.relu(nn.Conv(8, (3, 3))(x)), self.pool))
+
+
+def in_a_loss(fun):
+    return jax.grad(lambda params, x: jnp.mean(jax.nn.log_softmax(fun(params, x)) ** 2))
+
+
+def test_pooling_that_flax_computes_in_half_is_found_unless_it_is_of_few_elements_or_in_full_precision():
+    with jax.numpy_dtype_promotion("standard"):  # Flax divides by the window, an integer of NumPy's
+        model = jmp.with_policy(ConvNet(), MIXED)  # adds in bfloat16 on a CPU: the logits are .066 off
+        params = jax.eval_shape(model.init, jax.random.key(0), X)
+        for fun in (model.apply, in_a_loss(model.apply)):
+            [finding] = audit(fun)(params, X).findings
+            assert (finding.id, finding.dtypes, finding.backward) == ("half-reduction", ("bfloat16",), False)
+            assert "reduce_window_sum of 4096 numbers in bfloat16" in finding.message
+            assert "jmp.force_full_precision(nn.avg_pool)" in finding.message
+            assert re.search(r"test_half_sums.py:\d+ \(average\)$", finding.source)
+        explanation = jmp.explain(model, X)
+        assert [row.path for row in explanation.rows if row.half_sums] == [""]
+        text = " ".join(str(explanation).split())
+        assert "the model itself (!): reduce_window_sum of 4096 numbers in bfloat16, whose error grows" in text
+        small = jmp.with_policy(ConvNet(lambda x, _: nn.avg_pool(x, (2, 2)).mean((1, 2))), MIXED)
+        assert jmp.explain(small, X)[""].half_sums == ()
+        mended = jmp.with_policy(ConvNet(jmp.force_full_precision(nn.avg_pool)), MIXED)
+        for fun in (mended.apply, jmp.autocast(ConvNet().apply, MIXED)):
+            assert audit(fun)(params, X).findings == audit(in_a_loss(fun))(params, X).findings == ()

@@ -35,15 +35,6 @@ def test_the_origin_is_named(name):
     fault.assert_found(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["turn of a while", "trap of where"])
-def test_the_origin_is_named_without_jit(name):
-    fun, args = FAULTS[name].make()
-    out, found = first_nonfinite(fun)(*args)
-    jax.tree.map(np.testing.assert_array_equal, out, fun(*args))
-    FAULTS[name].assert_found(found)
-
-
 def test_a_result_in_parts_is_summed_before_it_is_looked_at():
     mesh = make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     parts = lambda x: jnp.einsum("ij,kj->ik", x, x, out_sharding=P(unreduced={"data"}))

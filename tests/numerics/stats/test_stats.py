@@ -148,17 +148,6 @@ def test_pickles_and_flax_bring_stats_back():
     assert STATS.rows() == unpickled.rows() == restored.rows()
 
 
-@pytest.mark.filterwarnings("default")  # those of orbax
-def test_orbax_brings_stats_back(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", {"stats": STATS})
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "saved", {"stats": STATS.empty()})["stats"]
-    assert restored.layout is LAYOUT
-    assert restored.rows() == STATS.rows()
-
-
 def test_a_path_selects_what_is_inside_it():
     assert [row.path for row in STATS["blocks/0"]] == ["blocks/0/attention", "blocks/0/mlp"]
     assert STATS["blocks/0"].rows() == STATS.rows()[:2]
@@ -166,13 +155,6 @@ def test_a_path_selects_what_is_inside_it():
     assert len(STATS["blocks"]) == 3
     assert STATS[""].rows() == STATS.rows()
     assert len(STATS) == 4
-
-
-@pytest.mark.slow
-def test_a_selection_may_have_gaps_and_leading_axes():
-    layout = make_layout(*map(make_site, ("a", "b", "a", "a/b")))
-    stats = stack([make_stats(draw_tensors(seed), layout) for seed in range(2)])
-    assert jax.jit(lambda s: s["a"])(stats).rows() == tuple(row for row in stats.rows() if row.path != "b")
 
 
 def test_an_empty_program_has_no_rows():

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
-from jmp_policy.report import BEFORE, FORMAT_STYLES
+from jmp_policy.report import BEFORE
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 LONG = "model/encoder/transformer/layers_{}/self_attention/query_key_value/DenseGeneral_0"
@@ -95,34 +95,11 @@ def test_bars_are_the_shares_of_numbers():
     assert below.texts[0].get_text() == f"{100 * lost:.1f}% become zero"
 
 
-@pytest.mark.slow
-def test_ranges_are_those_of_the_formats():
-    _, below = draw(make_stats(1, directions=("forward",)).plot(["float16", "float8_e5m2", "bfloat16"])).axes
-    spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
-    half, e5m2 = np.finfo(np.float16), (-16, -14, math.log2(57344))
-    assert spans[0] == (math.log2(half.smallest_subnormal), math.log2(half.smallest_normal))
-    assert spans[1] == (-14, pytest.approx(math.log2(half.max)))
-    assert [*spans[2], spans[3][1]] == pytest.approx([e5m2[0], e5m2[1], e5m2[2]])
-    assert spans[5] == (-47, 17)  # bfloat16 goes on beyond both ends
-    colors = [to_hex(bar.get_facecolor()).upper() for bar in below.patches[::2]]
-    assert colors == [FORMAT_STYLES[name].color for name in ("float16", "float8_e5m2", "bfloat16")]
-
-
 def test_titles_say_what_is_in_no_bin():
     tensor = np.ones(SHAPE)
     tensor[0, :4], tensor[1, 0] = 0, np.inf
     stats = Stats(make_record([tensor]), make_layout(make_site("head")))
     assert stats.plot().axes[0].get_title(loc="left") == "head, forward; 12% zeros; 3.1% nan or infinite"
-
-
-@pytest.mark.slow
-def test_integers_have_no_range():
-    stats = make_stats(1, formats=("float16",))
-    named = Stats(stats.record, make_layout(*stats.layout.sites, formats=("int8",)))
-    _, below, *_ = draw(named.plot()).axes
-    assert not below.patches
-    _, below, *_ = draw(named.plot(["int8", "float16"])).axes
-    assert [label.get_text() for label in below.get_yticklabels()] == ["float16"]
 
 
 def test_a_selection_is_drawn_alone():
@@ -145,17 +122,6 @@ def test_a_heat_map_has_the_shares_of_each_step():
     assert axes.get_title(loc="left") == f"backward; {5 - len(kept)} of 5 rows lose nothing"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "50"]
     assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
-
-
-@pytest.mark.slow
-def test_a_heat_map_pools_the_operations_of_a_layer():
-    small, large = np.full(SHAPE, 2.0**-30), np.ones(SHAPE)
-    layout = make_layout(make_site("a", line=1), make_site("a", line=2), make_site("a", turn=(0, 3)))
-    history = StatsHistory()
-    history.append(0, Stats(make_record([small, large, small]), layout))
-    axes = draw(history.plot_underflow()).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "a[0][3]"]
-    assert np.asarray(axes.images[0].get_array()).tolist() == [[0.5], [1.0]]
 
 
 def test_a_step_that_lacks_a_row_is_blank():

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
-from meshes import make_mesh
-from sharded import BOTH_WAYS, DATA, GRID, array, grads_of_mlp, on_each, summary
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from sharded import BOTH_WAYS, DATA, GRID, array, grads_of_mlp, on_each
 
 from jmp_policy.numerics import collectives
 
@@ -126,16 +125,6 @@ def test_shardings_may_be_those_of_jit():
     product = jax.jit(lambda x, w: x @ w, in_shardings=shardings)
     [row] = collectives(product)(np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)).rows
     assert (row.kind, row.axes, row.shape, row.direction) == ("all-reduce", ("data",), (2, 4), "forward")
-
-
-@pytest.mark.slow
-def test_an_explicit_mesh():
-    mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        report = collectives(lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P()))(
-            array((2, 8), mesh, None, "data", dtype=jnp.bfloat16), array((8, 4), mesh, "data", dtype=jnp.bfloat16)
-        )
-    assert summary(report) == [("all-reduce", "bfloat16", ("data",), (2, 4), "forward", 1)]
 
 
 def test_errors_of_jax_name_the_function():

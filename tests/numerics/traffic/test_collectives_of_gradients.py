@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
@@ -40,41 +40,6 @@ def test_gradients_of_replicated_parameters_are_reduced_in_the_dtype_of_their_pr
     first = loss_of_mlp.__code__.co_firstlineno
     assert lines == [first + 5, first + 3]
     assert all(row.source.endswith("(loss_of_mlp)") for row in report.rows)
-
-
-@pytest.mark.slow
-def test_sharded_parameters_are_gathered_for_the_forward_pass():
-    report = grads_of_mlp(DATA, ("data",), ("data",))
-    assert summary(report.select(kind="all-gather")) == [
-        ("all-gather", "bfloat16", ("data",), (8, 16), "forward", 1),
-        ("all-gather", "bfloat16", ("data",), (16, 8), "forward", 1),
-    ]
-    report.assert_gathered_in("bfloat16", axis="data")
-    report.assert_reduced_in("bfloat16", of="gradients")
-
-
-@pytest.mark.slow
-def test_activations_of_a_tensor_axis_are_no_gradients():
-    def loss(params, x):
-        with jax.named_scope("first"):
-            x = jnp.tanh(x @ params["first"].astype(jnp.bfloat16))
-        return loss_of_mlp(params, x)
-
-    params = {
-        "first": array((8, 8), GRID),
-        "up": array((8, 16), GRID, None, "model"),
-        "down": array((16, 8), GRID, "model"),
-    }
-    shardings = jax.tree.map(lambda param: param.sharding, params)
-    step = jax.jit(jax.grad(loss), out_shardings=shardings)
-    report = collectives(step)(params, array((32, 8), GRID, "data", dtype=jnp.bfloat16))
-    # Megatron's pair: what the second product makes, and the cotangent of what the first one reads.
-    assert summary(report.select(axis="model")) == [
-        ("all-reduce", "bfloat16", ("model",), (16, 8), "forward", 1),
-        ("all-reduce", "bfloat16", ("model",), (16, 8), "backward", 1),
-    ]
-    found = sorted((row.path, *row.axes) for row in report.rows if row.is_gradient)
-    assert found == [("down", "data"), ("first", "data"), ("up", "data")]
 
 
 @pytest.mark.slow
@@ -147,25 +112,6 @@ def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
         (("model",), "backward", False, (2, 4), 3),
         (("model",), "forward", False, (2, 4), 3),
     ]
-
-
-@pytest.mark.slow
-@BOTH_WAYS
-def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compiled):
-    """Also in a loop over steps, whose next step reads what this one leaves."""
-
-    def train(w, xs):
-        def step(w, x):
-            loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)
-            norm = lax.psum(jnp.sum(grad**2), "data")
-            return w - lax.pmean(grad * 0.5, "data") / norm, lax.pmean(loss, "data")
-
-        return lax.scan(step, w, xs)
-
-    train = jax.shard_map(train, mesh=DATA, in_specs=(P(), P(None, "data")), out_specs=(P(), P()), check_vma=False)
-    report = collectives(train, compiled=compiled)(array((4, 4), DATA), array((6, 8, 4), DATA, None, "data"))
-    found = sorted((row.shape, row.direction, row.is_gradient, row.count) for row in report.rows)
-    assert found == [((), "forward", False, 6)] * 2 + [((4, 4), "backward", True, 6)]
 
 
 MOVES = {
@@ -285,12 +231,6 @@ def test_axes_that_a_shard_map_leaves_to_xla_are_read_after_partitioning():
     assert [row.is_gradient for row in by_hand.rows] == [False, True]
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8, name="body")(x)
-
-
 class Module(nnx.Module):
     def __init__(self, rngs):
         self.body = nnx.Linear(8, 8, rngs=rngs)
@@ -300,25 +240,6 @@ class Module(nnx.Module):
 
 
 ROWS = {("body", "bfloat16", True, (8,)), ("body", "bfloat16", True, (8, 8))}
-
-
-@pytest.mark.slow
-def test_a_train_step_with_donated_arguments_of_a_linen_model():
-    model = jmp.with_policy(Net(), "mixed_bfloat16")
-    tx = optax.sgd(1e-3, momentum=0.9)  # adam's powers of a count are no strict promotion
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((8, 8)))["params"]
-
-    def step(params, opt_state, x):
-        grads = jax.grad(lambda params: jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    state = jax.tree.map(
-        lambda leaf: array(leaf.shape, DATA, dtype=leaf.dtype), (params, jax.eval_shape(tx.init, params))
-    )
-    donating = jax.jit(step, donate_argnums=(0, 1), out_shardings=NamedSharding(DATA, P()))
-    report = collectives(donating)(*state, array((8, 8), DATA, "data"))
-    assert {(row.path, row.dtype, row.is_gradient, row.shape) for row in report.rows} == ROWS
 
 
 def test_what_a_step_changes_in_an_nnx_model_is_reduced():

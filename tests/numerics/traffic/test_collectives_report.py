@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
-from meshes import make_mesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from properties import examples
 
 from jmp_policy.numerics import Collective, Collectives, collectives
 
 # XLA writes many forms of groups and lines, of which the compilers that are here write one each.
 from jmp_policy.numerics._hlo import find_group, parse_module, partition
-
-DATA = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def make_row(kind="all-reduce", dtype="bfloat16", axes=("data",), *, gradient=True, **fields):

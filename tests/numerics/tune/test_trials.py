@@ -168,18 +168,6 @@ def test_a_file_of_something_else_is_refused_and_left(text, file):
     assert file.read_text(encoding="utf-8") == text
 
 
-@pytest.mark.slow
-def test_keys_are_part_of_the_arguments(file):
-    def draw(key, x):
-        with jax.named_scope("a"):
-            return jax.random.normal(key, x.shape) @ x
-
-    options = {"tolerance": 0.05, "trials_file": file}
-    jmp.tune(draw, (jax.random.key(0), jnp.ones((4, 4))), HALF, **options)
-    with pytest.raises(ValueError, match="its arguments is"):
-        jmp.tune(draw, (jax.random.key(1), jnp.ones((4, 4))), HALF, **options)
-
-
 def edit(gain):
     def net(x, weight):
         with jax.named_scope("a"):

@@ -104,15 +104,6 @@ def test_plain_data_is_json(tuning):
 
 
 @pytest.mark.slow
-def test_a_finite_function_needs_nothing():
-    tuning = jmp.tune(make_loss({}), (make_weights("ab"), BATCH), "mixed_float16", tolerance=0.05)
-    assert tuning.scopes == ()
-    assert tuning.policy_map == jmp.PolicyMap({}, HALF)
-    assert len(tuning.trials) == 1
-    assert "All 3 scopes of" in str(tuning)
-
-
-@pytest.mark.slow
 def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     """Only so many kinds of operations are measured, and the search goes on without."""
     monkeypatch.setattr(_tune_search, "MOST_ROWS", 0)
