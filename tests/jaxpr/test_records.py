@@ -201,16 +201,6 @@ def test_a_branch_that_is_not_taken_has_empty_rows():
     ]
 
 
-@pytest.mark.slow
-def test_dead_equations_are_not_recorded():
-    def fun(x):
-        jnp.exp(x) @ x
-        return x * 2
-
-    _, record = observe(fun)(jnp.ones(3))
-    assert record["times"].tolist() == [1]
-
-
 def test_several_tests_make_a_loop_an_operation():
     loop = lambda x: lax.while_loop(lambda c: c < 10, lambda c: c * 2, x)
     lines = []
