@@ -33,11 +33,6 @@ class Layers:
     def outer_static(w, x):
         return layer(w, x)
 
-    @staticmethod
-    @autocast(LOW)
-    def inner_static(w, x):
-        return layer(w, x)
-
     @autocast(LOW)
     @classmethod
     def class_method(cls, w, x):
@@ -62,7 +57,6 @@ FUNCTIONS = {
     "partial": functools.partial(autocast(functools.partial(layer, x=X), LOW)),
     "lambda": autocast(lambda w, x: layer(w, x), LOW),
     "static method": Layers.outer_static,
-    "static method inside": Layers.inner_static,
     "class method": Layers.class_method,
     "method": Layers().method,
     "bound method": autocast(Layers().plain, LOW),

@@ -63,19 +63,14 @@ def linen_state():
 
 
 @pytest.mark.slow
-def test_a_linen_train_step_keeps_the_dtypes_of_all_state(linen_state):
+def test_a_linen_train_step_runs_low_and_keeps_the_dtypes_of_all_state(linen_state):
     key = jax.random.key(2)
     plain = jax.eval_shape(linen_step, *linen_state, key)
     cast = jax.eval_shape(autocast(linen_step, LOW), *linen_state, key)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cast) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), plain
     )
-
-
-@pytest.mark.slow
-def test_all_products_of_a_linen_train_step_are_low(linen_state):
-    program = jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, jax.random.key(2))
-    assert dtypes(program) == ["bfloat16"] * 5
+    assert dtypes(jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, key)) == ["bfloat16"] * 5
 
 
 class Twin(nnx.Module):
@@ -143,23 +138,6 @@ def test_a_whole_nnx_train_step_runs_low_and_keeps_its_state_in_float32():
     cast = nnx_program(autocast(nnx_step, LOW), model, optimizer)
     assert dtypes(cast) == ["bfloat16"] * 5
     assert [aval.dtype for aval in cast.out_avals] == [aval.dtype for aval in plain.out_avals]
-
-
-@pytest.mark.slow
-def test_an_nnx_train_step_trains_in_jit_and_is_traced_once():
-    traces = []
-
-    @nnx.jit
-    @autocast(LOW)
-    def step(model, optimizer, x):
-        traces.append(None)
-        return nnx_step(model, optimizer, x)
-
-    model, optimizer = nnx_state()
-    losses = [float(step(model, optimizer, X)) for _ in range(3)]
-    assert all(np.isfinite(losses))
-    assert int(model.calls[...]) == int(optimizer.step[...]) == 3
-    assert len(traces) <= 2  # the first step makes `hidden`, and so another module
 
 
 @pytest.mark.slow
@@ -255,27 +233,6 @@ def test_objects_that_are_not_differentiated_may_be_read(transform):
     np.testing.assert_allclose(half, full, rtol=0, atol=0.02 * float(jnp.abs(full).max()))
     after = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
     assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
-
-
-class Deep(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(20):
-            x = x + jnp.tanh(nn.Dense(4)(x))
-        return x.sum()
-
-
-def test_tracing_a_model_takes_at_most_a_fifth_more_calls():
-    """Counts calls of functions, which do not depend on the machine: 1.16 once caches are filled, and 1.24 before."""
-    params = jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((2, 4)))
-
-    def count(fun):
-        return count_calls(lambda: jax.make_jaxpr(lambda *args: fun(*args))(params, jnp.ones((2, 4))))
-
-    functions = Deep().apply, autocast(Deep().apply, LOW)
-    [count(fun) for fun in functions]
-    plain, cast = map(count, functions)
-    assert cast <= 1.2 * plain
 
 
 @pytest.mark.parametrize(("transform", "most"), [(lambda fun: fun, 1.6), (jax.grad, 2.0)], ids=["forward", "gradients"])

@@ -58,26 +58,10 @@ def update(mm, w, x, s):
     return s + mm(x, w)
 
 
-@program(t=((4, 8), 293, 5))
-def radiation_of_a_temperature(mm, w, x, t):
-    return t + 0.01 * (mm(x, w) - 5.67e-8 * t**4)
-
-
 @program(t=((4, 1), 86400, 3600))
 def timestamps(mm, w, x, t):
     age = t - 86000
     return jnp.exp(-jax.nn.sigmoid(mm(x, w)) * jnp.abs(age) / 3600), age
-
-
-@program(mean=((8,), 1000, 10), deviation=((8,), 2, 0.1))
-def normalized_inputs_and_outputs(mm, w, x, mean, deviation):
-    raw = mean + 3 * x
-    return mm((raw - mean) / deviation, w) * deviation + mean
-
-
-@program(s=((1, 8), 100, 1))
-def batch_of_one(mm, w, x, s):
-    return s + mm(x[:1], w)
 
 
 def rotate(q, cos, sin):
@@ -112,19 +96,10 @@ def running_moments(mm, w, x, count, mean, square):
     return count, mean + difference * 4 / count, square + (jnp.mean((h - mean) ** 2, 0) - square) / count
 
 
-def loss_of(mm, w, x):
-    return jnp.mean((jnp.tanh(mm(x, w)) - x) ** 2)
-
-
 @program(momentum=((8, 8), 0, 0.1))
 def momentum(mm, w, x, momentum):
-    momentum = 0.9 * momentum + jax.grad(lambda w: loss_of(mm, w, x))(w)
+    momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean((jnp.tanh(mm(x, w)) - x) ** 2))(w)
     return w - 0.01 * momentum, momentum
-
-
-@program(scale=((8,), 1e-4, 1e-5))
-def layer_scale(mm, w, x, scale):
-    return x + scale * mm(jax.nn.gelu(mm(x, w)), w)
 
 
 @program(place=((4, 8), 10, 1), speed=STATE)

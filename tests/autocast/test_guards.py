@@ -159,13 +159,6 @@ def test_what_half_precision_can_hold_stays_half(bounded):
         assert trace(under(half, bounded))(EYE).eqns[-1].invars[0].aval.dtype == half
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1e6, -1e9, 1e-8])
-def test_a_comparison_with_what_float16_has_not_is_exact_and_warns_of_nothing(number):
-    found = under("float16", lambda h: h > number)(EYE)  # warnings are errors in these tests
-    np.testing.assert_array_equal(found, np.greater(EYE, number))
-
-
 def test_an_epsilon_too_small_for_float16_stays_an_epsilon():
     x = np.zeros((8, 8), np.float32)
     assert np.isfinite(under("float16", lambda h: h / (h + 1e-8))(x)).all()

@@ -282,7 +282,6 @@ def nnx_products(fun, model):
     return products(trace(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), (Block, 4), ("", 5)]
 )
@@ -291,33 +290,6 @@ def test_nnx_modules_have_the_path_of_their_module(key, count):
     found = nnx_products(autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW)), model)
     assert [dtype for _, dtype in found].count("float32") == count
     assert len(found) == 5
-
-
-class Borrower(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Linear(3, 3, rngs=rngs)
-        self.reader = Reader(self.embed)
-
-    def __call__(self, x):
-        return self.reader(self.embed(x))
-
-
-class Reader(nnx.Module):
-    def __init__(self, lent):
-        self.lent = lent
-
-    def __call__(self, x):
-        return self.lent(x) @ jnp.eye(3)
-
-
-def test_an_nnx_module_that_is_called_elsewhere_has_its_own_path():
-    def dtypes_with(key):
-        fun = autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW))
-        found = nnx_products(fun, Borrower(nnx.Rngs(0)))
-        return [dtype for _, dtype in found]
-
-    assert dtypes_with("embed") == ["float32", "float32", "bfloat16"]
-    assert dtypes_with("reader") == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_without_rules_a_program_at_two_scopes_is_one():

@@ -139,16 +139,6 @@ def test_records_pass_through_transformations(name):
         assert_near(*jax.jit(run).lower(*animal.args).compile(QUICKLY)(*animal.args))
 
 
-# JAX closes over what a jitted function makes inside of shard_map, and does not do so on explicit axes without jit.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"shard_map_on_an_explicit_mesh"}))
-def test_records_come_without_jit(name):
-    animal = ZOO[name]
-    with animal.context():
-        out, record = observe(animal.fun)(*animal.args)
-        assert_near((out, record), jax.jit(observe(animal.fun))(*animal.args))
-
-
 def assert_near(ours, theirs):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

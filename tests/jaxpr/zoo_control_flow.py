@@ -54,15 +54,6 @@ def scan_in_scan(x, ws):
     return lax.scan(lambda x, ws: (lax.scan(inner, x, ws)[0], x.mean()), x, ws)
 
 
-@CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
-def scan_that_accumulates(x, ws):
-    def body(carry, w):
-        total, count = carry
-        return (total + jnp.sum(x @ w), count + 1), None
-
-    return lax.scan(body, (jnp.float32(0), 0), ws)[0]
-
-
 @CONTROL_FLOW.specimen((4, 4), (4, 4), differentiable=False)
 def while_loop(x, w):
     return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))
@@ -122,11 +113,6 @@ def value_and_gradient_of_a_scan_in_remat(x, ws):
 @CONTROL_FLOW.specimen((4, 4), (4, 4))
 def gradient_inside(x, w):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
-
-
-@CONTROL_FLOW.specimen((4, 4), (4, 4))
-def forward_mode_inside(x, w):
-    return jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (x,))
 
 
 @CONTROL_FLOW.specimen((3, 4, 4), (4, 4))

@@ -68,16 +68,6 @@ def custom_vjp_in_vmap_and_scan(x, w):
 
 
 @CUSTOM_RULES.specimen((4, 4))
-def custom_vjp_with_a_constant(x):
-    @jax.custom_vjp
-    def scaled(x):
-        return x * TABLE
-
-    scaled.defvjp(lambda x: (x * TABLE, None), lambda _, ct: (ct * TABLE,))
-    return scaled(x)
-
-
-@CUSTOM_RULES.specimen((4, 4))
 def linear_call_with_a_transpose(x):
     return linear_call(lambda table, x: x * table, lambda table, ct: ct * table, TABLE, x)
 

@@ -62,11 +62,6 @@ def linear_algebra(x):
     return jnp.linalg.cholesky(a), jnp.linalg.solve(a, x), jnp.linalg.inv(a), jnp.linalg.slogdet(a)[1]
 
 
-@VALUES.specimen((8, 4), error=0.1)
-def spectrum(x):
-    return jnp.abs(jnp.fft.rfft(x, axis=0)) ** 2
-
-
 @VALUES.specimen(jax.random.key(0), (4, 4), differentiable=False)
 def random_numbers(key, x):
     a, b = jax.random.split(key)
@@ -94,12 +89,6 @@ def convolution_and_pooling(x, kernel):
 def scatters_and_gathers(x, ids):
     sums = jax.ops.segment_sum(x, ids, 3)
     return sums, jnp.zeros((3, 4)).at[ids].max(x), x[ids], lax.dynamic_slice(x, (ids[1], 0), (2, 4))
-
-
-@VALUES.specimen((4, 4), (4, 4))
-def optimization_barrier(x, w):
-    h, kept = lax.optimization_barrier((x @ w, x))
-    return h + kept
 
 
 @VALUES.specimen((4, 4), (4, 4))
