@@ -1,4 +1,4 @@
-"""`accumulate_dtype` in `autocast`: sums that nothing rounds before it is narrow, and a derivative of half products."""
+"""Sums in `autocast`: with an `accumulate_dtype`, which nothing rounds, and those of gradients, in float32 always."""
 
 import collections
 import functools
@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
@@ -63,11 +64,7 @@ def looped(w, x):
     return jax.lax.scan(turn, x, None, length=3)[0] @ w["head"]
 
 
-def rematerialized(w, x):
-    return jax.checkpoint(mlp)(w, x)
-
-
-FUNCTIONS = (mlp, attention, convolution, looped, rematerialized)
+FUNCTIONS = (mlp, attention, convolution, looped)
 
 
 def sum_of(fun):
@@ -195,22 +192,16 @@ def primitives(fun, *args):
     ("follow", "kept"),
     [
         (lambda y: y + 1.5, True),
-        (lambda y: y - draw(4, 8, 24), True),
         (lambda y: y - jax.nn.logsumexp(y), True),
         (lambda y: y + jnp.cumsum(y, 1), True),
         (lambda y: y + y[:1], False),
-        (lambda y: y + jnp.tanh(y), False),
         (lambda y: y.reshape(2, 2, 8, 24).transpose(1, 0, 2, 3), True),
         (lambda y: y * 0.3, True),
-        (lambda y: y / 3.0, True),
-        (lambda y: -y, True),
         (lambda y: jnp.where(y[0, 0, 0] > 0, y, -1e30), True),
         (lambda y: jnp.concatenate([y, y * 3]), True),
         (jnp.exp, True),
         (jax.nn.log_softmax, True),
         (jnp.tanh, False),
-        (jax.nn.relu, False),
-        (lambda y: y * y, False),
         (lambda y: 3.0 / y, False),
         (lambda y: checkpoint_name(y, "kept"), False),
     ],
@@ -221,14 +212,6 @@ def test_what_follows_reads_the_sums_as_they_are_or_rounded(follow, kept):
     exact = follow(jnp.matmul(X, w["head"], precision="highest"))
     assert found.dtype == jnp.float32
     assert (error(found, exact) < 1e-6) == kept
-
-
-@pytest.mark.slow
-def test_the_best_of_nearly_equal_logits_is_the_best():
-    w = jnp.asarray([[1.0, 1.0], [0.0, 2**-10]])
-    best = lambda w, x: jnp.argmax(x @ w, axis=-1)
-    assert jmp.autocast(best, PLAIN)(w, jnp.ones((1, 2))).tolist() == [0]
-    assert jmp.autocast(best, WIDE)(w, jnp.ones((1, 2))).tolist() == [1]
 
 
 def test_a_sigmoid_that_a_logarithm_reads_stays_in_float32():
@@ -333,18 +316,6 @@ def test_a_checkpoint_keeps_what_it_is_given_in_half():
 
 
 @pytest.mark.slow
-def test_a_softmax_of_sums_keeps_its_result_in_half_and_nothing_else():
-    w = make_weights()
-    residuals = lambda policy: [
-        x.dtype.name
-        for x in jax.tree.leaves(jax.vjp(jmp.autocast(attention, policy), w, X)[1])
-        if getattr(x, "shape", None) == (4, 2, 8, 8) and np.any(x)  # not the zeros that a mask puts into gradients
-    ]
-    assert "bfloat16" in residuals(WIDE)
-    assert set(residuals(WIDE)) <= {"bfloat16", "bool"}
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
 def test_rules_for_functions_of_the_user_hold():
     @jax.custom_vjp
@@ -360,27 +331,51 @@ def test_rules_for_functions_of_the_user_hold():
     assert jax.grad(lambda w: inside(w, X).sum())(w).dtype == jnp.float32
 
 
-@pytest.mark.slow
-def test_a_second_autocast_around_changes_nothing():
-    w = make_weights()
-    once = jmp.autocast(mlp, WIDE)
-    twice = jmp.autocast(lambda w, x: once(w, x), WIDE)
-    np.testing.assert_array_equal(jax.jit(twice)(w, X), jax.jit(once)(w, X))
-
-
 def test_an_audit_counts_half_products_and_finds_nothing_wrong():
     report = jmp.numerics.audit(jmp.autocast(sum_of(mlp), WIDE))(make_weights(), X)
     assert {row.dtype for row in report.rows if row.operation == "dot_general"} == {"bfloat16"}
     assert "no findings" in str(report)
 
 
-def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
-    policy = "params=float32,compute=bfloat16,output=float32,accumulate=float64"
-    with pytest.raises(
-        ValueError, match=r"^autocast cannot accumulate in 'float64', the accumulate dtype of the policy"
-    ):
-        jmp.autocast(mlp, policy)
-    with pytest.raises(ValueError, match=r"cannot accumulate in 'float64'.*for the key 'head' of a PolicyMap"):
-        jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))
-    with pytest.raises(ValueError, match=r"^autocast cannot accumulate in 'float64'"):  # no dtype to compare it with
-        jmp.autocast(mlp, "params=float32,compute=none,output=none,accumulate=float64")
+# The gradient of a weight that is used several times is summed in float32, wherever the derivative is taken.
+
+HALF_POLICY = jmp.Policy("float32", "bfloat16", None)
+USES = 64
+
+
+def loss(weight, x):
+    x = x @ weight  # the stream is in half precision
+    for _ in range(USES - 1):
+        x = x + 0.05 * jnp.tanh(x @ weight)
+    return (x**2).mean()
+
+
+def arguments():
+    draw = np.random.default_rng().normal
+    return jnp.asarray(draw(size=(8, 8)) / 8, jnp.float32), jnp.asarray(draw(size=(4, 8)), jnp.float32)
+
+
+def sums(fun, *args):
+    eqns = [eqn for eqn in trace(fun)(*args).eqns if eqn.primitive.name == "add_any"]
+    return collections.Counter((eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype.name) for eqn in eqns)
+
+
+@pytest.mark.slow
+def test_gradients_of_activations_are_summed_in_half():
+    counts = sums(jmp.autocast(jax.grad(loss), HALF_POLICY), *arguments())
+    assert counts[(8, 8), "float32"] == USES - 1
+    assert counts[(8, 8), "bfloat16"] == 0
+    assert counts[(4, 8), "bfloat16"] >= USES - 1
+    assert counts[(4, 8), "float32"] == 0
+
+
+def test_the_gradient_of_logits_is_summed_in_float32_over_the_parts_of_a_loss():
+    """Parts that JAX traces as jitted functions of their own: each would cast the logits for itself."""
+
+    def classify(weight, x):
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.softmax_cross_entropy_with_integer_labels(x @ weight, jnp.arange(4)).mean()
+
+    counts = sums(jax.grad(jmp.autocast(classify, HALF_POLICY)), *arguments())
+    assert counts[(4, 8), "float32"] >= 1
+    assert counts[(4, 8), "bfloat16"] == 0

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from programs import products, trace
 
 import jmp_policy as jmp
@@ -32,11 +33,6 @@ class Layers:
     def outer_static(w, x):
         return layer(w, x)
 
-    @staticmethod
-    @autocast(LOW)
-    def inner_static(w, x):
-        return layer(w, x)
-
     @autocast(LOW)
     @classmethod
     def class_method(cls, w, x):
@@ -61,7 +57,6 @@ FUNCTIONS = {
     "partial": functools.partial(autocast(functools.partial(layer, x=X), LOW)),
     "lambda": autocast(lambda w, x: layer(w, x), LOW),
     "static method": Layers.outer_static,
-    "static method inside": Layers.inner_static,
     "class method": Layers.class_method,
     "method": Layers().method,
     "bound method": autocast(Layers().plain, LOW),
@@ -154,3 +149,32 @@ def test_equal_policies_share_rewritten_bodies():
 
     assert body(LOW) is body(jmp.Policy("float32", jnp.bfloat16, None))
     assert body(LOW) is not body("params=float32,compute=float16,output=none")
+
+
+# Numbers of Python stay weak, as through `jax.jit`: they promote nothing that they meet later.
+
+ONES, WEAK = jnp.ones((2, 2)), jnp.full((2, 2), 2.0)
+NUMBERS = {
+    "numbers": lambda w, x: (x, 2.0, 3, True, 1j),
+    "weak matmul": lambda w, x: (w @ w, jnp.exp(w @ w), w @ x),
+    "weak carry": lambda w, x: lax.scan(lambda c, r: (c * 0.5 + 1.0, (r @ x) * c), 1.0, x),
+    "weak carry of a matmul": lambda w, x: lax.scan(lambda c, r: (c @ w, None), w, x)[0],
+    "branches": lambda w, x: lax.cond(x[0, 0] > 0, lambda: 2.0, lambda: 3.0),
+}
+
+
+def weak_types_of(fun):
+    return [(leaf.dtype.name, leaf.weak_type) for leaf in jax.tree.leaves(fun(WEAK, ONES))]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_results_are_as_weak_as_under_jit(name):
+    fun = NUMBERS[name]
+    cast = autocast(fun, LOW)
+    assert weak_types_of(cast) == weak_types_of(jax.jit(cast)) == weak_types_of(jax.jit(fun))
+
+
+def test_a_number_of_python_is_a_factor_of_a_carry_in_half():
+    fun = autocast(lambda x: (x, 2.0), LOW)
+    turn = lambda carry, x: (carry * fun(x)[1], None)
+    assert lax.scan(turn, jnp.ones((), jnp.bfloat16), ONES.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16

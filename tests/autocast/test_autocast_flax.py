@@ -63,19 +63,14 @@ def linen_state():
 
 
 @pytest.mark.slow
-def test_a_linen_train_step_keeps_the_dtypes_of_all_state(linen_state):
+def test_a_linen_train_step_runs_low_and_keeps_the_dtypes_of_all_state(linen_state):
     key = jax.random.key(2)
     plain = jax.eval_shape(linen_step, *linen_state, key)
     cast = jax.eval_shape(autocast(linen_step, LOW), *linen_state, key)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cast) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), plain
     )
-
-
-@pytest.mark.slow
-def test_all_products_of_a_linen_train_step_are_low(linen_state):
-    program = jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, jax.random.key(2))
-    assert dtypes(program) == ["bfloat16"] * 5
+    assert dtypes(jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, key)) == ["bfloat16"] * 5
 
 
 class Twin(nnx.Module):
@@ -146,59 +141,23 @@ def test_a_whole_nnx_train_step_runs_low_and_keeps_its_state_in_float32():
 
 
 @pytest.mark.slow
-def test_an_nnx_train_step_trains_in_jit_and_is_traced_once():
-    traces = []
-
-    @nnx.jit
-    @autocast(LOW)
-    def step(model, optimizer, x):
-        traces.append(None)
-        return nnx_step(model, optimizer, x)
-
-    model, optimizer = nnx_state()
-    losses = [float(step(model, optimizer, X)) for _ in range(3)]
-    assert all(np.isfinite(losses))
-    assert int(model.calls[...]) == int(optimizer.step[...]) == 3
-    assert len(traces) <= 2  # the first step makes `hidden`, and so another module
-
-
-@pytest.mark.slow
-def test_gradients_of_an_autocasted_function_of_nnx_modules_are_those_of_the_parameters():
-    found = []
-
-    def grads(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(autocast(nnx_loss, LOW))(model, x)
-        found.append({leaf.dtype for leaf in jax.tree.leaves(grads)})
-        return loss
-
-    program = nnx_program(grads, *nnx_state())
-    assert dtypes(program) == ["bfloat16"] * 5
-    assert found == [{jnp.dtype("float32")}]
-
-
-@pytest.mark.slow
-def test_a_method_of_an_nnx_module_writes_to_it():
-    model = Twin(nnx.Rngs(0))
-    autocast(model.__call__, LOW)(X)
-    assert int(model.calls[...]) == 1
-
-
-@pytest.mark.slow
 def test_a_decorated_method_of_an_nnx_module_writes_to_it():
     class Counter(nnx.Module):
         def __init__(self):
             self.count = nnx.Variable(jnp.zeros(()))
+            self.total = nnx.data(jnp.zeros(()))
 
         @autocast(LOW)
         def __call__(self, x):
             self.count[...] += 1
+            self.total = self.total + 1
             return x @ x.T
 
     counter = Counter()
     program = nnx_program(lambda counter, x: counter(x), counter)
     assert dtypes(program) == ["bfloat16"]
     counter(X)
-    assert float(counter.count[...]) == 1
+    assert float(counter.count[...]) == float(counter.total) == 1
 
 
 @pytest.mark.slow
@@ -208,12 +167,6 @@ def test_results_of_an_nnx_function_have_the_output_dtype_and_its_state_has_not(
     assert logits.dtype == jnp.bfloat16
     assert returned is model
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
-
-
-@pytest.mark.slow
-def test_an_nnx_module_that_is_closed_over_can_be_read():
-    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    assert dtypes(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == ["bfloat16"]
 
 
 @pytest.mark.slow
@@ -230,25 +183,56 @@ def test_a_module_with_a_policy_of_its_own_keeps_it():
     assert dtypes(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == ["float16"]
 
 
-class Deep(nn.Module):
-    @nn.compact
+# Objects that a function only reads may belong to a trace outside, and stay what they are.
+
+ROWS = jax.random.normal(jax.random.key(1), (8, 16))
+
+
+class Teacher(nnx.Module):
+    """Has statistics, RNG state, and a child that is shared."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.again = self.up
+
     def __call__(self, x):
-        for _ in range(20):
-            x = x + jnp.tanh(nn.Dense(4)(x))
-        return x.sum()
+        return self.again(self.dropout(nnx.relu(self.norm(self.up(x)))))
 
 
-def test_tracing_a_model_takes_at_most_a_fifth_more_calls():
-    """Counts calls of functions, which do not depend on the machine: 1.16 once caches are filled, and 1.24 before."""
-    params = jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((2, 4)))
+def teacher():
+    made = Teacher(nnx.Rngs(0))
+    made.eval()
+    return made
 
-    def count(fun):
-        return count_calls(lambda: jax.make_jaxpr(lambda *args: fun(*args))(params, jnp.ones((2, 4))))
 
-    functions = Deep().apply, autocast(Deep().apply, LOW)
-    [count(fun) for fun in functions]
-    plain, cast = map(count, functions)
-    assert cast <= 1.2 * plain
+def distill(weight, teacher, x):
+    return jnp.mean((x @ weight - teacher(x)).astype(jnp.float32) ** 2)
+
+
+def grad(fun):
+    return lambda weight, model: jax.grad(fun)(weight, model, ROWS)
+
+
+TRANSFORMS = {
+    "grad": grad,
+    "jitted grad": lambda fun: lambda w, m: jax.jit(lambda w: grad(fun)(w, m))(w),
+    "vmapped grad": lambda fun: lambda w, m: jax.jit(jax.vmap(lambda w: grad(fun)(w, m)))(w[None])[0],
+    "scanned": lambda fun: lambda w, m: jax.lax.scan(lambda c, x: (c, fun(w, m, x[None])), 0, ROWS)[1],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_objects_that_are_not_differentiated_may_be_read(transform):
+    weight, model = jnp.ones((16, 16)), teacher()
+    before = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    half = TRANSFORMS[transform](jmp.autocast(distill, LOW))(weight, model)
+    full = TRANSFORMS[transform](distill)(weight, model)
+    np.testing.assert_allclose(half, full, rtol=0, atol=0.02 * float(jnp.abs(full).max()))
+    after = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
 
 
 @pytest.mark.parametrize(("transform", "most"), [(lambda fun: fun, 1.6), (jax.grad, 2.0)], ids=["forward", "gradients"])

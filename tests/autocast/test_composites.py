@@ -29,8 +29,6 @@ def normal(*shape):
 OUTER = {
     "einsum": lambda p, f: jnp.einsum("i,j->ij", p, f),
     "dot_general": lambda p, f: lax.dot_general(p, f, (((), ()), ((), ()))),
-    "of batches": lambda p, f: jnp.einsum("bi,bj->bij", p[None], f[None])[0],
-    "with a sum's dtype": lambda p, f: jnp.einsum("i,j->ij", p, f, preferred_element_type=jnp.float32),
     "outer": jnp.outer,
 }
 
@@ -83,29 +81,18 @@ def definite():
 
 
 COMPOSITES = {
-    "expm": lambda a: jax.scipy.linalg.expm(a),
-    "large expm": lambda a: jax.scipy.linalg.expm(4 * a),
+    "expm": lambda a: jax.scipy.linalg.expm(4 * a),
     "expm_frechet": lambda a: jax.scipy.linalg.expm_frechet(a, a.T)[1],
     "funm": lambda a: jax.scipy.linalg.funm(a, jnp.exp).real,
-    "polar": lambda a: jax.scipy.linalg.polar(a)[0],
     "sqrtm": lambda a: jax.scipy.linalg.sqrtm(a).real,
     "solve_sylvester": lambda a: jax.scipy.linalg.solve_sylvester(a, a.T, jnp.ones((8, 8))),
-    "toeplitz": lambda a: jax.scipy.linalg.toeplitz(a[0]),
     "cho_solve": lambda a: jax.scipy.linalg.cho_solve((a, False), jnp.ones((8, 8))),
     "pinv": jnp.linalg.pinv,
     "lstsq": lambda a: jnp.linalg.lstsq(a, jnp.ones(8))[0],
-    "matrix_power": lambda a: jnp.linalg.matrix_power(a, 5),
     "solve": lambda a: jnp.linalg.solve(a, jnp.ones(8)),
-    "tensorsolve": lambda a: jnp.linalg.tensorsolve(a, jnp.ones(8)),
     "slogdet": lambda a: jnp.linalg.slogdet(a)[1],
-    "cond": jnp.linalg.cond,
-    "norm": jnp.linalg.norm,
-    "trace": jnp.linalg.trace,
     "cov": jnp.cov,
-    "corrcoef": jnp.corrcoef,
     "polyfit": lambda a: jnp.polyfit(a[0], a[1], 3),
-    "poly": lambda a: jnp.poly(a[0]),
-    "vander": lambda a: jnp.vander(a[0]),
 }  # fmt: skip
 
 PRODUCTS = {
@@ -122,7 +109,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "half"), [*((name, "bfloat16") for name in COMPOSITES), ("large expm", "float16"), ("pinv", "float16")]
+    ("name", "half"), [*((name, "bfloat16") for name in COMPOSITES), ("expm", "float16"), ("pinv", "float16")]
 )
 def test_linear_algebra_is_that_of_float32(name, half):
     """Of what a matmul made, and so of half's numbers: the same function of them in float32, forward and backward."""

@@ -43,20 +43,11 @@ WITHOUT_ACTIVATION = {"one_hot", "scaled_matmul", "scaled_dot_general", "get_sca
 """Of integers, or in low precision already."""
 
 
-def regression(name: str) -> Callable:
-    return lambda hidden, given: getattr(optax.losses, name)(hidden, given["targets"])
+def losses_of(given_name: str) -> Callable:
+    return lambda name: lambda hidden, given: getattr(optax.losses, name)(hidden, given[given_name])
 
 
-def classification(name: str) -> Callable:
-    return lambda hidden, given: getattr(optax.losses, name)(hidden, given["labels"])
-
-
-def distribution(name: str) -> Callable:
-    return lambda hidden, given: getattr(optax.losses, name)(hidden, given["probabilities"])
-
-
-def binary(name: str) -> Callable:
-    return lambda hidden, given: getattr(optax.losses, name)(hidden, given["truth"])
+regression, classification, distribution, binary = map(losses_of, ("targets", "labels", "probabilities", "truth"))
 
 
 def ctc(hidden: Any, given: Any) -> Any:

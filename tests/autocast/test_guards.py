@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from programs import trace
@@ -15,9 +16,9 @@ HALVES = ["bfloat16", "float16"]
 EYE = np.eye(8, dtype=np.float32)
 
 
-def under(half, function):
+def under(half, function, rules=None):
     """A function of the result of a low operation."""
-    return jmp.autocast(lambda x: function(x @ EYE), jmp.Policy("float32", half, None))
+    return jmp.autocast(lambda x: function(x @ EYE), jmp.Policy("float32", half, None), rules=rules)
 
 
 def filled(value):
@@ -44,10 +45,8 @@ def dtype_of(primitive, fun):
 EPSILONS = {
     "maximum": lambda h: jnp.log(jnp.maximum(h, 1e-8)),
     "clip": lambda h: jnp.log(jnp.clip(h, 1e-8, 1)),
-    "clamp": lambda h: jnp.log(lax.clamp(1e-8, h, 1.0)),
     "where": lambda h: jnp.log(jnp.where(h > 0, h, 1e-8)),
     "quotient": lambda h: 1 / jnp.maximum(h, 1e-8),
-    "of an array": lambda h: jnp.log(jnp.maximum(h, jnp.full((8, 8), 1e-8))),
     "in a loop": lambda h: lax.fori_loop(0, 2, lambda _, x: jnp.log(jnp.maximum(h, 1e-8)) + x * 0, h),
 }
 
@@ -79,9 +78,8 @@ def test_a_small_constant_among_others_stays_what_it_is(chosen):
     lambda h: jnp.minimum(h, 1 - 1e-7),
     lambda h: jnp.clip(h, -1 + 1e-7, 1 - 1e-7),
     lambda h: jnp.where(h >= 1, 1 - 1e-7, h),
-    lambda h: jnp.clip(h, 0, 1.3),
     lambda h: jnp.clip(h, 0, 1023),
-], ids=["minimum", "clip", "where", "a third", "an index"])  # fmt: skip
+], ids=["minimum", "clip", "where", "an index"])  # fmt: skip
 def test_a_result_is_within_its_bounds(bounded, half):
     found = jax.jit(under(half, bounded))(filled(2000))
     np.testing.assert_array_equal(found, bounded(filled(2000)))
@@ -98,8 +96,6 @@ LARGE = {
     "maximum": lambda h: jnp.maximum(h, 1e6) / 1e6,
     "where": lambda h: jnp.where(h >= 0, 1e6, h) / 1e6,
     "pad": lambda h: jnp.pad(h, 1, constant_values=1e6)[:8, :8] / 1e6,
-    "clip": lambda h: jnp.clip(h, 1e6, 2e6) / 1e6,
-    "whole": lambda h: jnp.maximum(h, 1_000_000) / 1e6,
     "add": lambda h: (h + 1e6) / 1e6,
     "taken from": lambda h: (1e6 - h) / 1e6,
     "concatenate": lambda h: jnp.concatenate([jnp.full_like(h, 1e6), h]) / 1e6,
@@ -117,11 +113,9 @@ def test_a_large_number_that_is_no_mask_means_itself(large):
 
 MASKS = {
     "where": lambda h: jnp.where(h > 0, h, -1e9),
-    "maximum": lambda h: jnp.maximum(h, -1e9),
     "whole": lambda h: jnp.where(h > 0, h, -1_000_000_000),
     "infinity added": lambda h: h + jnp.where(np.tri(8, dtype=bool), 0.0, -jnp.inf),
     "lowest": lambda h: jnp.where(h > 0, h, jnp.finfo(jnp.float32).min),
-    "highest": lambda h: jnp.where(h > 0, h, jnp.finfo(jnp.float32).max),
     "nan_to_num": jnp.nan_to_num,
     "infinite": lambda h: jnp.where(h > 0, h, jnp.inf),
 }
@@ -165,8 +159,37 @@ def test_what_half_precision_can_hold_stays_half(bounded):
         assert trace(under(half, bounded))(EYE).eqns[-1].invars[0].aval.dtype == half
 
 
+def test_an_epsilon_too_small_for_float16_stays_an_epsilon():
+    x = np.zeros((8, 8), np.float32)
+    assert np.isfinite(under("float16", lambda h: h / (h + 1e-8))(x)).all()
+
+
+def test_a_factor_too_large_for_float16_means_itself():
+    np.testing.assert_allclose(under("float16", lambda h: h * 1e6)(EYE), 1e6 * EYE, rtol=1e-6)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1e6, -1e9, 1e-8])
-def test_a_comparison_with_what_float16_has_not_is_exact_and_warns_of_nothing(number):
-    found = under("float16", lambda h: h > number)(EYE)  # warnings are errors in these tests
-    np.testing.assert_array_equal(found, np.greater(EYE, number))
+def test_a_mask_leaves_room_for_what_it_is_added_to():
+    # Operation by operation: XLA would keep the sum in float32 between two operations that it fuses.
+    fun = under("float16", lambda h: h + jnp.where(h > 0, 0.0, -1e9))
+    assert np.isfinite(np.asarray(fun(jnp.full((8, 8), -60.0)))).all()
+
+
+def test_a_comparison_with_a_constant_is_exact():
+    # 0.1 is 0.10009765625 in bfloat16, which a comparison in bfloat16 would take for equal.
+    x = np.full((8, 8), 0.10009765625, np.float32)
+    assert np.all(under("bfloat16", lambda h: h > 0.1)(x))
+
+
+@pytest.mark.parametrize("operation", [lax.optimization_barrier, lambda arrays: lax.sort(arrays, num_keys=1)])
+def test_each_of_several_arrays_keeps_its_own_dtype(operation):
+    text = jax.jit(under("bfloat16", lambda h: operation((h * jnp.exp(h), h)))).lower(EYE).as_text()
+    assert "tensor<8x8xf32>, tensor<8x8xbf16>" in text
+
+
+def test_a_user_may_move_one_loss_out_of_the_package():
+    loss = lambda h: optax.losses.squared_error(h, jnp.ones_like(h)) * 1.0
+    moved = jmp.AutocastRules(functions={"optax.losses.squared_error": "infer"})
+    for rules, is_half in ((None, False), (moved, True)):
+        lines = jax.jit(under("bfloat16", loss, rules)).lower(EYE).as_text().splitlines()
+        assert ("tensor<8x8xbf16>" in next(line for line in lines if "subtract" in line)) == is_half

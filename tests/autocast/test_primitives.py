@@ -226,8 +226,7 @@ ONLY_DTYPES = {
 
 MEASURED = [(precision, name) for precision, name in CASES if name not in ONLY_DTYPES]
 
-SPECIAL = 2e-5
-LOOSER = dict.fromkeys(["lgamma", "digamma", "polygamma", "zeta"], SPECIAL)
+LOOSER = dict.fromkeys(["lgamma", "digamma", "polygamma", "zeta"], 2e-5)
 """Series that float32 sums less well than one operation."""
 
 

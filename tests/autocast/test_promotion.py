@@ -101,12 +101,9 @@ def dtypes_of_results(fun) -> list[str]:
 BROADCAST = {
     "bias": (lambda x, w, b: x @ w + b, HALF),
     "bias of a convolution": (lambda x, w, b: lax.conv(x.T[None], w[:, :, None], (1,), "SAME").T[..., 0] + b, HALF),
-    "reshaped as in Flax": (lambda x, w, b: x @ w + b.reshape(1, -1), HALF),
     "bias of a product and a stream": (lambda x, w, b: jnp.tanh(x @ w) + x @ w + b, HALF),
     "scale": (lambda x, w, b: x @ w * b, FULL),
-    "offset of an activation": (lambda x, w, b: jnp.tanh(x @ w) + b, FULL),
     "computed": (lambda x, w, b: x @ w + b * b, FULL),
-    "time of each example": (lambda x, w, b: x @ w + x[:, :1], FULL),
     "state of as many axes": (lambda x, w, b: x @ w + x, FULL),
     "state with an axis before its own": (lambda x, w, b: (x @ w)[None] + x[None], FULL),
     "outer product of arguments": (lambda x, w, b: x[:, :1] @ w[:1], FULL),

@@ -18,16 +18,12 @@ def rms_norm(h, scale):
     return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * scale
 
 
-def squared_norm(h, scale):
-    return h / jnp.sqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + 1e-6) * scale + 1
-
-
 def layer_norm(h, scale):
     centred = h - h.mean(-1, keepdims=True)
     return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale
 
 
-NORMS = [rms_norm, squared_norm, layer_norm]
+NORMS = [rms_norm, layer_norm]
 
 
 def in_half(norm, half):
@@ -84,19 +80,17 @@ def test_the_square_of_a_large_number_is_one_in_float16_however_it_is_written():
         np.testing.assert_array_equal(fun(x), 1e6)
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint, jax.linearize, jax.jvp, jax.hessian])
-def test_a_run_that_is_computed_again_is_transformed_like_any_other(transform):
+TRANSFORMS = {
+    "vmap": jax.vmap,
+    "remat": jax.checkpoint,
+    "jvp": lambda fun: lambda x: jax.jvp(fun, (x,), (x,)),
+    "second derivative": lambda fun: lambda x: jax.grad(lambda x: jnp.vdot(jax.grad(fun)(x), x))(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_run_that_is_computed_again_is_transformed_like_any_other(name):
     x, scale, weight = arguments()
     fun = lambda x: between_matmuls(rms_norm)(x[None] if x.ndim == 1 else x, scale, weight).sum()
-    cast = jmp.autocast(fun, jmp.Policy("float32", "bfloat16", None))
-    if transform is jax.jvp:
-        results = [jax.jvp(f, (x,), (x,)) for f in (cast, fun)]
-    elif transform is jax.linearize:
-        results = [jax.linearize(f, x)[1](x) for f in (cast, fun)]
-    elif transform is jax.hessian:
-        results = [jax.hessian(f)(x[0]).sum() for f in (cast, fun)]
-        assert np.isfinite(results[0])
-        return
-    else:
-        results = [transform(f)(x) for f in (cast, fun)]
+    results = [TRANSFORMS[name](f)(x) for f in (jmp.autocast(fun, jmp.Policy("float32", "bfloat16", None)), fun)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.5), *results)

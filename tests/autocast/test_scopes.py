@@ -38,17 +38,17 @@ def test_a_rule_of_a_map_holds_in_a_named_scope():
     assert dtypes(autocast(net, PolicyMap({"head": "float32"}, LOW)), X) == {"body": "bfloat16", "head": "float32"}
 
 
+def test_a_rule_holds_in_what_is_inside_and_may_be_low_in_a_float32_function():
+    inner = jax.named_scope("decoder")(jax.jit(net))
+    rules = PolicyMap({"decoder/head": "float16", "decoder": "mixed_bfloat16"}, "float32")
+    assert dtypes(autocast(inner, rules), X) == {"body": "bfloat16", "head": "float16"}
+
+
 def test_a_rule_of_the_rules_comes_before_those_of_the_map():
     rules = AutocastRules(scopes={"head": "float16"})
     fun = autocast(net, PolicyMap({"head": "float32"}, LOW), rules=rules)
     with pytest.warns(UserWarning, match=r"^policy rule 'head' decides nothing: the earlier rule 'head' hides it$"):
         assert dtypes(fun, X) == {"body": "bfloat16", "head": "float16"}
-
-
-def test_a_rule_holds_in_what_is_inside():
-    inner = jax.named_scope("decoder")(jax.jit(net))
-    rules = PolicyMap({"decoder/head": "float32", "decoder": "float16"}, LOW)
-    assert dtypes(autocast(inner, rules), X) == {"body": "float16", "head": "float32"}
 
 
 def test_a_float32_scope_is_full_and_what_follows_too():
@@ -75,11 +75,6 @@ def test_a_rule_that_repeats_the_policy_of_the_function_still_makes_a_boundary()
     policy = "params=float32,compute=bfloat16,output=float32"
     fun = autocast(lambda x: layer("head", x) * 2, PolicyMap({"head": policy}, policy))
     assert results(fun, X) == ("mul", "float32")
-
-
-def test_a_scope_may_be_low_in_a_float32_function():
-    rules = PolicyMap({"body": "mixed_bfloat16"}, "float32")
-    assert dtypes(autocast(net, rules), X) == {"body": "bfloat16", "head": "float32"}
 
 
 @pytest.mark.parametrize(("treatment", "dtype"), [("full", "float32"), ("narrow", "float32"), ("low", "bfloat16")])
@@ -138,12 +133,9 @@ class TestBackward:
 
 
 class TestWarnings:
-    def test_an_unused_rule_is_named_with_the_nearest_path(self):
-        with pytest.warns(UserWarning, match=r"^policy rule 'haed' matches no module; the closest path is 'head'$"):
-            trace(autocast(net, PolicyMap({"haed": "float32"}, LOW)))(X)
-
-    def test_they_point_at_the_call(self):
-        with pytest.warns(UserWarning, match="haed") as caught:
+    def test_an_unused_rule_is_named_with_the_nearest_path_at_the_call(self):
+        text = r"^policy rule 'haed' matches no module; the closest path is 'head'$"
+        with pytest.warns(UserWarning, match=text) as caught:
             jax.eval_shape(lambda x: autocast(net, PolicyMap({"haed": "float32"}, LOW))(x), X)
         assert caught[0].filename == __file__
 
@@ -189,9 +181,7 @@ def params():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "key", ["first", "first/fc", "blocks", "blocks/fc", "remat/fc", "jit/fc", "vmap/fc", "head", Turn]
-)
+@pytest.mark.parametrize("key", ["first", "blocks/fc", "remat/fc", "jit/fc", "vmap/fc", "head", Turn])
 def test_linen_modules_have_the_path_of_their_module(params, key):
     def loss(params):
         return Model().apply(params, X).sum()
@@ -292,60 +282,14 @@ def nnx_products(fun, model):
     return products(trace(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
+    ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), (Block, 4), ("", 5)]
 )
 def test_nnx_modules_have_the_path_of_their_module(key, count):
     model = Tied(nnx.Rngs(0))
     found = nnx_products(autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW)), model)
     assert [dtype for _, dtype in found].count("float32") == count
     assert len(found) == 5
-
-
-class Borrower(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Linear(3, 3, rngs=rngs)
-        self.reader = Reader(self.embed)
-
-    def __call__(self, x):
-        return self.reader(self.embed(x))
-
-
-class Reader(nnx.Module):
-    def __init__(self, lent):
-        self.lent = lent
-
-    def __call__(self, x):
-        return self.lent(x) @ jnp.eye(3)
-
-
-def test_an_nnx_module_that_is_called_elsewhere_has_its_own_path():
-    def dtypes_with(key):
-        fun = autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW))
-        found = nnx_products(fun, Borrower(nnx.Rngs(0)))
-        return [dtype for _, dtype in found]
-
-    assert dtypes_with("embed") == ["float32", "float32", "bfloat16"]
-    assert dtypes_with("reader") == ["bfloat16", "bfloat16", "float32"]
-
-
-def test_nnx_modules_stay_what_they_were():
-    model = Tied(nnx.Rngs(0))
-    before = {path: (type(module), set(vars(module))) for path, module in nnx.iter_modules(model)}
-    clone = autocast(lambda model: nnx.clone(model), PolicyMap({"enc": "float32"}, LOW))
-    copy = clone(model)
-    for tree in (model, copy):
-        assert {path: (type(module), set(vars(module))) for path, module in nnx.iter_modules(tree)} == before
-
-
-@pytest.mark.slow
-def test_equal_rules_share_rewritten_programs(params):
-    def text():
-        fun = autocast(Model().apply, PolicyMap({"first": "float32"}, LOW))
-        return str(trace(fun)(params, X))
-
-    assert text() == text()
 
 
 def test_without_rules_a_program_at_two_scopes_is_one():

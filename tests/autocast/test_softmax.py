@@ -136,18 +136,6 @@ def test_what_is_not_that_softmax_is_written_out(fun):
 
 
 @pytest.mark.slow
-def test_two_of_them_in_a_row_and_under_vmap_and_remat():
-    twice = after_a_matmul(lambda x: jax.nn.softmax(jax.nn.softmax(x) @ EYE) @ EYE)
-    x = logits()
-    assert names(jmp.autocast(twice, policy("bfloat16")), x).count("custom_jvp_call") == 2
-    for transform in (jax.vmap, jax.checkpoint, jax.jit):
-        fun = transform(twice)
-        cast = jmp.autocast(fun, policy("bfloat16"))
-        np.testing.assert_allclose(jax.jit(cast)(x), fun(x), atol=0.01)
-        assert jax.jit(jax.grad(lambda x, cast=cast: cast(x).sum()))(x).dtype == jnp.float32
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("deviation", "half"), [(10, "bfloat16"), (50, "float16")])
 def test_the_gradient_of_a_saturated_softmax_is_that_of_float32_inside(half, deviation, platform):
     """Row by row, for most rows have a gradient that is small beside that of those that are not saturated."""

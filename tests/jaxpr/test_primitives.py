@@ -14,7 +14,7 @@ from jmp_policy import NoOpLossScale, grad
 # The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
 from jmp_policy._jaxpr import CALLED, DEVICE_SUMS, PRIMITIVES, Fact, _cost, _primitives, having
 from jmp_policy._jaxpr._rewriter import WRITERS
-from jmp_policy.autocast import _precision
+from jmp_policy.autocast import _precision, _tables
 from jmp_policy.gradients import _reduce_marks as reduction_tables
 from jmp_policy.numerics import (
     _audit,
@@ -136,3 +136,25 @@ def test_a_gradient_behind_a_scatter_that_sets_is_followed():
 def test_an_optimizer_that_takes_a_logarithm_of_base_two_is_elementwise():
     program = jax.make_jaxpr(lambda g: jnp.exp2(jnp.log2(g)) + lax.stop_gradient(g))(X)
     assert _elementwise.find_mixing(program.jaxpr) == ()
+
+
+PRECISIONS = {precision: getattr(_tables, precision.name) for precision in _tables.Precision}
+
+
+def test_every_primitive_is_in_a_table_of_autocast_or_is_interpreted():
+    assert set(PRIMITIVES) - set(WRITERS) == set().union(*PRECISIONS.values())
+
+
+def test_no_primitive_is_in_two_tables_of_autocast():
+    names = [name for table in PRECISIONS.values() for name in table] + list(WRITERS)
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_row_has_a_reason():
+    rows = [row for table in (*PRECISIONS.values(), _tables.FULL_IN_FLOAT16) for row in table.items()]
+    assert [name for name, reason in rows if not reason.strip()] == []
+    assert [name for name, reason in rows if reason.startswith("as ") and reason[3:].split(",")[0] == name] == []
+
+
+def test_what_is_full_in_float16_follows_its_inputs_in_bfloat16():
+    assert set(_tables.FULL_IN_FLOAT16) <= set(_tables.INFER)

@@ -1,7 +1,5 @@
 """The zoo: calls, loops, branches, rematerialization."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,25 +33,9 @@ def jit_that_donates_and_keeps(x, w):
     return step(x * 2, w, w)
 
 
-@CONTROL_FLOW.specimen((4, 4), (4, 4))
-def jit_that_inlines(x, w):
-    return jax.jit(lambda x, w: jnp.exp(x @ w), inline=True)(x, w)
-
-
-@CONTROL_FLOW.specimen((4, 4))
-def jit_of_static_arguments(x):
-    power = jax.jit(lambda x, n, *, scale: x**n * scale, static_argnums=1, static_argnames="scale")
-    return power(x, 3, scale=2.0)
-
-
 @CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
 def scan_over_layers(x, ws):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.sum(x)), x, ws)
-
-
-@CONTROL_FLOW.specimen((4, 4), (4, 4))
-def scan_of_a_length(x, w):
-    return lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=3)[0]
 
 
 @CONTROL_FLOW.specimen((4, 4, 4), (4, 4))
@@ -70,15 +52,6 @@ def scan_backwards_unrolled(x, ws):
 def scan_in_scan(x, ws):
     inner = lambda x, w: (jnp.tanh(x @ w), None)
     return lax.scan(lambda x, ws: (lax.scan(inner, x, ws)[0], x.mean()), x, ws)
-
-
-@CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
-def scan_that_accumulates(x, ws):
-    def body(carry, w):
-        total, count = carry
-        return (total + jnp.sum(x @ w), count + 1), None
-
-    return lax.scan(body, (jnp.float32(0), 0), ws)[0]
 
 
 @CONTROL_FLOW.specimen((4, 4), (4, 4), differentiable=False)
@@ -125,22 +98,10 @@ def remat(x, w):
 
 
 @CONTROL_FLOW.specimen((4, 4), (4, 4))
-def remat_without_a_barrier(x, w):
-    block = functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
-    return block(lambda x: jnp.sin(jnp.tanh(x @ w) @ w))(x)
-
-
-@CONTROL_FLOW.specimen((4, 4), (4, 4))
 def remat_that_saves_a_name(x, w):
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
     block = lambda x: jnp.sin(checkpoint_name(jnp.tanh(x @ w), "hidden") @ w)
     return jax.checkpoint(block, policy=policy)(x)
-
-
-@CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
-def remat_in_scan(x, ws):
-    block = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-    return lax.scan(block, x, ws)[0]
 
 
 @CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
@@ -154,26 +115,6 @@ def gradient_inside(x, w):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
 
 
-@CONTROL_FLOW.specimen((4, 4), (4, 4))
-def forward_mode_inside(x, w):
-    return jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (x,))
-
-
-@CONTROL_FLOW.specimen((4,), (4, 4))
-def jacobian_inside(x, w):
-    return jax.jacfwd(lambda x: jnp.tanh(x @ w))(x)
-
-
 @CONTROL_FLOW.specimen((3, 4, 4), (4, 4))
 def vmap_with_an_axis_name(x, w):
     return jax.vmap(lambda x: lax.pmean(x @ w, "i") * x[lax.axis_index("i")], axis_name="i")(x)
-
-
-@CONTROL_FLOW.specimen((5, 4))
-def map_in_batches(x):
-    return lax.map(lambda x: jnp.exp(x) / x.sum(), x, batch_size=2)
-
-
-@CONTROL_FLOW.specimen((8, 4))
-def associative_scan(x):
-    return lax.associative_scan(jnp.add, x)

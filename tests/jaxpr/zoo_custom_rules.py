@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero, custom_gradient, linear_call
+from jax.custom_derivatives import SymbolicZero, linear_call
 from specimen import Zoo
 
 CUSTOM_RULES = Zoo()
@@ -68,28 +68,6 @@ def custom_vjp_in_vmap_and_scan(x, w):
 
 
 @CUSTOM_RULES.specimen((4, 4))
-def custom_vjp_with_a_constant(x):
-    @jax.custom_vjp
-    def scaled(x):
-        return x * TABLE
-
-    scaled.defvjp(lambda x: (x * TABLE, None), lambda _, ct: (ct * TABLE,))
-    return scaled(x)
-
-
-@CUSTOM_RULES.specimen((4, 4), (4, 4))
-def custom_jvp_of_a_jitted_function(x, w):
-    f = jax.custom_jvp(jax.jit(lambda x, w: jnp.sin(x @ w)))
-    f.defjvps(lambda t, out, x, w: t @ w, None)
-    return f(x, w)
-
-
-@CUSTOM_RULES.specimen((4, 4))
-def a_gradient_of_its_own(x):
-    return custom_gradient(lambda x: (x**2, lambda ct: 3 * ct * x))(x)
-
-
-@CUSTOM_RULES.specimen((4, 4))
 def linear_call_with_a_transpose(x):
     return linear_call(lambda table, x: x * table, lambda table, ct: ct * table, TABLE, x)
 
@@ -114,11 +92,6 @@ def functions_of_jax_with_rules(x, w):
         jax.nn.relu(h), jax.nn.relu6(h), jax.nn.silu(h), jax.nn.softplus(h), jnp.logaddexp(h, x),
         jax.nn.gelu(h), jax.nn.softmax(h), jax.nn.logsumexp(h), jnp.sinc(h),
     )  # fmt: skip
-
-
-@CUSTOM_RULES.specimen((4, 4), (4, 4))
-def stopped_gradient(x, w):
-    return lax.stop_gradient(x @ w) * x
 
 
 @jax.custom_batching.custom_vmap

@@ -34,11 +34,6 @@ def empty_arrays(x, w):
 
 
 @VALUES.specimen((4, 4))
-def argument_returned(x):
-    return x
-
-
-@VALUES.specimen((4, 4))
 def constants_returned(x):
     return 1.0, TABLE, x.sum(), 3, True
 
@@ -67,30 +62,11 @@ def linear_algebra(x):
     return jnp.linalg.cholesky(a), jnp.linalg.solve(a, x), jnp.linalg.inv(a), jnp.linalg.slogdet(a)[1]
 
 
-@VALUES.specimen((8, 4), error=0.1)
-def spectrum(x):
-    return jnp.abs(jnp.fft.rfft(x, axis=0)) ** 2
-
-
-@VALUES.specimen((4, 8))
-def sorting(x):
-    return jnp.sort(x), lax.top_k(x, 3), jnp.argsort(x), lax.sort((x, -x), num_keys=1), jnp.median(x)
-
-
 @VALUES.specimen(jax.random.key(0), (4, 4), differentiable=False)
 def random_numbers(key, x):
     a, b = jax.random.split(key)
     kept = jax.random.bernoulli(a, 0.5, x.shape)
     return jax.random.normal(b, (3,)), jax.random.uniform(a), jnp.where(kept, x, 0), jax.random.key_data(b), b
-
-
-@VALUES.specimen(jax.random.PRNGKey(0), (4, 4))
-def raw_key_as_a_carry(key, x):
-    def body(key, x):
-        key, sub = jax.random.split(key)
-        return key, x * jax.random.normal(sub, x.shape)
-
-    return lax.scan(body, key, x)
 
 
 @VALUES.specimen(jax.random.key(0), (4, 4))
@@ -100,12 +76,6 @@ def typed_key_as_a_carry(key, x):
         return key, x * jax.random.truncated_normal(sub, -1, 1, x.shape)
 
     return lax.scan(body, key, x)[1]
-
-
-@VALUES.specimen((4, 4), (4, 4))
-def masked_attention(x, w):
-    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), x @ w, -1e9)
-    return jax.nn.softmax(scores) @ x
 
 
 @VALUES.specimen((2, 8, 8, 3), (3, 3, 3, 4))
@@ -122,25 +92,6 @@ def scatters_and_gathers(x, ids):
 
 
 @VALUES.specimen((4, 4), (4, 4))
-def optimization_barrier(x, w):
-    h, kept = lax.optimization_barrier((x @ w, x))
-    return h + kept
-
-
-@VALUES.specimen((4, 4), (4, 4))
-def named_scopes(x, w):
-    with jax.named_scope("outer"), jax.named_scope("inner"):
-        return jnp.exp(x @ w)
-
-
-@VALUES.specimen((4, 4), (4, 4))
 def einsum_of_a_chosen_type(x, w):
     product = jnp.einsum("ij,kj->ik", x, w, preferred_element_type=jnp.float32, precision="highest")
     return product, lax.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-
-
-@VALUES.specimen((3, 4), (4, 4))
-def statistics(x, w):
-    h = x @ w
-    normal = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-6)
-    return normal, jnp.cumsum(h, -1), jnp.cumprod(x), jnp.linalg.norm(h), h.std()

@@ -1,6 +1,7 @@
-"""`autocast(weights=)` of a Flax model multiplies as `with_policy` does: by operations in each format, and by bits."""
+"""`autocast(weights=)` multiplies in Flax models as `with_policy` does, and quantizes those of Equinox and Haiku."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,83 @@ import pytest
 from flax import linen as nn, nnx
 from jax.extend.core import jaxprs_in_params
 from programs import walk
-from quantized_models import GPT, INPUTS, MLP, CastGPT, ConvNet, NnxConvNet, assert_equal, differentiate, square
 
-from jmp_policy import PolicyMap, autocast, with_policy
+from jmp_policy import PolicyMap, autocast, explain, with_policy
+
+IMAGES = jax.random.normal(jax.random.key(1), (16, 4, 4, 32))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
+ROWS = jax.random.normal(jax.random.key(1), (32, 64))
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(nn.relu(nn.Dense(128)(x)))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(nn.relu(nn.Conv(64, (3, 3))(x)).mean((1, 2)))
+
+
+class GPT(nn.Module):
+    """Its table is left by a rule, because `autocast` quantizes no lookups."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 64)(tokens)
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        return nn.Dense(64, use_bias=False)(nn.LayerNorm()(x))
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class NnxConvNet(nnx.Module):
+    def __init__(self, rngs):
+        self.conv, self.head = nnx.Conv(32, 64, (3, 3), rngs=rngs), nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.conv(x)).mean((1, 2)))
+
+
+class NnxGPT(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.mlp = nnx.Embed(64, 64, rngs=rngs), NnxMLP(rngs)
+        self.attend = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.norms = nnx.List([nnx.LayerNorm(64, rngs=rngs) for _ in range(3)])
+        self.head = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attend(self.norms[0](x))
+        x = x + self.mlp(self.norms[1](x))
+        return self.head(self.norms[2](x))
+
+
+INPUTS = {MLP: ROWS, ConvNet: IMAGES, GPT: TOKENS, NnxMLP: ROWS, NnxConvNet: IMAGES, NnxGPT: TOKENS}
+
+
+def square(apply, params, x):
+    return (apply(params, x).astype(jnp.float32) ** 2).mean()
+
+
+def assert_equal(ours, theirs):
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.float32(a), np.float32(b), jax.tree_util.keystr(path))
+
+
+def differentiate(apply):
+    return jax.value_and_grad(functools.partial(square, apply))
+
 
 FORMATS = ("int8", "int4/32", "mxfp8", "mxfp4", "nvfp4", "float8(min_size=0,recipe=current)")
 
@@ -22,9 +97,9 @@ def _standard_promotion():
         yield
 
 
-def leave_table(policy, output="float32"):
+def leave_table(policy):
     """Leaves out the table of a GPT: its rows are looked up, which `autocast` does not quantize."""
-    return PolicyMap({"Embed_0|embed": f"params=float32,compute=float32,output={output}"}, policy)
+    return PolicyMap({"Embed_0|embed": "float32"}, policy)
 
 
 def make_functions(model, policy):
@@ -61,10 +136,9 @@ def test_a_model_multiplies_as_with_policy(format, model):
     assert found
 
 
-def assert_equals_with_policy(model, x, policy, twin=None, policy_of_twin=None):
-    """Compares the loss and gradients of `autocast` with those of `with_policy`, or with those of a twin."""
+def assert_equals_with_policy(model, x, policy):
     variables = model.init(jax.random.key(0), x)
-    theirs = with_policy(twin or model, policy_of_twin or policy).apply
+    theirs = with_policy(model, policy).apply
     steps = [jax.jit(differentiate(apply)) for apply in (autocast(model.apply, policy, weights=0), theirs)]
     assert_equal(*(step(variables, x) for step in steps))
 
@@ -78,12 +152,6 @@ def test_an_mlp_has_the_bits_of_with_policy(format):
 @pytest.mark.slow
 def test_a_weight_is_rounded_before_the_cast_of_its_author():
     assert_equals_with_policy(nn.Dense(64, dtype=jnp.bfloat16), INPUTS[MLP], "int8_from_mixed_bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "float8(min_size=0,recipe=current)"])
-def test_a_convnet_has_the_bits_of_with_policy(format):
-    assert_equals_with_policy(ConvNet(), INPUTS[ConvNet], f"{format}_from_mixed_bfloat16")
 
 
 @pytest.mark.slow
@@ -104,18 +172,41 @@ def test_a_gpt_in_float32_has_the_bits_of_with_policy():
 
 
 @pytest.mark.slow
-def test_a_gpt_in_bfloat16_has_the_bits_of_the_casts_that_autocast_makes():
-    """Flax casts a norm's input for each use, and computes the softmax in bfloat16; `autocast` does neither."""
-    policy = "int8_from_mixed_bfloat16"
-    assert_equals_with_policy(
-        GPT(), INPUTS[GPT], leave_table(policy, "bfloat16"), twin=CastGPT(), policy_of_twin=leave_table(policy)
-    )
-
-
-@pytest.mark.slow
 def test_an_nnx_convnet_has_the_bits_of_with_policy():
     policy, model, images = "int8_from_mixed_bfloat16", NnxConvNet(nnx.Rngs(0)), INPUTS[NnxConvNet]
     call = lambda model, x: model(x)
     differentiate_model = lambda apply: nnx.jit(nnx.value_and_grad(lambda model, x: square(apply, model, x)))
     theirs = differentiate_model(call)(with_policy(model, policy), images)
     assert_equal(differentiate_model(autocast(call, policy, weights=0))(model, images), theirs)
+
+
+def list_quantization(fun, *args):
+    return {row.path: row.quantization for row in explain(fun, *args).rows}
+
+
+@pytest.mark.slow
+def test_an_equinox_model_is_quantized():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Sequential([eqx.nn.Conv2d(64, 64, 3, key=jax.random.key(0)), eqx.nn.Lambda(jnp.ravel)])
+    params, static = eqx.partition((model, eqx.nn.MLP(64, 64, 128, 1, key=jax.random.key(1))), eqx.is_array)
+
+    def apply(params, images, x):
+        convolve, mlp = eqx.combine(params, static)
+        return jax.vmap(convolve)(images), jax.vmap(mlp)(x)
+
+    fun = autocast(apply, "int8_from_mixed_bfloat16", weights=0)
+    found = list_quantization(fun, params, jnp.ones((2, 64, 4, 4)), ROWS)
+    assert {name: text for name, text in found.items() if name.endswith("weight")} == {
+        "0/0/layers/0/weight": "int8",
+        "0/1/layers/0/weight": "int8",
+        "0/1/layers/1/weight": "int8",
+    }
+
+
+def test_a_haiku_net_is_quantized():
+    hk = pytest.importorskip("haiku")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(64)(jax.nn.relu(hk.Conv2D(64, 3)(x)).mean((1, 2)))))
+    images = jnp.ones((2, 4, 4, 32))
+    params = jax.eval_shape(net.init, jax.random.key(0), images)
+    found = list_quantization(autocast(net.apply, "int8_from_mixed_bfloat16", weights=0), params, images)
+    assert found == {"0/conv2_d/w": "int8", "0/linear/w": "int8"}
