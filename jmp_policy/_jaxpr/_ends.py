@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import TRACING, Args, KeyPath, Kwargs, PyTree, Results, describe, drop_value_key, is_array
 from ..modules import find_adapter, find_lifting_adapter, is_flax_object

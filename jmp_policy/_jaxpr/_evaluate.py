@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import NO_VALUE, Args, Kwargs, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object

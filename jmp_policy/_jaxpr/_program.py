@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh
 
 from .._base import PRODUCT_SCOPE, P, R, is_floating_dtype

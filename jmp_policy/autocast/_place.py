@@ -22,7 +22,7 @@ from ..quant import attention_format_of, needs_state
 from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_reaching, find_saved_results
 from ._tables import ATTENTION, FUNCTIONS
 
-COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
+COMPUTE_DTYPES = frozenset(np.dtype(dtype) for dtype in ("float32", "float16", jnp.bfloat16))
 """The dtypes that autocast casts from and to. Values of other dtypes stay as they were traced."""
 
 _SUMS = {None, np.dtype(np.float32)}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import new_name_stack
 
 from .._jaxpr import MATMULS, AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh

@@ -59,7 +59,10 @@ def mark_dtype(dtype: np.dtype | None, author: np.dtype | None = None) -> Any:
     """Returns a value for a dtype field of a module, which may hand it on, with the author's dtype as an attribute."""
     # A scalar type that equals the dtype. Arrays never have it.
     scalar_type = None if dtype is None else getattr(jnp, dtype.name, None)
-    return dtype if scalar_type is None else _SCALAR_TYPE(scalar_type.__name__, (scalar_type,), {_AUTHOR: author})
+    if scalar_type is None:
+        return dtype
+    attributes = {_AUTHOR: author}
+    return _SCALAR_TYPE(scalar_type.__name__, (scalar_type,), attributes)  # pyright: ignore[reportCallIssue]
 
 
 def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
 from .._base import KeyPath, PyTree, Results, hide_frames, vary, vary_everywhere

@@ -194,7 +194,7 @@ def block_product(
         # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
         numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
         (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
-        multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)  # pyright: ignore[reportAttributeAccessIssue]
     return multiply(left, weight, key)
 
 

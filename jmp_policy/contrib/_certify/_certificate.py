@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ..._base import PyTree, Results, cast_floating, describe, escape_controls, hide_frames, is_array
 from ..._jaxpr import check_function, find_running_line, find_unrepeatable, split_line, trace, walk

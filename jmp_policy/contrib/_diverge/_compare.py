@@ -232,7 +232,7 @@ class _Traced:
         self.leaves = [*traced.leaves, *self.flat.constants.values()]
         self.flat.inputs += self.flat.constants  # as constants of the compiled program, weights would be copied
         self.flat.constants = {}
-        self.types = [atom.aval for atom in traced.program.jaxpr.outvars]
+        self.types: list[Any] = [atom.aval for atom in traced.program.jaxpr.outvars]
         self.names = [str(name) for name in name_results(traced.results.list_paths(), is_lifted=False)]
 
     def list_floats(self) -> list[int]:
