@@ -59,13 +59,12 @@ BAD = {
 }
 
 
-def block(params, x, fault, backward):
+def block(params, x, fault, backward, planted=True):
     def run(scope, good, *args):
         fun = good
         if FAULTS.get(fault) == scope:
-            fun = replace_backward(good, BAD[fault]) if backward else BAD[fault]
-        elif backward:  # the same program but for the fault
-            fun = replace_backward(good, good)
+            bad = BAD[fault] if planted else good
+            fun = replace_backward(good, bad) if backward else bad
         with jax.named_scope(scope):
             return fun(*args)
 
@@ -82,15 +81,15 @@ def make_arguments(seed, layers=2):
     return params | {"scale": 1 + 0.1 * draw(WIDTH)}, jnp.asarray(rng.normal(size=(6, WIDTH)), jnp.float32)
 
 
-def make_loss(fault, backward, wrap):
-    """Returns a loss with a fault, if there is one, in its second block, or in all iterations of a scan."""
+def make_loss(fault, backward, wrap, planted):
+    """Returns a loss with a place for a fault in its second block, or in all iterations of a scan."""
 
     def loss(params, x):
         if wrap == "scan":
             with jax.named_scope("blocks"):
-                x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward), None), x, params)
+                x, _ = lax.scan(lambda x, own: (block(own, x, fault, backward, planted), None), x, params)
         for i in range(0 if wrap == "scan" else len(params["scale"])):
-            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward)
+            fun = functools.partial(block, fault=fault if i == 1 else None, backward=backward, planted=planted)
             own = jax.tree.map(lambda leaf, i=i: leaf[i], params)
             with jax.named_scope(f"block{i}"):
                 x = (jax.checkpoint(fun) if wrap == "remat" else fun)(own, x)
@@ -120,7 +119,7 @@ def test_fault_of_a_forward_pass_is_found(fault):
 
 def test_scope_that_follows_a_wider_dtype_is_not_the_cause():
     """XLA of jax 0.12 rounds less inside of the scope after the fault, so that its error is the smaller one there."""
-    f, g = (POLICIES["autocast"](make_loss(fault, False, "plain")) for fault in (None, "half"))
+    f, g = (POLICIES["autocast"](make_loss("half", False, "plain", planted)) for planted in (False, True))
     divergence = diverge(f, g)(*make_arguments(0))
     introduced = {row.path: row.introduced for row in divergence.rows()}
     follows, text = introduced["block1/act"], " ".join(str(divergence).split())
@@ -143,7 +142,7 @@ def test_scope_that_follows_a_wider_dtype_is_not_the_cause():
     ],
 )
 def test_fault_is_found_in_gradients(policy, wrap, fault, backward):
-    losses = [POLICIES[policy](make_loss(planted, backward, wrap)) for planted in (None, fault)]
+    losses = [POLICIES[policy](make_loss(fault, backward, wrap, planted)) for planted in (False, True)]
     divergence = diverge(*map(jax.value_and_grad, losses))(*make_arguments(list(FAULTS).index(fault)))
     assert_is_first(divergence, f"{'blocks' if wrap == 'scan' else 'block1'}/{FAULTS[fault]}", backward)
 
