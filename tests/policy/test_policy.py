@@ -62,12 +62,12 @@ def test_every_round_trip_gives_the_policy_itself(any_policy):
         assert round_trip(any_policy) is any_policy
 
 
-@pytest.mark.parametrize("preset", jax.lax.DotAlgorithmPreset, ids=lambda p: p.name)
-def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes(preset):
-    policy = Policy("float32", "float32", "float32", precision=preset)
-    assert jmp.get_policy(str(policy)) is policy is policy.replace(precision=f" {preset.name.lower()}")
-    with jax.default_matmul_precision(policy.precision):
-        assert Policy(None, None, None, precision=jax.lax.Precision.HIGHEST).precision == "highest"
+def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes():
+    for preset in jax.lax.DotAlgorithmPreset:
+        policy = Policy("float32", "float32", "float32", precision=preset)
+        assert jmp.get_policy(str(policy)) is policy is policy.replace(precision=f" {preset.name.lower()}")
+        with jax.default_matmul_precision(policy.precision):
+            assert Policy(None, None, None, precision=jax.lax.Precision.HIGHEST).precision == "highest"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,6 @@ def test_policies_have_no_leaves_and_live_in_any_tree():
     assert jax.vmap(lambda p, x: (p, x))(any_policy, jnp.ones(2))[0] is any_policy
     grads = jax.grad(lambda tree: tree["x"] ** 2)({"policy": any_policy, "x": 1.0})
     assert grads["policy"] is any_policy
-
-
-def test_a_policy_is_a_static_argument_and_a_key_of_the_jit_cache():
-    cast = jax.jit(lambda x, policy: policy.cast_to_compute(x), static_argnums=1)
-    x = jnp.ones(2)
-    dtypes = [cast(x, jmp.get_policy(name)).dtype for name in ("float16", "bfloat16", "float16")]
-    assert dtypes == [jnp.float16, jnp.bfloat16, jnp.float16]
 
 
 def test_casts_are_those_of_their_field(any_policy):
@@ -130,12 +123,7 @@ def test_resolve_takes_the_compute_dtype_of_the_first_floating_input(inputs, dty
 def test_loss_scale_keys_off_the_compute_dtype(any_policy):
     dynamic = any_policy.compute_dtype == np.float16
     assert type(any_policy.loss_scale()) is (jmp.DynamicLossScale if dynamic else jmp.NoOpLossScale)
-
-
-def test_loss_scale_defaults_are_those_of_jmp():
-    scale = jmp.get_policy("p=f32,c=f16,o=f32").loss_scale()
-    assert (float(scale.loss_scale), int(scale.counter), scale.period) == (2.0**15, 0, 2000)
-    assert (scale.factor, scale.min_loss_scale, scale.max_loss_scale) == (2, 1.0, 2.0**24)
+    assert float(any_policy.loss_scale().loss_scale) == (2.0**15 if dynamic else 1)
 
 
 def test_names_are_the_shortest_spelling():
@@ -187,18 +175,6 @@ def test_policies_are_immutable():
 def test_errors_quote_what_is_wrong_and_show_what_works(make, text):
     with pytest.raises(ValueError, match=text):
         make()
-
-
-@pytest.mark.parametrize(
-    "given", ["int4/64", "INT4 / 64", " int4(block_size=64)", jmp.quant.Int4(64), jmp.quant.Int4(block_size=64)]
-)
-def test_every_spelling_of_a_quantization_gives_one_policy(given):
-    policy = Policy("float32", "bfloat16", "bfloat16", quantization=given)
-    assert policy is jmp.get_policy("int4/64_from_mixed_bfloat16")
-    assert hash(policy) == hash(Policy("float32", "bfloat16", "bfloat16").replace(quantization=given))
-    assert policy.name == "int4/64_from_mixed_bfloat16"
-    assert policy.quantization == jmp.quant.Int4(64)
-    assert policy != policy.replace(quantization=None)
 
 
 OPTIONS = {"precision": "highest", "quantization": "int8", "reduce_dtype": "float32", "accumulate_dtype": "float32",

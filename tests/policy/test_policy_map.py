@@ -98,15 +98,6 @@ def test_every_round_trip_gives_an_equal_map(round_trip):
     assert [hash(round_trip(rules)) for rules in MAPS] == [hash(rules) for rules in MAPS]
 
 
-def test_rules_give_quantizations_to_the_modules_they_cover_and_to_no_other():
-    float8 = "float8/16(recipe=delayed/2)_from_mixed_bfloat16"
-    rules = PolicyMap({r"block_\d+/mlp": float8, r"block_\d+": "int4/64_from_bfloat16"}, "float32")
-    quantizations = [rules[path].quantization for path in ("block_0/mlp/up", "block_1/attention", "head")]
-    assert quantizations == [jmp.quant.Float8(jmp.quant.DelayedScaling(delay=2), 16), jmp.quant.Int4(64), None]
-    assert rules.get_config()["rules"][1][1]["quantization"] == "int4/64"
-    assert PolicyMap.from_config(rules.get_config()) == rules == eval(repr(rules), {"PolicyMap": PolicyMap})
-
-
 def test_maps_are_immutable_and_do_not_follow_the_mapping_they_were_made_from():
     given_rules = {"head": "float32"}
     rules = PolicyMap(given_rules)

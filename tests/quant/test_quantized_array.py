@@ -15,9 +15,8 @@ from properties import examples
 from quant_reference import fresh
 
 import jmp_policy as jmp
-from jmp_policy.quant import Layout, QuantizedArray, kernel_layout, quantize_array, table_layout
+from jmp_policy.quant import Layout, QuantizedArray, quantize_array, table_layout
 
-FORMATS = ("int8", "int4/8", "mxfp8/8", "nvfp4/4(square_weights=false)")
 quantized = jax.jit(quantize_array, static_argnums=(1, 2))
 
 
@@ -51,25 +50,6 @@ def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(sh
     assert array.nbytes == values + blocks * {"int8": 4, "int4": 5}.get(format.partition("/")[0], 1) + of_tensors
     restored = jax.eval_shape(lambda array: array.dequantize(), array)
     assert (restored.shape, restored.dtype) == (array.shape, array.dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("format", "bits", "error"),
-    [
-        ("int8", 8.0625, 0.0075),
-        ("int4/32", 5.25, 0.081),
-        ("mxfp4(scale_rounding=floor)", 4.25, 0.115),
-        ("nvfp4", 4.5, 0.111),
-        ("nvfp4(activations=false)", 4.5, 0.095),
-    ],
-)
-def test_bits_and_errors_of_normal_weights_are_those_of_the_table(format, bits, error):
-    weight = np.random.default_rng().normal(size=(512, 512))
-    array = quantized(jnp.asarray(weight, jnp.float32), format)
-    assert array.nbytes * 8 == 512 * 512 * bits + (0 if array.tensor_scale is None else 32)
-    lost = np.asarray(array.dequantize(), np.float64) - weight
-    np.testing.assert_allclose(np.linalg.norm(lost) / np.linalg.norm(weight), error, rtol=0.03)
 
 
 @pytest.mark.parametrize("format", ["int4/8", "nvfp4/8"])
@@ -131,39 +111,24 @@ def test_shard_puts_each_scale_beside_its_values(format, layout, spec, placed):
     jax.tree.map(np.testing.assert_array_equal, sharded, array)
 
 
-def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quantized():
-    stack = jax.ShapeDtypeStruct((3, 16, 6), jnp.float32)
-    layout = kernel_layout(stack.shape, stacked=1)
-    formats = (*FORMATS, "int8(activations=false)")
-    clips = [quantize_array(stack, format, layout, input_clip=2.0).input_clip for format in formats]
-    assert clips[1:] == [None] * len(FORMATS)
-    assert clips[0].shape == (3,)
-    assert quantize_array(jnp.ones((4, 2)), "int8", input_clip=2).input_clip == 2
-
-
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
         (lambda: quantize_array(jnp.ones(4), None), ValueError,
          r"^quantize_array needs a format that stores weights, got None\."),
-        (lambda: quantize_array(jnp.ones(4), "int5"), ValueError, r"^Unknown quantization 'int5'\. Did you mean "),
         (lambda: quantize_array(weight(), "int8", where=" 'a/kernel'"), ValueError,
          r"^The weight 'a/kernel' is quantized already: QuantizedArray\(int8, .*Quantize the array of its deq"),
         (lambda: quantize_array(jnp.arange(4), "int8", where=" of 'a'"), TypeError,
          r"^Only floating arrays with axes and elements are quantized, got int32\[4\] of 'a'\. For example: jnp\.ones"),
         (lambda: quantize_array(jnp.ones((0, 4)), "int8"), TypeError, r"^Only floating .*, got float32\[0, 4\]\. "),
-        (lambda: quantize_array(jnp.float32(1), "int8"), TypeError, r"^Only floating .*, got float32\[\]\. For "),
         (lambda: quantize_array([1.0, 2.0], "int8"), TypeError, r"^Only floating .*, got \[1\.0, 2\.0\]\. "),
         (lambda: quantize_array(jnp.ones((6, 2)), "int4/4", where=" 'a/kernel'"), ValueError,
          r"^Blocks of 4 do not divide the 6 inputs of the weight 'a/kernel'\. The largest size that does is 3: "),
-        (lambda: quantize_array(jnp.ones(4), "int8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
         (lambda: quantize_array(jnp.ones(32), "mxfp8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
         (lambda: quantize_array(jnp.ones(32), "mxfp4", clip="mse", where=" 'a/kernel'"), ValueError,
          r"^clip='mse' is for integers, and 'mxfp4' scales each block of the weight 'a/kernel' by its largest "
          r"element\. Leave clip out; where a map has integers too, quantize those first, "),
         (lambda: quantize_array(jnp.ones(24), "nvfp4", clip=99.0), ValueError, r"^clip=99\.0 is for .* 'nvfp4' scales"),
-        (lambda: quantize_array(jnp.ones((24, 2)), "nvfp4", where=" 'a/kernel'"), ValueError,
-         r"^Blocks of 16 do not divide the 24 inputs of the weight 'a/kernel'\. The largest size that does is 12: "),
         (lambda: weight().dequantize("int8"), ValueError, r"^Unknown dtype 'int8'\."),
         (lambda: jnp.asarray(weight()), TypeError,
          r"^QuantizedArray\(int8, .*\) is quantized, and was read by a layer or code that .*call its deq"),

@@ -156,23 +156,6 @@ def test_decoding_a_batch_of_mixed_lengths_is_within_a_bound_of_the_whole_sequen
     check_logits(decode(step, cache, x, jnp.asarray(mask))[0], weights, x, starts, format)
 
 
-@pytest.mark.parametrize(("adapter", "format"), PAIRS)
-def test_each_position_is_written_once(adapter, format):
-    weights, x = draw_weights(), draw_tokens(4)
-    step, cache = ADAPTERS[adapter](f"params=float32,compute=bfloat16,cache={format}", weights, x)
-    step = jax.jit(functools.partial(step, mask=None))
-    for position in range(4):
-        before = list_arrays(cache)
-        _, cache = step(cache, x[:, position : position + 1])
-        after = list_arrays(cache)
-        assert sorted(after) == ["cached_key", "cached_key_scale", "cached_value", "cached_value_scale"]
-        for name, array in after.items():
-            assert array.dtype == (jnp.float32 if name.endswith("_scale") else format)
-            assert array.shape == (BATCH, 4, HEADS, 1 if name.endswith("_scale") else DEPTH)
-            is_changed = (np.float32(array) != np.float32(before[name])).any((0, 2, 3))
-            assert is_changed.tolist() == [i == position for i in range(4)]
-
-
 def list_arrays(cache):
     """Returns the arrays of a cache by name, without its index."""
     spell = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")

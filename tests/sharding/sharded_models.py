@@ -1,4 +1,7 @@
-"""Two tiny language models, whose losses read a tied table, norms, biases and matrices, and where their parts lie."""
+"""Two tiny language models that read a tied table, norms, biases and matrices; where parts lie, and what is moved."""
+
+import math
+import re
 
 import flax.linen as nn
 import jax
@@ -62,6 +65,9 @@ def make_nnx(policy=POLICY):
 
 
 MODELS = {"linen": make_linen, "nnx": make_nnx}
+_COLLECTIVE = re.compile(
+    r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)"\((?:.|\n)*?: \(tensor<((?:\d+x)*)(\w+)>\) ->'
+)
 
 
 def make_auto_mesh(**sizes):
@@ -77,3 +83,14 @@ def split_last(params, axis="fsdp"):
 
 def place(mesh, tree, specs):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def list_moved(fun, *args):
+    """The collectives of a `shard_map` program in order, the same for TPUs and GPUs: kind, dtype, size of operand."""
+    found = []
+    for platform in ("tpu", "cuda"):  # one at a time: for both at once, JAX writes a gather twice
+        text = jax.export.export(fun, platforms=[platform])(*args).mlir_module()
+        matches = _COLLECTIVE.findall(text)
+        found.append([(kind, dtype, math.prod(map(int, shape.split("x")[:-1]))) for kind, shape, dtype in matches])
+    assert found[0] == found[1]
+    return found[0]

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exported import list_moved
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from sharded_models import BATCH, MODELS, POLICY, make_auto_mesh, place, split_last
+from sharded_models import BATCH, MODELS, POLICY, list_moved, make_auto_mesh, place, split_last
 
 import jmp_policy as jmp
 
@@ -183,14 +182,6 @@ def test_what_does_not_fit_is_one_clear_error(name):
     specs, options, text = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=text):
         trace_on(make_auto_mesh(data=2, fsdp=2, tensor=1), specs, **dict(options))
-
-
-def test_a_dimension_that_does_not_divide_is_refused_by_shard_map_itself():
-    specs = {"w": P("fsdp")}
-    local = lambda tree: jmp.sharding.gather_params(tree, POLICY, specs, reduce_axes="fsdp")
-    fun = jax.shard_map(local, mesh=make_auto_mesh(fsdp=4), in_specs=(specs,), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match=r"(?s)not evenly divisible by .*\['w'\] of shape float32\["):
-        jax.jit(fun).trace({"w": jnp.ones((6, 4))})
 
 
 FLOAT16 = "params=float32,compute=float16,reduce=float32"

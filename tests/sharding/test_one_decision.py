@@ -52,23 +52,8 @@ def test_one_infinity_in_one_part_is_one_decision(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", SPECS)
-def test_noise_is_that_of_one_device_whatever_the_mesh(layout):
-    sizes, specs = SPECS[layout]
-    mesh = make_auto_mesh(**sizes)
-    tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(3))
-    params, grads = draw(0, jnp.bfloat16), jax.tree.map(lambda g: g * 1e-3, draw(1))
-    step = jax.jit(functools.partial(jmp.optim.step, tx))
-    expected, _ = step(grads, tx.init(params), params)
-    found, _ = step(place(mesh, grads, specs), tx.init(params), place(mesh, params, specs))
-    assert bits(found) == bits(expected)
-    moved = jax.tree.map(lambda a, b: float(jnp.mean(a != b)), expected, params)
-    assert all(0.02 < share < 0.98 for share in jax.tree.leaves(moved))  # some are rounded up, and some down
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "check_vma"), [*zip(SPECS, (True, False), strict=True)])
-def test_noise_in_shard_map_is_that_of_one_device_by_specs(layout, check_vma):
+def test_noise_is_that_of_one_device_under_jit_and_in_shard_map_by_specs(layout, check_vma):
     sizes, specs = SPECS[layout]
     params, grads = draw(0, jnp.bfloat16), jax.tree.map(lambda g: g * 1e-3, draw(1))
 
@@ -80,7 +65,12 @@ def test_noise_in_shard_map_is_that_of_one_device_by_specs(layout, check_vma):
 
     make = functools.partial(jmp.optim.stochastic_rounding, optax.sgd(1.0), jax.random.key(3))
     alone = jax.jit(functools.partial(take_two_steps, make()))(grads, params)
-    options = {"mesh": make_auto_mesh(**sizes), "in_specs": (specs, specs), "out_specs": specs, "check_vma": check_vma}
+    mesh = make_auto_mesh(**sizes)
+    placed = place(mesh, grads, specs), place(mesh, params, specs)
+    assert bits(jax.jit(functools.partial(take_two_steps, make()))(*placed)) == bits(alone)
+    moved = jax.tree.map(lambda a, b: float(jnp.mean(a != b)), alone, params)
+    assert all(0.02 < share < 0.98 for share in jax.tree.leaves(moved))  # some are rounded up, and some down
+    options = {"mesh": mesh, "in_specs": (specs, specs), "out_specs": specs, "check_vma": check_vma}
     mapped = jax.jit(jax.shard_map(functools.partial(take_two_steps, make(specs=specs)), **options))(grads, params)
     assert bits(mapped) == bits(alone)
 
@@ -96,16 +86,3 @@ def test_specs_of_noise_that_fit_nothing_are_refused():
         tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), key, specs=specs)
         with pytest.raises(error, match=re.escape(message)):
             jmp.optim.step(tx, params, tx.init(params), params)
-
-
-@pytest.mark.slow
-@pytest.mark.cpu("the passes are those of XLA:CPU")
-def test_the_check_of_many_leaves_is_one_collective_once_xla_has_combined_them():
-    """The partitioner makes one for each leaf. For one of all, it would have to be given them in parts of one shape;
-    where they lie says which parts, and under `jit` JAX does not know that."""
-    mesh = make_auto_mesh(fsdp=4)
-    leaves = [jax.ShapeDtypeStruct((4 * i, 8), jnp.float32) for i in range(1, 13)]
-    placed = [leaf.update(sharding=jax.NamedSharding(mesh, P("fsdp"))) for leaf in leaves]
-    compiled = jax.jit(jmp.all_finite).lower(placed).compile(compiler_options={"xla_backend_optimization_level": 2})
-    [combined] = re.findall(r" = (.*) all-reduce\(", compiled.as_text())
-    assert len(re.findall(r"pred\[\]|u32\[\]", combined)) == 12

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exported import list_moved
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
+from sharded_models import list_moved
 
 import jmp_policy as jmp
 

@@ -14,19 +14,17 @@ from jmp_policy.contrib import certify
 
 UNARY = (
     "jnp.exp(@)", "jnp.log(@)", "jnp.sqrt(@)", "lax.rsqrt(@)", "jnp.tanh(@)", "jax.nn.sigmoid(@)", "jnp.abs(@)",
-    "jnp.square(@)", "-@", "jnp.log1p(@)", "jnp.expm1(@)", "jnp.sin(@)", "lax.erf(@)", "lax.erfc(@)", "jax.nn.relu(@)",
-    "jax.nn.softplus(@)", "jnp.floor(@)", "jnp.sign(@)", "jnp.cbrt(@)", "jnp.arcsinh(@)", "@ ** 3", "@ ** 4", "1 / @",
-    "@ ** -2", "jnp.cosh(@)", "jnp.cumsum(@, dtype=@.dtype)", "jax.nn.softmax(@)", "jax.nn.log_softmax(@)",
-    "jax.nn.logsumexp(@)", "jnp.sort(@)", "jnp.transpose(@)", "jnp.ravel(@)", "@ - jnp.max(@)",
+    "jnp.square(@)", "-@", "jnp.log1p(@)", "jnp.expm1(@)", "jnp.sin(@)", "lax.erf(@)", "jax.nn.relu(@)",
+    "jax.nn.softplus(@)", "jnp.sign(@)", "@ ** 3", "1 / @", "@ ** -2", "jnp.cumsum(@, dtype=@.dtype)",
+    "jax.nn.softmax(@)", "jax.nn.log_softmax(@)", "jax.nn.logsumexp(@)", "jnp.sort(@)", "@ - jnp.max(@)",
     "@ - jnp.max(@, -1, keepdims=True)", "@ - jnp.min(@, 0, keepdims=True)", "@ / (jnp.max(jnp.abs(@)) + 1e-3)",
-    "@ * lax.rsqrt(jnp.mean(@ * @) + 1e-5)", "@ / jnp.sqrt(jnp.sum(jnp.square(@)) + 1e-2)",
-    "jnp.where(@ > 0.5, @, 1.0)", "jnp.where(@ < 0, -@, @ + 1)", "jnp.mean(@)", "jnp.var(@)", "jnp.prod(@)",
-    "@.astype(jnp.float16)", "@.astype(jnp.float32)", "@.astype(jnp.bfloat16)", "jnp.round(@)", "jnp.clip(@, 0.1, 3.0)",
+    "@ * lax.rsqrt(jnp.mean(@ * @) + 1e-5)", "jnp.where(@ > 0.5, @, 1.0)", "jnp.where(@ < 0, -@, @ + 1)",
+    "jnp.mean(@)", "jnp.prod(@)", "@.astype(jnp.float16)", "@.astype(jnp.float32)", "@.astype(jnp.bfloat16)",
     "jnp.max(@)", "jnp.min(@, -1)", "@[..., ::2]", "jnp.concatenate([jnp.ravel(@), 0 * jnp.ravel(@)])",
-    "lax.scan(lambda c, _: (0.5 * c + 1, c), @, None, length=3)[0]", "lax.fori_loop(0, 3, lambda i, c: 0.7 * c + 1, @)",
-    "lax.cond(jnp.sum(@) > 0, lambda y: 2 * y, jnp.negative, @)", "1 - @", "1 + @", "1 - jnp.exp(-jnp.abs(@))",
-    "jnp.log(1 - jax.nn.sigmoid(@))", "jnp.dot(jnp.ravel(@), jnp.ravel(@))", "jnp.sum(@, -1)", "@ - jnp.mean(@)",
-    "jnp.exp(@ - jnp.max(@)) / jnp.sum(jnp.exp(@ - jnp.max(@)))",
+    "lax.scan(lambda c, _: (0.5 * c + 1, c), @, None, length=3)[0]",
+    "lax.fori_loop(0, 3, lambda i, c: 0.7 * c + 1, @)", "lax.cond(jnp.sum(@) > 0, lambda y: 2 * y, jnp.negative, @)",
+    "1 - @", "1 + @", "1 - jnp.exp(-jnp.abs(@))", "jnp.log(1 - jax.nn.sigmoid(@))",
+    "jnp.dot(jnp.ravel(@), jnp.ravel(@))", "jnp.sum(@, -1)", "@ - jnp.mean(@)",
 )  # fmt: skip
 BINARY = ("a + b", "a - b", "a * b", "a / b", "jnp.maximum(a, b)", "jnp.minimum(a, b)", "jnp.power(a, b)",
     "jnp.logaddexp(a, b)", "jnp.hypot(a, b)", "jnp.where(a < b, a, b)", "a * jnp.exp(-jnp.abs(b))")  # fmt: skip

@@ -1,4 +1,4 @@
-"""AWQ, against the search over powers in float64 and qwix, and through models."""
+"""AWQ, against the search over powers in float64, and through models."""
 
 import dataclasses
 import warnings
@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from calibrated_models import (
-    POLICY,
-    ROWS,
-    draw_inputs,
-    linear,
-)
+from calibrated_models import POLICY, ROWS, draw_inputs, linear
 from flax import nnx, serialization
 
 import jmp_policy as jmp
@@ -57,23 +52,12 @@ def test_scales_are_those_of_the_search_over_powers_in_float64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [32, 64])
-def test_outputs_change_as_little_as_with_qwix_and_less_with_smaller_ranges(block):
-    from qwix._src.core import qarray
-    from qwix.contrib import awq_core
-
+def test_outputs_change_less_with_smaller_ranges():
     rows = draw_inputs(64, 256)
-    (weight, plain), (_, searched) = (calibrate(rows, 24, block, search_clip=search) for search in (False, True))
-    how = qarray.HowToQuantize(
-        qtype=jnp.int4, channelwise_axes=(0,), tiled_axes={1: block}, calibration_method="minmax"
-    )
-    theirs, scales = awq_core.quantize_weight(jnp.asarray(weight.T), awq_core.compute_act_scale(jnp.asarray(rows)), how)
-    errors = [
-        np.linalg.norm(rows.astype(np.float64) @ (np.asarray(numbers, np.float64) - weight))
-        for numbers in ((qarray.dequantize(theirs) / scales).T, plain.dequantize(), searched.dequantize())
-    ]
-    assert errors[1] < 1.01 * errors[0]
-    assert errors[2] < 0.95 * errors[1]
+    (weight, plain), (_, searched) = (calibrate(rows, 24, 32, search_clip=search) for search in (False, True))
+    wide, whole = rows.astype(np.float64), np.asarray(weight, np.float64)
+    errors = [np.linalg.norm(wide @ (made.dequantize() - whole)) for made in (plain, searched)]
+    assert errors[1] < 0.95 * errors[0]
 
 
 def scaled_weight(key=0):
@@ -106,29 +90,19 @@ def test_an_input_scale_is_saved_and_belongs_to_the_saved_values(tmp_path):
     scaled = {"kernel": scaled_weight()}
     plain = {"kernel": dataclasses.replace(scaled_weight(1), input_scale=None)}
     quant.quantize({"kernel": jnp.ones((64, 64))}, "int8_from_float32")  # registers with Flax
-    for saved, target in ((scaled, plain), (plain, scaled), (scaled, jax.eval_shape(lambda: plain))):
+    for saved, target in ((scaled, plain), (plain, scaled)):
         bytes_ = serialization.to_bytes(saved)
-        restored = (
-            serialization.from_bytes(target, bytes_)["kernel"],
-            jmp.convert_state(saved, target)["kernel"],
-            jmp.convert_state(serialization.msgpack_restore(bytes_), target)["kernel"],
-        )
-        for new in restored:
+        for new in (serialization.from_bytes(target, bytes_)["kernel"], jmp.convert_state(saved, target)["kernel"]):
             assert jax.tree.structure(new) == jax.tree.structure(saved["kernel"])
             assert (new.dequantize() == saved["kernel"].dequantize()).all()
     floats = jmp.convert_state(scaled, {"kernel": jnp.ones((3, 16, 4))})["kernel"]
     assert (floats == scaled["kernel"].dequantize()).all()
-    again = jmp.convert_state({"kernel": floats}, scaled)["kernel"]
-    assert (again.dequantize() == quant.quantize_array(floats, "int4/8", Layout((16,), 1)).dequantize()).all()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", scaled)
     with ocp.StandardCheckpointer() as checkpointer:
-        for target in (scaled, jax.eval_shape(lambda: scaled)):
-            restored = checkpointer.restore(tmp_path / "orbax", target)["kernel"]
-            assert (restored.dequantize() == scaled["kernel"].dequantize()).all()
+        restored = checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: scaled))["kernel"]
         raw = checkpointer.restore(tmp_path / "orbax")
-        with pytest.raises(ValueError, match=r"(?i)structure"):  # it would skip an input scale of None
-            checkpointer.restore(tmp_path / "orbax", plain)
+    assert (restored.dequantize() == scaled["kernel"].dequantize()).all()
     assert (jmp.convert_state(raw, plain)["kernel"].dequantize() == scaled["kernel"].dequantize()).all()
     bad = {"kernel": dataclasses.replace(scaled_weight(), input_scale=-jnp.ones((3, 2, 8, 1)))}
     with pytest.raises(ValueError, match=r"was saved with an input_scale of -1\.0"):

@@ -2,18 +2,12 @@
 
 import functools
 import json
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibrated_models import (
-    POLICY,
-    ROWS,
-    draw_inputs,
-    linear,
-)
+from calibrated_models import POLICY, ROWS, draw_inputs, linear
 from flax import nnx
 
 import jmp_policy as jmp
@@ -108,26 +102,6 @@ def test_scales_that_lie_across_the_inputs_are_not_read():
     weight = quant.quantize_array(jax.ShapeDtypeStruct((8, 6, 3), jnp.float32), "int4/4", Layout((8, 6), 1))
     x = jnp.ones((7, 8))
     assert read_inputs(_multiply(x, weight), x, weight) is None
-
-
-class Heads(nnx.Module):
-    runs: ClassVar[list[int]] = []
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.query, self.key, self.out = (nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(3))
-
-    def __call__(self, x):
-        Heads.runs.append(len(x))
-        return self.out(nnx.relu(self.query(x) * self.key(x)))
-
-
-@pytest.mark.slow
-def test_matrices_with_the_same_inputs_share_a_run():
-    model, x = Heads(nnx.Rngs(0)), jnp.asarray(draw_inputs(16))
-    made = contrib.gptq(jmp.with_policy(model, POLICY), [x[:50], x[50:]])
-    assert Heads.runs == [50, 50, 46, 50, 46]  # one to find the order, then two for each Hessian
-    alone = contrib.gptq(jmp.with_policy(model.key, POLICY), [x[:50], x[50:]])
-    np.testing.assert_array_equal(made.key.kernel[...].values, alone.kernel[...].values)
 
 
 def test_a_weight_is_seen_through_wide_sums():
