@@ -27,10 +27,10 @@ def _item(*marks):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_what_is_true_of_cpus_alone_is_skipped_elsewhere(hooks, monkeypatch, platform):
+def test_what_is_true_of_cpus_alone_is_skipped_elsewhere(hooks, monkeypatch, pytestconfig, platform):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     marked, plain = _item(pytest.mark.cpu("it flushes subnormals").mark), _item(pytest.mark.slow.mark)
-    hooks.pytest_collection_modifyitems([marked, plain])
+    hooks.pytest_collection_modifyitems(pytestconfig, [marked, plain])
     reasons = [mark.kwargs["reason"] for mark in marked.added]
     assert reasons == ([] if platform == "cpu" else ["on CPUs alone, and this is a gpu: it flushes subnormals"])
     assert plain.added == []
