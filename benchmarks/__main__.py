@@ -2,7 +2,7 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks [--quick] [--all] [--only NAME ...] [--out DIR]    # runs benchmarks, and writes the page
+    python -m benchmarks [--quick] [--only NAME ...] [--out DIR]            # runs benchmarks, and writes the page
     python -m benchmarks --list                                             # says what there is
     python -m benchmarks report [--out DIR]                                 # writes the page again
     python -m benchmarks compare A.json B.json                              # asks whether two runs agree
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from benchmarks import _harness
 from benchmarks._report import write_report
-from benchmarks._suites import SUITES, Suite
+from benchmarks._suites import SUITES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,16 +38,15 @@ def _run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes of every benchmark, kept in another folder")
-    parser.add_argument("--all", action="store_true", help="those that take many minutes, too")
     parser.add_argument("--only", nargs="+", choices=SUITES, metavar="NAME", help="some of those that --list names")
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where results, page and plots go")
     parser.add_argument("--jobs", type=int, metavar="N", help="how many at a time (default: 1, or all cores if quick)")
     options = parser.parse_args(argv)
     if options.list:
-        print("\n".join(f"{name:20} {'long   ' if s.is_long else '       '}{s.question}" for name, s in SUITES.items()))
+        print("\n".join(f"{name:20} {question}" for name, question in SUITES.items()))
         return 0
-    names = options.only or [name for name, suite in SUITES.items() if _is_chosen(suite, options)]
+    names = options.only or list(SUITES)
     root = options.out or (pathlib.Path(tempfile.mkdtemp()) if options.quick else _harness.FOLDER)
     if options.quick:
         _harness.protect_results(root, names)
@@ -63,11 +62,6 @@ def _run(argv: Sequence[str]) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
-    """True if a suite runs when none is named."""
-    return suite.has_quick if options.quick else options.all or not suite.is_long
 
 
 def _count_jobs(quick: bool) -> int:

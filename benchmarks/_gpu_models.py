@@ -1,4 +1,4 @@
-"""Training steps of a model of GPT-2 small's shape and of ResNet-50, in each precision."""
+"""Training steps of a model of GPT-2 small's shape, in each precision."""
 
 import dataclasses
 import functools
@@ -14,7 +14,6 @@ import jmp_policy as jmp
 from benchmarks import _peers
 from benchmarks._models_linen import HandGPT
 from benchmarks._ours import LinenState, step_linen
-from benchmarks.architectures._resnet import ResNet
 from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
 
@@ -31,22 +30,20 @@ class Work:
 
     Attributes:
       step: `(state, *data) -> (state, out)`; the state is donated.
-      make: `() -> (state, *data)`, which can be traced. A function without a state has `None`.
-      items: the unit of one call: tokens or images.
-      flops: of one call, where they are known.
+      make: `() -> (state, *data)`, which can be traced.
+      items: the tokens or examples of one call.
     """
 
     step: Callable[..., tuple[Any, jax.Array]]
     make: Callable[[], tuple[Any, ...]]
-    items: int = 0
-    flops: float = 0.0
+    items: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A module with a dtype in each layer, the same as an author leaves it to a policy, and a batch.
 
-    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens or images.
+    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens.
     """
 
     by_hand: Callable[[Any], linen.Module]
@@ -103,19 +100,6 @@ def gpt2(tiny: bool) -> Task:
     return Task(lambda dtype: HandGPT(config, dtype), GPT(config), batch, windows * config.context)
 
 
-def resnet50(tiny: bool) -> Task:
-    """ResNet-50 on 128 images of 224 by 224."""
-    stages, filters, side, images = ((1, 1), 8, 16, 2) if tiny else ((3, 4, 6, 3), 64, 224, 128)
-    classes = 16 if tiny else 1000
-
-    def batch() -> tuple[jax.Array, jax.Array]:
-        x, labels = jax.random.split(jax.random.key(1))
-        return jax.random.normal(x, (images, side, side, 3)), jax.random.randint(labels, (images,), 0, classes)
-
-    by_hand = lambda dtype: ResNet(stages, classes, filters, dtype)
-    return Task(by_hand, ResNet(stages, classes, filters), batch, images)
-
-
 def training(task: Task, precision: Precision) -> Work:
     """The training step of a task in a precision."""
     is_ours = bool(precision.policy or precision.autocast)
@@ -130,8 +114,7 @@ def training(task: Task, precision: Precision) -> Work:
     def make() -> tuple[Any, Any]:
         batch = task.batch()
         trained = dict(module.init(jax.random.key(0), batch[0][:1]))  # parameters, and the state of float8 layers
-        variables = {name: trained.pop(name) for name in ("batch_stats",) if name in trained}
-        return create(params=trained, variables=variables), batch
+        return create(params=trained, variables={}), batch
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         with jax.default_matmul_precision(precision.matmul):
@@ -151,18 +134,3 @@ def _loop(apply: Callable[..., Any], precision: Precision, state_class: Any) -> 
         return functools.partial(state_class.create, apply_fn=apply_fn, tx=tx), step_linen
     tx = jmp.optim.skip_nonfinite(ADAMW) if precision.skips else ADAMW
     return functools.partial(state_class.create, apply_fn=None, tx=tx), _peers.step_unscaled(apply)
-
-
-def observing(task: Task, precision: Precision, every: int | None) -> Work:
-    """Returns the training step of a task that measures each matmul, on every step or on some of them."""
-    work = training(task, precision)
-    measure = functools.partial(jmp.numerics.collect, of=("forward", "backward"))
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        if every is None:
-            (state, loss), stats = measure(work.step)(state, batch)
-        else:
-            (state, loss), stats = measure(work.step, every=every)(state.step, state, batch)
-        return state, (loss, stats)
-
-    return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))

@@ -9,20 +9,17 @@ from benchmarks._gpu_rows import Table, tables
 from benchmarks._harness import name_device, write_whole
 from benchmarks._results import markdown_table
 
-LAYOUT = 1
-"""Of the file. Another layout is another number, and `load_results` refuses a file that has not this one."""
-
 NOT_MEASURED = "not measured"
 
 Results = dict[str, Any]
 
 
 class ResultsError(Exception):
-    """A file of results that this benchmark must not touch."""
+    """A device that is not there, or a file of results that this benchmark must not touch."""
 
 
 def results_path(folder: pathlib.Path, kind: str, tiny: bool = False) -> pathlib.Path:
-    """Returns the folder of the results of a kind of device.
+    """Returns the file of the results of a kind of device.
 
     >>> results_path(pathlib.Path("results"), "NVIDIA H100 80GB HBM3").name
     'nvidia-h100-80gb-hbm3.json'
@@ -30,50 +27,22 @@ def results_path(folder: pathlib.Path, kind: str, tiny: bool = False) -> pathlib
     return folder / f"{name_device(kind)}{'-tiny' if tiny else ''}.json"
 
 
-def new_results(machine: dict[str, Any], tiny: bool = False) -> Results:
-    """Results without a row."""
-    return {"layout": LAYOUT, "tiny": tiny, **machine, "rows": {}}
-
-
-def load_results(path: pathlib.Path, machine: dict[str, Any], again: bool = False, tiny: bool = False) -> Results:
-    """The results so far, if they are of this machine, and not to be measured again.
-
-    Raises:
-      ResultsError: the file is not of this layout, which `again` does not change; or it was measured with other
-        versions, or in another form.
-    """
+def load_results(path: pathlib.Path, machine: dict[str, Any]) -> Results:
+    """The results so far. Raises `ResultsError` if they were measured with other versions."""
     if not path.exists():
-        return new_results(machine, tiny)
+        return {**machine, "rows": {}}
     found = read_results(path)
-    if again:
-        return new_results(machine, tiny)
-    if found["tiny"] != tiny:
-        raise ResultsError(
-            f"{path} holds {'tiny' if found['tiny'] else 'full'} rows. Name another folder: --results DIR."
-        )
     if found["versions"] != machine["versions"]:
-        was, now = (
-            {k: v[k] for k in v if found["versions"].get(k) != machine["versions"].get(k)}
-            for v in (found["versions"], machine["versions"])
-        )
         raise ResultsError(
-            f"{path} was measured with {_say(was)}, and here is {_say(now)}: times of both in one table would be no "
-            "comparison. Measure all of it anew with --again, or elsewhere with --results DIR."
+            f"{path} was measured with {_say(found['versions'])}, and here is {_say(machine['versions'])}: times of "
+            "both in one table would be no comparison. Move it away, or name another folder: --results DIR."
         )
     return found
 
 
 def read_results(path: pathlib.Path) -> Results:
-    """The results of a file that is there; raises `ResultsError` if it has not our layout."""
-    advice = "It stays as it is. Move it away, or name another folder: --results DIR."
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ResultsError(f"{path} is not JSON. {advice}") from None
-    layout = found.get("layout") if isinstance(found, dict) else None
-    if layout != LAYOUT:
-        raise ResultsError(f"{path} has the layout {layout!r}, and this benchmark writes {LAYOUT}. {advice}")
-    return found
+    """The results of a file that is there."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def save_results(path: pathlib.Path, results: Results) -> None:
@@ -82,10 +51,10 @@ def save_results(path: pathlib.Path, results: Results) -> None:
     write_whole(path.with_suffix(".md"), write_report(results))
 
 
-def write_report(results: Results | None) -> str:
+def write_report(results: Results) -> str:
     """Tables in Markdown, in which rows without results read "not measured", and the titles of tables without rows."""
-    rows = {} if results is None else results["rows"]
-    parts = [] if results is None else [f"# {results['device']['kind']}", f"Measured with {_say(results['versions'])}."]
+    rows = results["rows"]
+    parts = [f"# {results['device']['kind']}", f"Measured with {_say(results['versions'])}."]
     is_measured = lambda table: any(row.key in rows for row in table.rows)
     for table in filter(is_measured, tables()):
         parts += [f"**{table.title}**", write_table(table, rows)]
@@ -100,8 +69,6 @@ def write_table(table: Table, rows: dict[str, Any]) -> str:
 
 
 def _header(table: Table) -> list[str]:
-    if not table.alone:
-        return ["milliseconds", "over the first", "TFLOP/s"]
     counts = [f"{table.items} a second"] if table.items else []
     return ["milliseconds a step", "over the first", *counts, "peak memory, GB"]
 
@@ -114,8 +81,6 @@ def _cells(table: Table, record: dict[str, Any] | None) -> Sequence[str]:
         return [f"failed: {record['error']}", *[""] * others]
     ratio = _show_spread(record["over_first"], 1, "{:.3f}") if "over_first" in record else ""
     cells = [_show_spread(record["seconds"], 1e3, "{:.2f}"), ratio]
-    if not table.alone:
-        return [*cells, f"{record['teraflops']:.0f}"]
     counts = [f"{record['items_per_second']:,.0f}"] if table.items else []
     return [*cells, *counts, f"{record['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in record else NOT_MEASURED]
 

@@ -47,9 +47,6 @@ COMPILED_NOTES = {
 """What a reader has to know of tables of `benchmarks.compiled`, by device and name."""
 
 NOT_MEASURED = "Not measured."
-NOT_MEASURED_HERE = (
-    "Not measured for this page: it takes many minutes. [The method](README.md) has figures of an earlier run."
-)
 
 
 def write_report(root: pathlib.Path) -> str:
@@ -80,12 +77,12 @@ def _read_suites(root: pathlib.Path) -> dict[str, Any]:
 
 def _describe_suites(suites: dict[str, Any], machines: list[str]) -> Iterator[str]:
     """A section for each suite."""
-    for name, suite in SUITES.items():
+    for name, question in SUITES.items():
         yield f"## {name}"
-        yield f"{suite.question} (`python -m benchmarks --only {name}`)"
+        yield f"{question} (`python -m benchmarks --only {name}`)"
         measured = suites.get(name)
         if measured is None:
-            yield NOT_MEASURED_HERE if suite.is_long else NOT_MEASURED
+            yield NOT_MEASURED
             continue
         yield _describe_run(measured, _name_machine(machines, _describe_machine(measured)))
         for kept in measured["tables"]:

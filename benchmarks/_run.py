@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._results import hash_sources
-from benchmarks._suites import SUITES, Suite
+from benchmarks._suites import SUITES
 
 LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "ml_dtypes", "jmp", "mixed-precision-for-JAX", "qwix", "keras", "dm-haiku",
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     measured: dict[str, Any] = {**describe_machine(), "tables": []}
     try:
-        measure(SUITES[options.name], options.quick, measured, options.path)
+        measure(options.name, options.quick, measured, options.path)
     except ModuleNotFoundError as error:
         traceback.print_exc()
         measured |= _explain_missing(error)
@@ -55,12 +55,12 @@ def _explain_missing(error: ModuleNotFoundError) -> dict[str, str]:
     return {"missing": error.name or str(error)}
 
 
-def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
+def measure(name: str, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
     """Adds the tables of a benchmark to the measurements; each is saved at once."""
     import jax
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves
-        for made in getattr(importlib.import_module(f"benchmarks.{suite.module}"), suite.tables)(quick):
+        for made in importlib.import_module(f"benchmarks.{name}").tables(quick):
             measured["tables"].append(made.to_dict())
             path.write_text(json.dumps(measured), encoding="utf-8")
 
