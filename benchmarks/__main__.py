@@ -5,7 +5,6 @@ Run from the root of the repository:
     python -m benchmarks [--quick] [--only NAME ...] [--out DIR]            # runs benchmarks, and writes the page
     python -m benchmarks --list                                             # says what there is
     python -m benchmarks report [--out DIR]                                 # writes the page again
-    python -m benchmarks compare A.json B.json                              # asks whether two runs agree
 
 Each runs in a process of its own. One that fails, or that needs a library that is not installed, says so in the results
 and stops no other.
@@ -26,9 +25,8 @@ from benchmarks._suites import SUITES
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     given = list(sys.argv[1:] if argv is None else argv)
-    commands = {"report": _report, "compare": _compare}
     try:
-        return commands[given[0]](given[1:]) if given and given[0] in commands else _run(given)
+        return _report(given[1:]) if given[:1] == ["report"] else _run(given)
     except _harness.HarnessError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
@@ -74,16 +72,6 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", default=_harness.FOLDER, help="where they are")
     print(write_report(parser.parse_args(argv).out))
     return 0
-
-
-def _compare(argv: Sequence[str]) -> int:
-    description = "Asks whether two runs agree in every cell that is not timed."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=description)
-    parser.add_argument("files", nargs=2, type=pathlib.Path, metavar="FILE")
-    first, second = (_harness.read_results(path) for path in parser.parse_args(argv).files)
-    differences = _harness.list_differences(first, second)
-    print("\n".join(differences) or f"All {_harness.count_cells(first):,} cells that are not timed agree.")
-    return 1 if differences else 0
 
 
 if __name__ == "__main__":

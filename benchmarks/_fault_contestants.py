@@ -179,7 +179,7 @@ def _torch(params: Any, variables: Any) -> Contestant:
     from benchmarks import _peer_torch
 
     model = _peer_torch.net(FEATURES, HIDDEN, CLASSES)
-    trainer = _peer_torch.Trainer(model, "float16", SCALE, PERIOD, LEARNING_RATE, DECAY_STEPS)
+    trainer = _peer_torch.Trainer(model, SCALE, PERIOD, LEARNING_RATE, DECAY_STEPS)
 
     def parts(state):
         of_parameters = state.opt_state["state"]

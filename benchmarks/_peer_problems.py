@@ -17,8 +17,8 @@ from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
 
 SMALL_GPT = GPTConfig(depth=2, context=32)
-SMALL_MLP, LARGE_MLP = (512, 6), (4096, 6)
-"""The sizes of those whose steps are compiled: width and depth of an MLP."""
+SMALL_MLP = (512, 6)
+"""Width and depth of an MLP."""
 
 MLP_BATCH = 16
 

@@ -11,7 +11,6 @@ SUITES = {
     "autocast": "What does `autocast` make of a train step, over dtypes written by hand?",
     "many_modules": "What does a policy add to tracing a model of 1,000 modules?",
     "numerics": "What do the statistics of `numerics.collect` cost?",
-    "origins": "What does the search for the first number that is not finite cost?",
 }
 """Their questions, by the name of their module, whose `tables(quick: bool) -> Iterator[ResultTable]` measures. In the
 order in which they run and are shown."""

@@ -8,7 +8,6 @@ Time is process time, a median over interleaved repeats with JAX's caches cleare
 functions at the first tracing, and the same on every run.
 """
 
-import argparse
 import functools
 import gc
 import statistics
@@ -23,7 +22,7 @@ import optax
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, run_alone
 
 SHAPES = {"flat": (1000,), "nested": (10, 10, 10)}
 QUICK_SHAPES = {"flat": (30,), "nested": (3, 3, 3)}
@@ -175,13 +174,6 @@ def seconds(traces: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="models of 27 layers, and one repeat")
-    print_tables(tables(parser.parse_args(argv).quick))
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Returns the time to trace with a policy and with a map."""
     for traces in contestants(QUICK_SHAPES).values():  # the first tracing imports modules and fills caches
@@ -216,4 +208,4 @@ def _divide(calls: int, plain: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

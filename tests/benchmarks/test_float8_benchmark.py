@@ -5,8 +5,7 @@ import pytest
 
 pytest.importorskip("qwix")
 
-from benchmarks._float8_contestants import OURS, PEERS, case, reference_gradients, relative_error
-from benchmarks._float8_models import Layer
+from benchmarks._float8_contestants import OURS, PEERS, Layer, case, reference_gradients, relative_error
 from benchmarks._measure import count_operations
 
 pytestmark = [

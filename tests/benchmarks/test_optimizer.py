@@ -101,25 +101,6 @@ def test_bytes_of_state_per_parameter():
     }
 
 
-def test_floors_count_each_array_once_for_reading_and_once_for_writing():
-    floors = {name: round(update.floor(GIVEN) / count_parameters(update.params(GIVEN)) / 4, 2)
-              for name, update in FLOAT32.items()}  # fmt: skip
-    assert floors.pop("adamw") == 7  # three arrays read and written, and the gradients
-    assert set(floors.values()) == {8}  # which a check reads before
-    steps = _optimizer_steps.Steps(WHOLE, depth=2)
-    assert round(steps.floor() / count_parameters(steps.params) / 4, 2) == 8  # and float16 copies and gradients
-
-
-def test_the_report_has_a_column_for_each_size():
-    row = optimizer.Row("adamw", {"1 M": Traffic(10.0, 0.0, 3.0), "2 M": Traffic(10.5, 0.1, 3.0)}, floor=7.0, state=8.0)
-    header, _, line = optimizer.report("given", "Given", [row]).to_markdown().splitlines()
-    assert header == (
-        "| step | accessed, 1 M | accessed, 2 M | temporaries, 1 M | temporaries, 2 M | in place, 1 M | in place, 2 M "
-        "| floor | state, bytes per parameter |"
-    )
-    assert line == "| adamw | 10.00 | 10.50 | 0.00 | 0.10 | 3.00 | 3.00 | 7.00 | 8.00 |"
-
-
 def test_a_step_whose_library_is_missing_says_so():
     rows = [optimizer.Row("ours", {"1 M": Traffic(1.0, 0.0, 3.0)}, 7.0), optimizer.Row("mpx", {}, 0, missing="mpx")]
     assert optimizer.report("whole", "Whole", rows).rows[1] == ("mpx", "not measured: needs mpx", "", "", "")
