@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jmp_policy as jmp
 from benchmarks import autocast as _autocast
-from benchmarks._optimizer_cost import count_parameters
+from benchmarks._compiled import count_parameters
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
 from benchmarks._optimizer_updates import half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 from jax.extend import backend
 
-from benchmarks._gpu_models import Work
-from benchmarks._gpu_rows import Row, Table, tables
+from benchmarks._gpu_models import Row, Table, Work, tables
 
 WARM_UP = 4
 """Steps before the first that counts: to compile, and to compile again if a step returns another kind of state."""

@@ -133,14 +133,8 @@ def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: 
     """Replaces the results of the suites that were measured.
 
     A suite whose library is not installed keeps its earlier results.
-
-    Raises:
-      HarnessError: quick results would replace full-size ones.
     """
     old = results["suites"]
-    replaced = [name for name, new in measured.items() if new["quick"] and name in old and not old[name]["quick"]]
-    if replaced:
-        raise HarnessError(f"Quick results would replace those of {', '.join(replaced)}. Name a folder: --out DIR.")
     new = {name: found for name, found in measured.items() if not ("missing" in found and name in old)}
     merged = {**old, **new}
     rank = {name: place for place, name in enumerate(order)}

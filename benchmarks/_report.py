@@ -138,7 +138,7 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
 
 def _describe_gpus(root: pathlib.Path) -> Iterator[str]:
     """Writes the measurements of `benchmarks.gpu`."""
-    from benchmarks._gpu_results import read_results, write_report as write_gpu_report
+    from benchmarks.gpu import read_results, write_report as write_gpu_report
 
     yield "## On a GPU"
     yield "Times of steps and of products on a GPU (`python -m benchmarks.gpu`)."

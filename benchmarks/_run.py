@@ -5,7 +5,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -16,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._results import hash_sources
+from benchmarks._results import hash_sources, list_versions
 from benchmarks._suites import SUITES
 
 LIBRARIES = (
@@ -72,23 +71,13 @@ def describe_machine() -> dict[str, Any]:
     import jmp_policy
 
     device = jax.devices()[0]
+    own = {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__, **list_versions()},
+        "versions": {**own, **list_versions(LIBRARIES)},
         "sources": hash_sources(),
         "device": {"platform": device.platform, "kind": device.device_kind, "cores": os.cpu_count()},
     }
-
-
-def list_versions() -> dict[str, str]:
-    """The versions of the libraries that are installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

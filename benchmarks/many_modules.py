@@ -10,10 +10,8 @@ functions at the first tracing, and the same on every run.
 
 import functools
 import gc
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +20,7 @@ import optax
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
+from benchmarks._measure import seconds
 from benchmarks._results import ResultTable, run_alone
 
 SHAPES = {"flat": (1000,), "nested": (10, 10, 10)}
@@ -159,19 +158,6 @@ def count_calls(trace: Callable[[], Any]) -> int:
         sys.setprofile(None)
         gc.enable()
     return sum(counts.values())
-
-
-def seconds(traces: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """The process time of each, interleaved, in an order that turns round each time."""
-    taken: list[list[float]] = [[] for _ in traces]
-    for repeat in range(repeats):
-        for i in range(len(traces)) if repeat % 2 else reversed(range(len(traces))):
-            jax.clear_caches()
-            gc.collect()
-            start = time.process_time()
-            traces[i]()
-            taken[i].append(time.process_time() - start)
-    return [statistics.median(times) for times in taken]
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:

@@ -2,11 +2,12 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks.optimizer [--json PATH] [--quick]
+    python -m benchmarks.optimizer [--quick]
 
-Makes three tables: steps from given gradients, whole training steps, and half-precision parameters. Bytes accessed,
-temporaries and bytes updated in place come from XLA's analysis of the compiled step. They are the same on every run and
-however busy the machine is. Programs are compiled for the shapes of 10 and 100 million parameters, and never run.
+Makes three tables: whole training steps, and half-precision parameters from given gradients and in whole steps. Bytes
+accessed, temporaries and bytes updated in place come from XLA's analysis of the compiled step. They are the same on
+every run and however busy the machine is. Programs are compiled for the shapes of 10 and 100 million parameters, and
+never run.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import optax
 
 import jmp_policy as jmp
-from benchmarks._optimizer_cost import Traffic, count_bytes, count_parameters, traffic
+from benchmarks._compiled import Figures, count_bytes, count_parameters, traffic
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
-from benchmarks._optimizer_updates import ADAMW, Update, float32_updates, half_optimizers, half_updates
+from benchmarks._optimizer_updates import ADAMW, Update, half_optimizers, half_updates
 from benchmarks._programs import Program
 from benchmarks._results import ResultTable, run_alone
 
@@ -39,17 +40,15 @@ class Row:
     """
 
     name: str
-    by_size: dict[str, Traffic]
+    by_size: dict[str, Figures]
     floor: float
     state: float | None = None
     missing: str | None = None
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """Yields the four tables; a quick run has only the two of float32 parameters."""
+    """Yields the three tables; a quick run has only that of float32 parameters."""
     sizes = QUICK_SIZES if quick else SIZES
-    title = "From given gradients, float32 parameters, in multiples of their bytes"
-    yield report("given", title, from_gradients(sizes), _GIVEN_NOTES)
     title = "A whole step, float32 parameters, in multiples of their bytes"
     yield report("whole", title, whole_steps(sizes), _WHOLE_NOTES)
     if not quick:
@@ -70,16 +69,10 @@ def report(name: str, title: str, made: Iterable[Row], notes: Sequence[str] = ()
     return ResultTable.of(name, title, header, [row + [""] * (len(header) - len(row)) for row in cells], notes=notes)
 
 
-def from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
-    """Measures steps from given gradients, with float32 parameters, in multiples of the bytes of the parameters."""
-    for update in float32_updates():
-        yield _update_row(update, sizes, unit=4)
-
-
 def half_from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
     """Measures steps from given gradients, with bfloat16 parameters, in bytes per parameter."""
     for update in half_updates():
-        yield _update_row(update, sizes, unit=1)
+        yield _update_row(update, sizes)
 
 
 def whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
@@ -102,15 +95,11 @@ def half_whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
         yield _step_row(f"{name}, skip_nonfinite", steps, lambda s, tx=tx: s.minimized(tx), tx, unit=1)
 
 
-_GIVEN_NOTES = (
-    "With update and apply the updates are written down: so do we then, as `optax.apply_if_finite` does.",
-    "`adamw` has no check, and is the one row below `optim.step`.",
-)
 _WHOLE_NOTES = (
     "Below `optim.minimize` are only the rows without a check: a check reads the gradients before anything may be "
     "written.",
-    "`value_and_grad` with update and apply accesses more than jmp, whose select XLA:CPU fuses with the update; it needs "
-    "fewer temporaries. Use `optim.minimize`, or `optim.step` where you look at the gradients.",
+    "`value_and_grad` with update and apply accesses more than jmp, whose select XLA:CPU fuses with the update; it "
+    "needs fewer temporaries. Use `optim.minimize`, or `optim.step` where you look at the gradients.",
 )
 _HALF_NOTES = (
     "A split master weight and Kahan's compensation have 2 bytes of state fewer than float32 copies, and more traffic "
@@ -118,14 +107,14 @@ _HALF_NOTES = (
     "Stochastic rounding has the most traffic, for its random numbers.",
 )
 
-def _update_row(update: Update, sizes: dict[str, int], unit: int) -> Row:
-    """Measures an update, in multiples of `unit` bytes per parameter."""
+def _update_row(update: Update, sizes: dict[str, int]) -> Row:
+    """Measures an update, in bytes per parameter."""
     by_size = {}
     for name, size in sizes.items():
-        by_size[name] = traffic(update.program(size)).per(unit * count_parameters(update.params(size)))
+        by_size[name] = traffic(update.program(size)).per(count_parameters(update.params(size)))
     size = max(sizes.values())
     count = count_parameters(update.params(size))
-    return Row(update.name, by_size, update.floor(size) / (unit * count), update.state_bytes(size) / count)
+    return Row(update.name, by_size, update.floor(size) / count, update.state_bytes(size) / count)
 
 
 def _step_row(
@@ -144,8 +133,8 @@ def _step_row(
 def _cells(row: Row) -> list[str]:
     if row.missing:
         return [row.name, f"not measured: needs {row.missing}"]
-    figures = zip(*(dataclasses.astuple(figures) for figures in row.by_size.values()), strict=True)
-    measured = [f"{figure:.2f}" for of_sizes in figures for figure in of_sizes]
+    names = ("bytes_accessed", "temporaries", "aliased")
+    measured = [f"{getattr(figures, name):.2f}" for name in names for figures in row.by_size.values()]
     return [row.name, *measured, f"{row.floor:.2f}", *([] if row.state is None else [f"{row.state:.2f}"])]
 
 

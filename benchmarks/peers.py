@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from benchmarks import _measure, _peer_problems
+from benchmarks._compiled import count_bytes
 from benchmarks._measure import Cost, cost_of, median_seconds
-from benchmarks._optimizer_cost import count_bytes
 from benchmarks._peer_problems import SMALL_GPT, SMALL_MLP, Problem
 from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, UNSCALED, Make, steps
 from benchmarks._results import ResultTable, run_alone

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 import jmp_policy as jmp
+from benchmarks._compiled import count_bytes, count_parameters, traffic
 from benchmarks._measure import median_seconds
-from benchmarks._optimizer_cost import count_bytes, count_parameters, traffic
 from benchmarks._optimizer_updates import ADAMW
 from benchmarks._programs import Program
 from benchmarks._results import ResultTable, run_alone

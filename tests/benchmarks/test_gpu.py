@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import _gpu_measure, gpu
-from benchmarks._gpu_models import Work
-from benchmarks._gpu_rows import Row, Table, tables
+from benchmarks._gpu_models import Row, Table, Work, tables
 
 MACHINE = {
     "device": {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "memory_bytes": 80 * 10**9},

@@ -33,11 +33,6 @@ def test_a_later_run_leaves_other_suites_their_dates():
     }  # fmt: skip
 
 
-def test_quick_results_replace_none_at_real_sizes():
-    with pytest.raises(_harness.HarnessError, match=r"would replace those of faults. Name a folder: --out DIR"):
-        _harness.merge_results(_results(faults=_measured()), {"faults": _measured(quick=True)}, list(SUITES))
-
-
 def test_a_quick_run_that_would_replace_results_at_real_sizes_is_refused_before_it_begins(
     monkeypatch, tmp_path, capsys
 ):
