@@ -2,10 +2,9 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks [--quick] [--all] [--only NAME ...] [--out DIR]    # runs benchmarks, and writes the page
+    python -m benchmarks [--quick] [--only NAME ...] [--out DIR]            # runs benchmarks, and writes the page
     python -m benchmarks --list                                             # says what there is
     python -m benchmarks report [--out DIR]                                 # writes the page again
-    python -m benchmarks compare A.json B.json                              # asks whether two runs agree
 
 Each runs in a process of its own. One that fails, or that needs a library that is not installed, says so in the results
 and stops no other.
@@ -20,15 +19,14 @@ from collections.abc import Sequence
 
 from benchmarks import _harness
 from benchmarks._report import write_report
-from benchmarks._suites import SUITES, Suite
+from benchmarks._suites import SUITES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     given = list(sys.argv[1:] if argv is None else argv)
-    commands = {"report": _report, "compare": _compare}
     try:
-        return commands[given[0]](given[1:]) if given and given[0] in commands else _run(given)
+        return _report(given[1:]) if given[:1] == ["report"] else _run(given)
     except _harness.HarnessError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
@@ -38,16 +36,15 @@ def _run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes of every benchmark, kept in another folder")
-    parser.add_argument("--all", action="store_true", help="those that take many minutes, too")
     parser.add_argument("--only", nargs="+", choices=SUITES, metavar="NAME", help="some of those that --list names")
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where results, page and plots go")
     parser.add_argument("--jobs", type=int, metavar="N", help="how many at a time (default: 1, or all cores if quick)")
     options = parser.parse_args(argv)
     if options.list:
-        print("\n".join(f"{name:20} {'long   ' if s.is_long else '       '}{s.question}" for name, s in SUITES.items()))
+        print("\n".join(f"{name:20} {question}" for name, question in SUITES.items()))
         return 0
-    names = options.only or [name for name, suite in SUITES.items() if _is_chosen(suite, options)]
+    names = options.only or list(SUITES)
     root = options.out or (pathlib.Path(tempfile.mkdtemp()) if options.quick else _harness.FOLDER)
     if options.quick:
         _harness.protect_results(root, names)
@@ -65,11 +62,6 @@ def _run(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
-    """True if a suite runs when none is named."""
-    return suite.has_quick if options.quick else options.all or not suite.is_long
-
-
 def _count_jobs(quick: bool) -> int:
     """Programs that run beside others take longer: a quick run asks whether they run, not how long."""
     return (os.cpu_count() or 1) if quick else 1
@@ -80,16 +72,6 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", default=_harness.FOLDER, help="where they are")
     print(write_report(parser.parse_args(argv).out))
     return 0
-
-
-def _compare(argv: Sequence[str]) -> int:
-    description = "Asks whether two runs agree in every cell that is not timed."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=description)
-    parser.add_argument("files", nargs=2, type=pathlib.Path, metavar="FILE")
-    first, second = (_harness.read_results(path) for path in parser.parse_args(argv).files)
-    differences = _harness.list_differences(first, second)
-    print("\n".join(differences) or f"All {_harness.count_cells(first):,} cells that are not timed agree.")
-    return 1 if differences else 0
 
 
 if __name__ == "__main__":

@@ -63,6 +63,29 @@ def figures(compiled: Any) -> Figures:
     )
 
 
+def traffic(program: Any) -> Figures:
+    """The figures of a `Program`, whose arguments may be `jax.ShapeDtypeStruct`, compiled for this machine."""
+    return figures(compile_for_figures(program.lower()))
+
+
+def count_bytes(tree: Any) -> int:
+    """The bytes of the arrays of a tree.
+
+    >>> count_bytes([jax.ShapeDtypeStruct((2, 3), "bfloat16"), jax.ShapeDtypeStruct((), "int32")])
+    16
+    """
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def count_parameters(params: Any) -> int:
+    """The numbers in a tree.
+
+    >>> count_parameters({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
+    6
+    """
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
 def products(compiled: Any) -> collections.Counter[str]:
     """Counts the matmuls and convolutions of a compiled program by the dtypes of their operands.
 

@@ -10,8 +10,7 @@ from flax import linen
 
 import jmp_policy as jmp
 from benchmarks._compiled_steps import Entry, Row
-from benchmarks._float8_contestants import BFLOAT16, CONTESTANTS, OURS, Case
-from benchmarks._float8_models import MODELS
+from benchmarks._float8_contestants import BFLOAT16, CONTESTANTS, MODELS, OURS, Case
 from benchmarks._loss import cross_entropy
 from benchmarks._models_linen import HandGPT
 from benchmarks._programs import Program

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import jmp_policy as jmp
 from benchmarks import autocast as _autocast
-from benchmarks._optimizer_cost import count_parameters
+from benchmarks._compiled import count_parameters
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
 from benchmarks._optimizer_updates import half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
-from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks.architectures._programs import by_hand as architecture_by_hand
+from benchmarks.small_state import describe_params, small_state_optimizers, update_program
 from examples.gpt.model import GPTConfig
 
 PARAMETERS = 10**8

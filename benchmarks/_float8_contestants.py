@@ -13,10 +13,64 @@ from flax import linen
 from flax.linen import fp8_ops
 
 import jmp_policy as jmp
-from benchmarks._float8_models import LAYERS
 from benchmarks._programs import Program
+from examples.gpt.model import causal_attention
 
 STATE = fp8_ops.OVERWRITE_WITH_GRADIENT
+
+LAYERS = r"(dense|qkv|project|expand|contract)"
+"""The paths of the dense layers."""
+
+HEADS = 4
+
+
+class Layer(linen.Module):
+    """One dense layer."""
+
+    dtype: Any = None
+    dot_general_cls: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(x.shape[-1], dtype=self.dtype, dot_general_cls=self.dot_general_cls, name="dense")(x)
+
+
+class MLP(linen.Module):
+    """Two dense layers, four times as wide between them."""
+
+    dtype: Any = None
+    dot_general_cls: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _perceptron(x, dtype=self.dtype, dot_general_cls=self.dot_general_cls)
+
+
+class Block(linen.Module):
+    """Causal attention and a perceptron, each on a normalized copy of the residual stream."""
+
+    dtype: Any = None
+    dot_general_cls: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        options = {"dtype": self.dtype, "dot_general_cls": self.dot_general_cls}
+        x = x if self.dtype is None else x.astype(self.dtype)
+        batch, length, width = x.shape
+        normed = linen.LayerNorm(dtype=self.dtype, name="attention_norm")(x)
+        qkv = linen.Dense(3 * width, name="qkv", **options)(normed).reshape(batch, length, 3, HEADS, width // HEADS)
+        attended = causal_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).reshape(x.shape)
+        x = x + linen.Dense(width, name="project", **options)(attended)
+        return x + _perceptron(linen.LayerNorm(dtype=self.dtype, name="mlp_norm")(x), **options)
+
+
+MODELS: dict[str, type[linen.Module]] = {"dense layer": Layer, "MLP": MLP, "transformer block": Block}
+
+
+def _perceptron(x: jax.Array, **options: Any) -> jax.Array:
+    expanded = linen.Dense(4 * x.shape[-1], name="expand", **options)(x)
+    return linen.Dense(x.shape[-1], name="contract", **options)(linen.gelu(expanded))
+
 
 Made = Callable[[type[linen.Module]], linen.Module]
 """A module of a class of `MODELS`, as a contestant makes it."""

@@ -1,7 +1,6 @@
-"""Measures rows on the device of this process: `python -m benchmarks._gpu_measure JOB`, which `benchmarks.gpu` starts.
+"""Measures a row on the device of this process: `python -m benchmarks._gpu_measure JOB`, which `benchmarks.gpu` starts.
 
-Peak memory belongs to a process, so a row that reports it is the first computation of its process. Its baseline comes
-after.
+Peak memory belongs to a process, so a row is the first computation of its process. Its baseline comes after.
 """
 
 import json
@@ -10,14 +9,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import backend
 
-from benchmarks._gpu_models import Work
-from benchmarks._gpu_rows import Row, Table, tables
+from benchmarks._gpu_models import Row, Table, Work, tables
 
 WARM_UP = 4
 """Steps before the first that counts: to compile, and to compile again if a step returns another kind of state."""
@@ -27,7 +25,6 @@ TURN_SECONDS = 0.1
 MOST_SECONDS = 12.0
 
 Record = dict[str, Any]
-Report = Callable[[str, Record], None]
 
 
 class Runner:
@@ -75,45 +72,27 @@ def describe() -> dict[str, Any]:
     }
 
 
-def measure(table: Table, rows: Sequence[Row], report: Report, tiny: bool = False) -> None:
-    """Measures rows of a table, whose first row is the baseline of the others, and reports the record of each.
+def measure(table: Table, row: Row, tiny: bool = False) -> Record:
+    """Measures a row of a table, beside the first row, its baseline. A record with an `error` has nothing else.
 
-    A record with an `error` has nothing else. `tiny` measures small things once or twice.
+    `tiny` measures small things once or twice.
     """
-    runners = _load(rows, report, tiny)
-    if not runners:
-        return
-    peak = _memory("peak_bytes_in_use") if table.alone and not tiny else None
+    runners: dict[str, Runner] = {}
+    try:
+        runners[row.key] = Runner(row.load(tiny))
+        peak = None if tiny else _memory("peak_bytes_in_use")
+        seconds = take_turns(runners | _load_first(table, row, tiny), tiny)
+    except Exception as error:  # out of memory, or what this device cannot do
+        return {"error": first_line(error)}
+    return _record(runners[row.key], seconds[row.key], seconds.get(table.rows[0].key), peak)
+
+
+def _load_first(table: Table, row: Row, tiny: bool) -> dict[str, Runner]:
+    """The baseline of a row, unless it is the row, or fails: the two may not fit into the memory together."""
     first = table.rows[0]
-    compared = [] if first.key in runners else [first]
     try:
-        seconds = take_turns(runners | _load(compared, lambda *_: None, tiny), tiny)
-    except Exception:  # the two may not fit into the memory together
-        runners.clear()
-        runners = _load(rows, report, tiny)
-        seconds = _take_turns_or_report(runners, report, tiny)
-    for key, runner in runners.items():
-        if key in seconds:
-            report(key, _record(runner, seconds[key], seconds.get(first.key), peak))
-
-
-def _load(rows: Iterable[Row], report: Report, tiny: bool) -> dict[str, Runner]:
-    """The runners of rows, but for those that fail: out of memory, or what this device cannot do. The others go on."""
-    runners = {}
-    for row in rows:
-        try:
-            runners[row.key] = Runner(row.load(tiny))
-        except Exception as error:
-            report(row.key, {"error": first_line(error)})
-    return runners
-
-
-def _take_turns_or_report(runners: Mapping[str, Runner], report: Report, tiny: bool) -> dict[str, list[float]]:
-    try:
-        return take_turns(runners, tiny)
-    except Exception as error:
-        for key in runners:
-            report(key, {"error": first_line(error)})
+        return {} if row is first else {first.key: Runner(first.load(tiny))}
+    except Exception:
         return {}
 
 
@@ -133,21 +112,15 @@ def take_turns(runners: Mapping[str, Runner], tiny: bool) -> dict[str, list[floa
 
 
 def _record(runner: Runner, seconds: list[float], reference: list[float] | None, peak: int | None) -> Record:
-    work, middle = runner.work, statistics.median(seconds)
     record: Record = {"seconds": _spread(seconds), "compile_seconds": runner.compile_seconds}
+    record["items_per_second"] = runner.work.items / statistics.median(seconds)
     if reference is not None:
         record["over_first"] = _spread([a / b for a, b in zip(seconds, reference, strict=True)])
-    if work.items:
-        record["items_per_second"] = work.items / middle
-    if work.flops:
-        record["teraflops"] = work.flops / middle / 1e12
     if peak is not None:
         record["peak_bytes"] = peak
-    first = jax.tree.leaves(runner.out)[0]  # statistics may follow the loss
-    if first.ndim == 0:
-        record["loss"] = float(first)
-        if not math.isfinite(record["loss"]):
-            return {"error": f"The loss is {record['loss']} after some steps: they may not have been the usual ones."}
+    record["loss"] = float(runner.out)
+    if not math.isfinite(record["loss"]):
+        return {"error": f"The loss is {record['loss']} after some steps: they may not have been the usual ones."}
     return record
 
 
@@ -181,19 +154,18 @@ def _driver() -> str | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Does a job, `{"table": key, "rows": [keys], "tiny": bool}`, or describes the device if it is `{}`.
+    """Does a job, `{"row": key, "tiny": bool}`, or describes the device if it is `{}`.
 
-    Writes a line of JSON for each row, or for the device, to the standard output.
+    Writes a line of JSON for the row, or for the device, to the standard output.
     """
     say = lambda *what: print(json.dumps(what), flush=True)
     job = json.loads(argv[0])
     if not job:
         say("device", describe())
         return
-    table = next(table for table in tables() if table.key == job["table"])
-    rows = [row for row in table.rows if row.key in job["rows"]]
+    [(table, row)] = [(table, row) for table in tables() for row in table.rows if row.key == job["row"]]
     with jax.numpy_dtype_promotion("standard"):
-        measure(table, rows, say, job["tiny"])
+        say(row.key, measure(table, row, job["tiny"]))
 
 
 if __name__ == "__main__":

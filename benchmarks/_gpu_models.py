@@ -1,4 +1,4 @@
-"""Training steps of a model of GPT-2 small's shape and of ResNet-50, in each precision."""
+"""The rows of the benchmark on a GPU: training steps of a model of GPT-2 small's shape, and ways to check an update."""
 
 import dataclasses
 import functools
@@ -13,8 +13,9 @@ from flax import linen
 import jmp_policy as jmp
 from benchmarks import _peers
 from benchmarks._models_linen import HandGPT
+from benchmarks._optimizer_steps import Steps, float16_steps
 from benchmarks._ours import LinenState, step_linen
-from benchmarks.architectures._resnet import ResNet
+from benchmarks._peer_problems import MLP_BATCH
 from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
 
@@ -31,22 +32,20 @@ class Work:
 
     Attributes:
       step: `(state, *data) -> (state, out)`; the state is donated.
-      make: `() -> (state, *data)`, which can be traced. A function without a state has `None`.
-      items: the unit of one call: tokens or images.
-      flops: of one call, where they are known.
+      make: `() -> (state, *data)`, which can be traced.
+      items: the tokens or examples of one call.
     """
 
     step: Callable[..., tuple[Any, jax.Array]]
     make: Callable[[], tuple[Any, ...]]
-    items: int = 0
-    flops: float = 0.0
+    items: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A module with a dtype in each layer, the same as an author leaves it to a policy, and a batch.
 
-    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens or images.
+    `batch` is `() -> (inputs, labels)`, which can be traced; `items` are its tokens.
     """
 
     by_hand: Callable[[Any], linen.Module]
@@ -103,19 +102,6 @@ def gpt2(tiny: bool) -> Task:
     return Task(lambda dtype: HandGPT(config, dtype), GPT(config), batch, windows * config.context)
 
 
-def resnet50(tiny: bool) -> Task:
-    """ResNet-50 on 128 images of 224 by 224."""
-    stages, filters, side, images = ((1, 1), 8, 16, 2) if tiny else ((3, 4, 6, 3), 64, 224, 128)
-    classes = 16 if tiny else 1000
-
-    def batch() -> tuple[jax.Array, jax.Array]:
-        x, labels = jax.random.split(jax.random.key(1))
-        return jax.random.normal(x, (images, side, side, 3)), jax.random.randint(labels, (images,), 0, classes)
-
-    by_hand = lambda dtype: ResNet(stages, classes, filters, dtype)
-    return Task(by_hand, ResNet(stages, classes, filters), batch, images)
-
-
 def training(task: Task, precision: Precision) -> Work:
     """The training step of a task in a precision."""
     is_ours = bool(precision.policy or precision.autocast)
@@ -130,8 +116,7 @@ def training(task: Task, precision: Precision) -> Work:
     def make() -> tuple[Any, Any]:
         batch = task.batch()
         trained = dict(module.init(jax.random.key(0), batch[0][:1]))  # parameters, and the state of float8 layers
-        variables = {name: trained.pop(name) for name in ("batch_stats",) if name in trained}
-        return create(params=trained, variables=variables), batch
+        return create(params=trained, variables={}), batch
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         with jax.default_matmul_precision(precision.matmul):
@@ -153,16 +138,50 @@ def _loop(apply: Callable[..., Any], precision: Precision, state_class: Any) -> 
     return functools.partial(state_class.create, apply_fn=None, tx=tx), _peers.step_unscaled(apply)
 
 
-def observing(task: Task, precision: Precision, every: int | None) -> Work:
-    """Returns the training step of a task that measures each matmul, on every step or on some of them."""
-    work = training(task, precision)
-    measure = functools.partial(jmp.numerics.collect, of=("forward", "backward"))
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table: its key in the file of results, its name in the table, and `load`, `(tiny) -> Work`."""
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        if every is None:
-            (state, loss), stats = measure(work.step)(state, batch)
-        else:
-            (state, loss), stats = measure(work.step, every=every)(state.step, state, batch)
-        return state, (loss, stats)
+    key: str
+    name: str
+    load: Callable[[bool], Work]
 
-    return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows that are compared.
+
+    Attributes:
+      rows: the first is the one that the others are divided by.
+      items: the unit of a step, in the plural; empty if it is not of interest.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    items: str = ""
+
+
+def tables() -> list[Table]:
+    """All tables, the most wanted first."""
+    gpt = {name: functools.partial(_train, name) for name in PRECISIONS}
+    steps = {name: functools.partial(_update, name) for name in float16_steps()}
+    optimizers = "Optimizers: AdamW, 100 M float32 parameters, compute in float16"
+    return [
+        Table("Training a model of GPT-2 small's shape, 8 windows of 1024 tokens", _rows("gpt2", gpt), "tokens"),
+        Table(optimizers, _rows("mixed_float16", steps)),
+    ]
+
+
+def _rows(key: str, loads: dict[str, Callable[[bool], Work]]) -> tuple[Row, ...]:
+    return tuple(Row(f"{key}/{name.replace('`', '')}", name, load) for name, load in loads.items())
+
+
+def _train(name: str, tiny: bool) -> Work:
+    return training(gpt2(tiny), PRECISIONS[name])
+
+
+def _update(name: str, tiny: bool) -> Work:
+    """A whole training step of an MLP that is all parameters, on real arrays."""
+    size, make_step = 10**4 if tiny else 10**8, float16_steps()[name]
+    make = lambda: make_step(Steps(size, real=True)).args  # traced, so that arrays are made on the device
+    return Work(make_step(Steps(size)).step, make, MLP_BATCH)

@@ -133,14 +133,8 @@ def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: 
     """Replaces the results of the suites that were measured.
 
     A suite whose library is not installed keeps its earlier results.
-
-    Raises:
-      HarnessError: quick results would replace full-size ones.
     """
     old = results["suites"]
-    replaced = [name for name, new in measured.items() if new["quick"] and name in old and not old[name]["quick"]]
-    if replaced:
-        raise HarnessError(f"Quick results would replace those of {', '.join(replaced)}. Name a folder: --out DIR.")
     new = {name: found for name, found in measured.items() if not ("missing" in found and name in old)}
     merged = {**old, **new}
     rank = {name: place for place, name in enumerate(order)}
@@ -158,37 +152,3 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
-
-
-def list_differences(mine: Results, theirs: Results) -> list[str]:
-    """Lists the cells of untimed columns in which two results differ, one line per cell."""
-    found = []
-    for name in sorted({*mine["suites"], *theirs["suites"]}):
-        if name not in mine["suites"] or name not in theirs["suites"]:
-            found.append(f"{name}: only in the {'first' if name in mine['suites'] else 'second'}")
-            continue
-        found += _compare_suites(name, mine["suites"][name], theirs["suites"][name])
-    return found
-
-
-def _compare_suites(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    if (describe_outcome(mine), len(mine["tables"])) != (describe_outcome(theirs), len(theirs["tables"])):
-        return [f"{name}: {describe_outcome(mine)} against {describe_outcome(theirs)}"]
-    found = []
-    for a, b in zip(mine["tables"], theirs["tables"], strict=True):
-        where = f"{name}, {a['name']}"
-        if (a["name"], a["header"], len(a["rows"])) != (b["name"], b["header"], len(b["rows"])):
-            found.append(f"{where}: other columns or rows than {b['name']}")
-            continue
-        timed = {*a["timed"], *b["timed"]}
-        for ours, others in zip(a["rows"], b["rows"], strict=True):
-            for column, one, other in zip(a["header"], ours, others, strict=True):
-                if column not in timed and one != other:
-                    found.append(f"{where}, {ours[0]}, {column}: {one} against {other}")
-    return found
-
-
-def count_cells(results: Results) -> int:
-    """Counts the untimed cells of results."""
-    tables = [made for measured in results["suites"].values() for made in measured["tables"]]
-    return sum(len(made["rows"]) * sum(column not in made["timed"] for column in made["header"]) for made in tables)

@@ -79,22 +79,26 @@ def count_instructions(hlo: str) -> int:
     return sum(name not in _NO_INSTRUCTION for name in _INSTRUCTION.findall(hlo))
 
 
-def lowering_seconds(programs: list[Program], repeats: int = 10) -> list[float]:
-    """The process time that each program takes to be traced and lowered, a median over interleaved repeats.
+def lowering_seconds(programs: Sequence[Program], repeats: int = 10) -> list[float]:
+    """The process time that each program takes to be traced and lowered."""
+    return seconds([program.lower for program in programs], repeats)
+
+
+def seconds(traces: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """The process time of each, a median over interleaved repeats, with JAX's caches cleared.
 
     The garbage of the one before is collected outside the clock, and the order turns round each time: otherwise each
     program pays for its predecessor, which made a difference of 10 %.
     """
-    seconds: list[list[float]] = [[] for _ in programs]
+    taken: list[list[float]] = [[] for _ in traces]
     for repeat in range(repeats):
-        pairs = list(zip(programs, seconds, strict=True))
-        for program, taken in pairs if repeat % 2 else reversed(pairs):
+        for index in range(len(traces)) if repeat % 2 else reversed(range(len(traces))):
             jax.clear_caches()
             gc.collect()
             start = time.process_time()
-            program.lower()
-            taken.append(time.process_time() - start)
-    return [statistics.median(taken) for taken in seconds]
+            traces[index]()
+            taken[index].append(time.process_time() - start)
+    return [statistics.median(times) for times in taken]
 
 
 def median_seconds(runs: Sequence[Callable[[], None]], repeats: int, clock: Callable[[], float]) -> list[float]:

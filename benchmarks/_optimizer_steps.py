@@ -9,8 +9,8 @@ import optax
 
 import jmp_policy as jmp
 from benchmarks import _peer_steps
+from benchmarks._compiled import count_bytes
 from benchmarks._loss import cross_entropy
-from benchmarks._optimizer_cost import count_bytes
 from benchmarks._optimizer_updates import ADAMW, update_and_apply
 from benchmarks._peer_problems import mlp
 from benchmarks._peer_steps import SCALE as SCALE

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp as deepmind_jmp
 import optax
 
 import jmp_policy as jmp
-from benchmarks._optimizer_cost import count_bytes
+from benchmarks._compiled import count_bytes
 from benchmarks._programs import Program
 
 ADAMW = optax.adamw(1e-3)
@@ -64,27 +63,6 @@ class Update:
         return 2 * (params + self.state_bytes(size)) + params * (2 if self.checked else 1)
 
 
-def float32_updates() -> list[Update]:
-    """AdamW over float32 parameters: alone, with our wrappers, and with wrappers of other libraries."""
-    scaled = jmp.optim.loss_scaled(ADAMW, jmp.DynamicLossScale())
-    skipping = jmp.optim.skip_nonfinite(ADAMW)
-    if_finite = optax.apply_if_finite(ADAMW, max_consecutive_errors=5)
-    peers = [
-        ("optax.apply_if_finite", if_finite, update_and_apply),
-        ("jmp: all_finite, select_tree", ADAMW, _jmp_select),
-        ("flax: is_finite, where", ADAMW, _flax_where),
-        *_mpx(),
-    ]
-    return [
-        Update("adamw", ADAMW, jnp.float32, False, update_and_apply),
-        Update("loss_scaled, `optim.step`", scaled, jnp.float32, True, jmp.optim.step),
-        Update("loss_scaled, update + apply", scaled, jnp.float32, True, update_and_apply),
-        Update("skip_nonfinite, `optim.step`", skipping, jnp.float32, True, jmp.optim.step),
-        Update("skip_nonfinite, update + apply", skipping, jnp.float32, True, update_and_apply),
-        *(Update(name, tx, jnp.float32, True, step) for name, tx, step in peers),
-    ]
-
-
 def half_updates() -> list[Update]:
     """AdamW over bfloat16 parameters, in each way to keep its small updates, alone and with steps skipped."""
     half = functools.partial(Update, dtype=jnp.bfloat16, step=jmp.optim.step)
@@ -111,29 +89,3 @@ def update_and_apply(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[
     """The two calls of every loop with optax."""
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
-
-
-def _jmp_select(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    stepped = update_and_apply(tx, grads, opt_state, params)
-    return deepmind_jmp.select_tree(deepmind_jmp.all_finite(grads), stepped, (params, opt_state))
-
-
-def _flax_where(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """The check inside of `DynamicScale.value_and_grad`, and the `where` that Flax's examples do with its result."""
-    finite = jnp.array(True)
-    for grad in jax.tree.leaves(grads):
-        finite &= jnp.all(jax.lax.is_finite(grad))
-    stepped = update_and_apply(tx, grads, opt_state, params)
-    return jax.tree.map(functools.partial(jnp.where, finite), stepped, (params, opt_state))
-
-
-def _mpx() -> list[tuple[str, optax.GradientTransformation, Callable[..., tuple[Any, Any]]]]:
-    try:
-        import mpx
-    except ImportError:
-        return []
-
-    def step(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        return mpx.optimizer_update(params, tx, opt_state, grads, mpx.all_finite(grads))
-
-    return [("mixed-precision-for-jax", ADAMW, step)]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from benchmarks._faults import with_faults
+from benchmarks._fault_contestants import with_faults
 from benchmarks._loss import cross_entropy
 from examples.gpt.model import GPTConfig
 

@@ -80,26 +80,6 @@ def _draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], colors:
     _clean(axes)
 
 
-def _draw_zero_cost(axes: Any, rows: Rows) -> None:
-    markers = {"by hand": ("o", GREY), "jmp": ("s", ORANGE), "DynamicScale": ("^", GREEN)}
-    cases = list(dict.fromkeys(_name_case(row) for row in rows))
-    for other, (marker, color) in markers.items():
-        points = [(float(row["bytes"]), cases.index(_name_case(row))) for row in rows if row["ours over"] == other]
-        is_hollow = other == "by hand"  # it would hide whose ratio is 1, too
-        look = {"facecolors": "none" if is_hollow else color, "s": 110 if is_hollow else 46}
-        axes.scatter(*zip(*points, strict=True), marker=marker, edgecolors=color, label=other, **look)
-    axes.axvline(1, color="black", linewidth=0.8)
-    _list_rows(axes, cases)
-    axes.figure.supxlabel("bytes accessed, ours over theirs; left of 1 ours has fewer")
-    axes.figure.suptitle("A train step with a policy, a scale and a skip, on a CPU")
-    _put_legend(axes, title="ours over")
-    _clean(axes)
-
-
-def _name_case(row: dict[str, str]) -> str:
-    return f"{row['model']}, {row['API']}, {row['policy'].removeprefix('mixed_')}"
-
-
 def _draw_loss_scaling(axes: Any, rows: Rows) -> None:
     rows = [row for row in rows if row["step"].startswith("float16: ") and _is_number(row["accessed, 100 M"])]
     rows.sort(key=lambda row: float(row["accessed, 100 M"]))
@@ -113,31 +93,6 @@ def _draw_loss_scaling(axes: Any, rows: Rows) -> None:
     _put_legend(axes)
     axes.figure.supxlabel("bytes accessed, in multiples of those of 100 M float32 parameters")
     axes.figure.suptitle("A whole float16 step of AdamW on a CPU, by library")
-
-
-def _draw_state(axes: Any, rows: Rows) -> None:
-    rows = [row for row in rows if "skip_nonfinite" not in row["step"]]
-    names = [row["step"] for row in rows]
-    _draw_bars(axes, names, [float(row["state, bytes per parameter"]) for row in rows], [BLUE] * len(rows))
-    axes.figure.supxlabel("bytes of optimizer state per bfloat16 parameter")
-    axes.figure.suptitle("What AdamW keeps beside bfloat16 parameters")
-
-
-def _draw_small_state(axes: Any, rows: Rows) -> None:
-    names = [row["optimizer"] for row in rows]
-    state = [float(row["state, bytes each"]) for row in rows]
-    temporaries = [float(row["temporaries, bytes each"]) for row in rows]
-    axes.barh(range(len(rows)), state, color=BLUE, height=0.7, label="state")
-    axes.barh(range(len(rows)), temporaries, left=state, color=ORANGE, height=0.7, label="temporaries of an update")
-    for place, (kept, made) in enumerate(zip(state, temporaries, strict=True)):
-        said = f"{kept:.2f} + {made:.2f}"
-        axes.annotate(said, (kept + made, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    _list_rows(axes, names)
-    axes.margins(x=0.14)
-    axes.figure.supxlabel("bytes per float32 parameter")
-    axes.figure.suptitle("AdamW with moments of fewer bits, on a CPU")
-    _put_legend(axes)
-    _clean(axes)
 
 
 def _draw_errors(axes: Any, rows: Rows) -> None:
@@ -159,17 +114,8 @@ def _is_number(cell: str) -> bool:
 
 
 PLOTS: dict[tuple[str, str], Plot] = {
-    ("zero_cost", "steps"): Plot(
-        "zero_cost.png", "Bytes of a train step with a policy, over those of other ways", _draw_zero_cost, (9, 4.6)
-    ),
     ("optimizer", "whole"): Plot(
         "loss_scaling.png", "Bytes of a whole float16 step, by library", _draw_loss_scaling, (10.5, 4)
-    ),
-    ("optimizer", "half_given"): Plot(
-        "half_state.png", "Bytes of optimizer state for each bfloat16 parameter", _draw_state, (8, 2.9)
-    ),
-    ("small_state", "updates"): Plot(
-        "small_state.png", "Bytes of AdamW's state and temporaries for each parameter", _draw_small_state, (10, 2.8)
     ),
     ("float8", "errors"): Plot("float8_errors.png", "Errors of gradients by format", _draw_errors, (9, 4.2)),
 }

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp as deepmind_jmp
 import numpy as np
 import optax
 from flax import linen, nnx
@@ -138,21 +137,6 @@ def ours(case: Case) -> Program:
     model = jmp.with_policy(case.module(None), policy)
     optimizer = jmp.nnx.Optimizer(model, jmp.optim.loss_scaled(TX, policy.loss_scale()), wrt=nnx.Param)
     return Program(nnx.jit(step_nnx, donate_argnums=(0, 1)), (model, optimizer, case.batch()))
-
-
-def with_jmp(case: Case) -> Program:
-    """The step with DeepMind's jmp."""
-    model = case.functional(None)
-    policy = deepmind_jmp.Policy(jnp.float32, case.dtype, case.dtype)
-    step = jax.jit(_peers.step_with_jmp(model.apply, TX, policy), donate_argnums=0)
-    return Program(step, (_peers.init_jmp(model.params, model.variables, TX, case.scaled, 2.0**15), case.batch()))
-
-
-def with_dynamic_scale(case: Case) -> Program:
-    """The step with Flax's DynamicScale."""
-    model = case.functional(case.dtype)
-    state = _peers.init_dynamic_scale(model.params, model.variables, TX, 2.0**15)
-    return Program(jax.jit(_peers.step_with_dynamic_scale(model.apply), donate_argnums=0), (state, case.batch()))
 
 
 def _functional_linen(module: linen.Module, x: jax.Array) -> Model:

@@ -73,9 +73,9 @@ def in_float32(config: GPTConfig) -> Served:
     return Served(_apply(GPT(config)), lambda params: params)
 
 
-def ours(config: GPTConfig, policy: Any, clip: Any = "absmax") -> Served:
+def ours(config: GPTConfig, policy: Any) -> Served:
     """The model quantized by jmp_policy."""
-    quantize = functools.partial(quant.quantize, policy=policy, clip=clip)
+    quantize = functools.partial(quant.quantize, policy=policy)
     return Served(_apply(jmp.with_policy(GPT(config), policy)), quantize)
 
 

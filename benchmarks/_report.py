@@ -47,9 +47,6 @@ COMPILED_NOTES = {
 """What a reader has to know of tables of `benchmarks.compiled`, by device and name."""
 
 NOT_MEASURED = "Not measured."
-NOT_MEASURED_HERE = (
-    "Not measured for this page: it takes many minutes. [The method](README.md) has figures of an earlier run."
-)
 
 
 def write_report(root: pathlib.Path) -> str:
@@ -80,12 +77,12 @@ def _read_suites(root: pathlib.Path) -> dict[str, Any]:
 
 def _describe_suites(suites: dict[str, Any], machines: list[str]) -> Iterator[str]:
     """A section for each suite."""
-    for name, suite in SUITES.items():
+    for name, question in SUITES.items():
         yield f"## {name}"
-        yield f"{suite.question} (`python -m benchmarks --only {name}`)"
+        yield f"{question} (`python -m benchmarks --only {name}`)"
         measured = suites.get(name)
         if measured is None:
-            yield NOT_MEASURED_HERE if suite.is_long else NOT_MEASURED
+            yield NOT_MEASURED
             continue
         yield _describe_run(measured, _name_machine(machines, _describe_machine(measured)))
         for kept in measured["tables"]:
@@ -141,7 +138,7 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
 
 def _describe_gpus(root: pathlib.Path) -> Iterator[str]:
     """Writes the measurements of `benchmarks.gpu`."""
-    from benchmarks._gpu_results import read_results, write_report as write_gpu_report
+    from benchmarks.gpu import read_results, write_report as write_gpu_report
 
     yield "## On a GPU"
     yield "Times of steps and of products on a GPU (`python -m benchmarks.gpu`)."

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import hashlib
-import json
+import importlib.metadata
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -82,8 +82,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([written[0], "|" + "---|" * len(header), *written[1:]])
 
 
-def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None:
-    """Prints tables as they come, and writes them to a file of JSON if there is a path.
+def print_tables(tables: Iterable[ResultTable]) -> None:
+    """Prints tables as they come.
 
     >>> print_tables([ResultTable("bytes", "Bytes", ("by", "bytes"), (("a", "1"),))])
     <BLANKLINE>
@@ -93,12 +93,8 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
     |---|---|
     | a | 1 |
     """
-    kept = []
     for made in tables:
         print(f"\n{made.title}:\n\n{made.to_markdown()}", flush=True)
-        kept.append(made.to_dict())
-    if path:
-        pathlib.Path(path).write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
 
 def run_alone(description: str | None, tables: Callable[[bool], Iterable[ResultTable]]) -> None:
@@ -106,11 +102,10 @@ def run_alone(description: str | None, tables: Callable[[bool], Iterable[ResultT
     import jax
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that all works")
     options = parser.parse_args()
     with jax.numpy_dtype_promotion("standard"):
-        print_tables(tables(options.quick), options.json)
+        print_tables(tables(options.quick))
 
 
 def hash_sources() -> str:
@@ -121,3 +116,14 @@ def hash_sources() -> str:
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def list_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those libraries that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

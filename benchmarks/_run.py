@@ -5,7 +5,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -16,8 +15,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._results import hash_sources
-from benchmarks._suites import SUITES, Suite
+from benchmarks._results import hash_sources, list_versions
+from benchmarks._suites import SUITES
 
 LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "ml_dtypes", "jmp", "mixed-precision-for-JAX", "qwix", "keras", "dm-haiku",
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     measured: dict[str, Any] = {**describe_machine(), "tables": []}
     try:
-        measure(SUITES[options.name], options.quick, measured, options.path)
+        measure(options.name, options.quick, measured, options.path)
     except ModuleNotFoundError as error:
         traceback.print_exc()
         measured |= _explain_missing(error)
@@ -55,12 +54,12 @@ def _explain_missing(error: ModuleNotFoundError) -> dict[str, str]:
     return {"missing": error.name or str(error)}
 
 
-def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
+def measure(name: str, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
     """Adds the tables of a benchmark to the measurements; each is saved at once."""
     import jax
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves
-        for made in getattr(importlib.import_module(f"benchmarks.{suite.module}"), suite.tables)(quick):
+        for made in importlib.import_module(f"benchmarks.{name}").tables(quick):
             measured["tables"].append(made.to_dict())
             path.write_text(json.dumps(measured), encoding="utf-8")
 
@@ -72,23 +71,13 @@ def describe_machine() -> dict[str, Any]:
     import jmp_policy
 
     device = jax.devices()[0]
+    own = {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__, **list_versions()},
+        "versions": {**own, **list_versions(LIBRARIES)},
         "sources": hash_sources(),
         "device": {"platform": device.platform, "kind": device.device_kind, "cores": os.cpu_count()},
     }
-
-
-def list_versions() -> dict[str, str]:
-    """The versions of the libraries that are installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

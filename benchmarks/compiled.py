@@ -13,7 +13,6 @@ and the target. An interrupted run continues from there if nothing has changed. 
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import jax
 from benchmarks._compiled import Figures, figures, products
 from benchmarks._compiled_formats import float8, int8, int8_static
 from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
-from benchmarks._results import ResultTable, hash_sources
+from benchmarks._results import ResultTable, hash_sources, list_versions
 from benchmarks._targets import TARGETS, Target
 
 
@@ -48,6 +47,9 @@ class Table:
 CUBLAS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 """Without a device to try them on, XLA computes every product in a Triton fusion: with this, in cuBLAS."""
 
+
+LIBRARIES = ("jax", "flax", "optax", "libtpu", "jax-cuda12-plugin")
+"""Those whose versions the measurements depend on."""
 
 _ZERO_COST = "A train step with `with_policy`, over others"
 _FLOAT8 = "Loss, gradients and next state in float8, over bfloat16"
@@ -99,7 +101,7 @@ class Measurements:
 
     def __init__(self, target: Target, path: pathlib.Path | None = None):
         self._target, self._path = target, path
-        self._origin = {"target": target.name, **versions(), "sources": hash_sources()}
+        self._origin = {"target": target.name, **list_versions(LIBRARIES), "sources": hash_sources()}
         self._measured: dict[str, Measured | str] = {}
         self._tables: dict[str, ResultTable] = {}
         if path is not None and path.exists():
@@ -185,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name in options.only and (made.options is None or options.target in made.options):
                 tables.append(tabulate(name, made, measurements, (made.options or {}).get(options.target)))
                 measurements.keep(tables[-1])
-    named = ", ".join(f"{name} {version}" for name, version in versions().items())
+    named = ", ".join(f"{name} {version}" for name, version in list_versions(LIBRARIES).items())
     print(f"\n{target.name}, {named}")
     for result in tables:
         print(f"\n{result.title}:\n\n{result.to_markdown()}")
@@ -234,17 +236,6 @@ def _list_multiples(row: Row, mine: Measured | str, other: Measured | str | None
 
 def _list_products(measured: Measured) -> str:
     return ", ".join(f"{count} {dtypes}" for dtypes, count in measured.products.items())
-
-
-def versions() -> dict[str, str]:
-    """Returns the installed versions that the measurements depend on."""
-    found = {}
-    for name in ("jax", "flax", "optax", "libtpu", "jax-cuda12-plugin"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks.faults [--json PATH] [--quick]
+    python -m benchmarks.faults [--quick]
 
 The same infinities and nans are put into one number of a random gradient, at random steps and once eight times in a
 row. A number is corrupted if its bits differ, after the last step, from a run of the same library in which
@@ -16,8 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks._fault_contestants import CLASSES, FEATURES, Contestant, contestants
-from benchmarks._faults import Fault, fault_tree, plan_faults
+from benchmarks._fault_contestants import (
+    CLASSES,
+    FEATURES,
+    Contestant,
+    Fault,
+    contestants,
+    fault_tree,
+    plan_faults,
+)
 from benchmarks._peer_steps import OURS
 from benchmarks._results import ResultTable, run_alone
 

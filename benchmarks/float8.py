@@ -16,13 +16,13 @@ from flax import linen
 from benchmarks._float8_contestants import (
     BFLOAT16,
     CONTESTANTS,
+    MODELS,
     PEERS,
     Case,
     case,
     reference_gradients,
     relative_error,
 )
-from benchmarks._float8_models import MODELS
 from benchmarks._measure import cost
 from benchmarks._results import ResultTable, run_alone
 

@@ -8,13 +8,10 @@ Time is process time, a median over interleaved repeats with JAX's caches cleare
 functions at the first tracing, and the same on every run.
 """
 
-import argparse
 import functools
 import gc
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +20,8 @@ import optax
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._measure import seconds
+from benchmarks._results import ResultTable, run_alone
 
 SHAPES = {"flat": (1000,), "nested": (10, 10, 10)}
 QUICK_SHAPES = {"flat": (30,), "nested": (3, 3, 3)}
@@ -162,26 +160,6 @@ def count_calls(trace: Callable[[], Any]) -> int:
     return sum(counts.values())
 
 
-def seconds(traces: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """The process time of each, interleaved, in an order that turns round each time."""
-    taken: list[list[float]] = [[] for _ in traces]
-    for repeat in range(repeats):
-        for i in range(len(traces)) if repeat % 2 else reversed(range(len(traces))):
-            jax.clear_caches()
-            gc.collect()
-            start = time.process_time()
-            traces[i]()
-            taken[i].append(time.process_time() - start)
-    return [statistics.median(times) for times in taken]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="models of 27 layers, and one repeat")
-    print_tables(tables(parser.parse_args(argv).quick))
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Returns the time to trace with a policy and with a map."""
     for traces in contestants(QUICK_SHAPES).values():  # the first tracing imports modules and fills caches
@@ -216,4 +194,4 @@ def _divide(calls: int, plain: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

@@ -4,12 +4,11 @@ Run from the root of the repository:
 
     python -m benchmarks.numerics [cpu|tpu|gpu] [--quick]
 
-Makes one table of XLA's analysis of the programs, by the measured tensors, and one of tracing time by the number of
-layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100, and not run.
+Makes a table of XLA's analysis of the programs, by the measured tensors. With `tpu` or `gpu` they are
+compiled for a TPU v5e or an H100, and not run.
 """
 
 import argparse
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,7 @@ from benchmarks._programs import Program
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
 from benchmarks.architectures._programs import shapes
-from benchmarks.autocast import gpt, unrolled
-from benchmarks.many_modules import seconds
+from benchmarks.autocast import gpt
 from examples.gpt.model import GPTConfig
 
 MEASURED: dict[str, dict[str, Any]] = {
@@ -113,25 +111,8 @@ def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, A
     return rows
 
 
-def tracing_rows(depths: Sequence[int], repeats: int) -> list[list[str]]:
-    """Measures the time to trace the gradients of a chain of layers, alone and with a row for each matmul."""
-    rows = []
-    for layers in depths:
-        loss, args = unrolled(layers)
-        plain = jax.grad(loss)
-        traces = [functools.partial(_trace, fun, args) for fun in (jmp.numerics.collect(plain, **MATMULS_ONLY), plain)]
-        observed, alone = seconds(traces, repeats)
-        rows.append([str(layers), f"{1e3 * observed / layers:.2f} ms", f"{observed / alone:.2f}"])
-    return rows
-
-
-def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    jax.make_jaxpr(lambda *args: fun(*args))(*args)  # a new function each time: JAX would not trace one twice
-
-
 _TIMED = ["compile time", "trace time", "run time"]
 _COST_HEADER = ["measured", "operations", "bytes", "temporaries", *_TIMED]
-_TRACING_HEADER = ["layers", "trace time per layer", "over without"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool, target: Target | None = None) -> Iterator[ResultTable]:
-    """Yields the tables of costs on a target, this machine's CPU by default, and of tracing times."""
+    """Yields the table of costs on a target, this machine's CPU by default."""
     target = TARGETS["cpu"]() if target is None else target
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
     measured = {"matmuls, float16": MEASURED["matmuls, float16"]} if quick else MEASURED
@@ -155,9 +136,6 @@ def tables(quick: bool, target: Target | None = None) -> Iterator[ResultTable]:
     title = f"Gradients of the example's GPT with statistics over those without, for {target.name}"
     notes = ["The program without statistics is cheaper in every row: this is their price."]
     yield ResultTable.of("costs", title, _COST_HEADER, rows, _TIMED, notes)
-    rows = tracing_rows((2, 4) if quick else (10, 100, 1000), 1 if quick else 3)
-    title = "Tracing the gradients of a chain of layers with a row for each product"
-    yield ResultTable.of("tracing", title, _TRACING_HEADER, rows, _TRACING_HEADER[1:])
 
 
 if __name__ == "__main__":

@@ -2,26 +2,25 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks.optimizer [--json PATH] [--quick]
+    python -m benchmarks.optimizer [--quick]
 
-Makes three tables: steps from given gradients, whole training steps, and half-precision parameters. Bytes accessed,
-temporaries and bytes updated in place come from XLA's analysis of the compiled step. They are the same on every run and
-however busy the machine is. Programs are compiled for the shapes of 10 and 100 million parameters, and never run.
+Makes three tables: whole training steps, and half-precision parameters from given gradients and in whole steps. Bytes
+accessed, temporaries and bytes updated in place come from XLA's analysis of the compiled step. They are the same on
+every run and however busy the machine is. Programs are compiled for the shapes of 10 and 100 million parameters, and
+never run.
 """
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax
 import optax
 
 import jmp_policy as jmp
-from benchmarks._optimizer_cost import Traffic, count_bytes, count_parameters, traffic
+from benchmarks._compiled import Figures, count_bytes, count_parameters, traffic
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
-from benchmarks._optimizer_updates import ADAMW, Update, float32_updates, half_optimizers, half_updates
+from benchmarks._optimizer_updates import ADAMW, Update, half_optimizers, half_updates
 from benchmarks._programs import Program
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, run_alone
 
 SIZES = {"10 M": 10**7, "100 M": 10**8}
 QUICK_SIZES = {"1 M": 10**6}
@@ -41,46 +40,27 @@ class Row:
     """
 
     name: str
-    by_size: dict[str, Traffic]
+    by_size: dict[str, Figures]
     floor: float
     state: float | None = None
     missing: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-      title: its title.
-      rows: measures its rows.
-      notes: remarks for the reader.
-    """
-
-    title: str
-    rows: Callable[[dict[str, int]], Iterator[Row]]
-    notes: tuple[str, ...] = ()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="PATH", help="also write what was measured to this file")
-    parser.add_argument("--quick", action="store_true", help="a million float32 parameters only")
-    options = parser.parse_args(argv)
-    print(f"jax {jax.__version__}, {jax.default_backend()} ({jax.devices()[0].device_kind})")
-    print_tables(tables(options.quick), options.json)
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """Yields the four tables; a quick run has only the two of float32 parameters."""
-    for name, made in list(TABLES.items())[:2] if quick else TABLES.items():
-        rows = list(_announced(made.rows(QUICK_SIZES if quick else SIZES)))
-        yield report(name, made.title, rows, made.notes)
+    """Yields the three tables; a quick run has only that of float32 parameters."""
+    sizes = QUICK_SIZES if quick else SIZES
+    title = "A whole step, float32 parameters, in multiples of their bytes"
+    yield report("whole", title, whole_steps(sizes), _WHOLE_NOTES)
+    if not quick:
+        title = "From given gradients, bfloat16 parameters, in bytes per parameter"
+        yield report("half_given", title, half_from_gradients(sizes), _HALF_NOTES)
+        title = "A whole step by `optim.minimize`, bfloat16 parameters, in bytes per parameter"
+        yield report("half_whole", title, half_whole_steps(sizes), _HALF_NOTES)
 
 
-def report(name: str, title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> ResultTable:
+def report(name: str, title: str, made: Iterable[Row], notes: Sequence[str] = ()) -> ResultTable:
     """Makes a table of rows."""
+    rows = list(made)
     sizes = list(rows[0].by_size)
     measured = [f"{figure}, {size}" for figure in ("accessed", "temporaries", "in place") for size in sizes]
     has_state = rows[0].state is not None
@@ -89,16 +69,10 @@ def report(name: str, title: str, rows: Sequence[Row], notes: Sequence[str] = ()
     return ResultTable.of(name, title, header, [row + [""] * (len(header) - len(row)) for row in cells], notes=notes)
 
 
-def from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
-    """Measures steps from given gradients, with float32 parameters, in multiples of the bytes of the parameters."""
-    for update in float32_updates():
-        yield _update_row(update, sizes, unit=4)
-
-
 def half_from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
     """Measures steps from given gradients, with bfloat16 parameters, in bytes per parameter."""
     for update in half_updates():
-        yield _update_row(update, sizes, unit=1)
+        yield _update_row(update, sizes)
 
 
 def whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
@@ -121,49 +95,26 @@ def half_whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
         yield _step_row(f"{name}, skip_nonfinite", steps, lambda s, tx=tx: s.minimized(tx), tx, unit=1)
 
 
+_WHOLE_NOTES = (
+    "Below `optim.minimize` are only the rows without a check: a check reads the gradients before anything may be "
+    "written.",
+    "`value_and_grad` with update and apply accesses more than jmp, whose select XLA:CPU fuses with the update; it "
+    "needs fewer temporaries. Use `optim.minimize`, or `optim.step` where you look at the gradients.",
+)
 _HALF_NOTES = (
     "A split master weight and Kahan's compensation have 2 bytes of state fewer than float32 copies, and more traffic "
     "on a CPU: it writes the split value down first, and copies the two arrays that Kahan's parameter and memory read.",
     "Stochastic rounding has the most traffic, for its random numbers.",
 )
 
-TABLES = {
-    "given": Table(
-        "From given gradients, float32 parameters, in multiples of their bytes",
-        from_gradients,
-        (
-            "With update and apply the updates are written down: so do we then, as `optax.apply_if_finite` does.",
-            "`adamw` has no check, and is the one row below `optim.step`.",
-        ),
-    ),
-    "whole": Table(
-        "A whole step, float32 parameters, in multiples of their bytes",
-        whole_steps,
-        (
-            "Below `optim.minimize` are only the rows without a check: a check reads the gradients before anything "
-            "may be written.",
-            "`value_and_grad` with update and apply accesses more than jmp, whose select XLA:CPU fuses with the "
-            "update; it needs fewer temporaries. Use `optim.minimize`, or `optim.step` where you look at the "
-            "gradients.",
-        ),
-    ),
-    "half_given": Table(
-        "From given gradients, bfloat16 parameters, in bytes per parameter", half_from_gradients, _HALF_NOTES
-    ),
-    "half_whole": Table(
-        "A whole step by `optim.minimize`, bfloat16 parameters, in bytes per parameter", half_whole_steps, _HALF_NOTES
-    ),
-}  # fmt: skip
-
-
-def _update_row(update: Update, sizes: dict[str, int], unit: int) -> Row:
-    """Measures an update, in multiples of `unit` bytes per parameter."""
+def _update_row(update: Update, sizes: dict[str, int]) -> Row:
+    """Measures an update, in bytes per parameter."""
     by_size = {}
     for name, size in sizes.items():
-        by_size[name] = traffic(update.program(size)).per(unit * count_parameters(update.params(size)))
+        by_size[name] = traffic(update.program(size)).per(count_parameters(update.params(size)))
     size = max(sizes.values())
     count = count_parameters(update.params(size))
-    return Row(update.name, by_size, update.floor(size) / (unit * count), update.state_bytes(size) / count)
+    return Row(update.name, by_size, update.floor(size) / count, update.state_bytes(size) / count)
 
 
 def _step_row(
@@ -179,19 +130,13 @@ def _step_row(
     return Row(name, by_size, largest.floor(tx) / (unit * count_parameters(largest.params)))
 
 
-def _announced(rows: Iterator[Row]) -> Iterator[Row]:
-    for row in rows:
-        print(f"measured {row.name}", flush=True)
-        yield row
-
-
 def _cells(row: Row) -> list[str]:
     if row.missing:
         return [row.name, f"not measured: needs {row.missing}"]
-    figures = zip(*(dataclasses.astuple(figures) for figures in row.by_size.values()), strict=True)
-    measured = [f"{figure:.2f}" for of_sizes in figures for figure in of_sizes]
+    names = ("bytes_accessed", "temporaries", "aliased")
+    measured = [f"{getattr(figures, name):.2f}" for name in names for figures in row.by_size.values()]
     return [row.name, *measured, f"{row.floor:.2f}", *([] if row.state is None else [f"{row.state:.2f}"])]
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

@@ -4,22 +4,18 @@ Run from the root of the repository:
 
     python -m benchmarks.quant [--quick]
 
-Makes five tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
-logits and the bytes of the parameters; the validation loss of the trained model, the divergence of its predictions from
-float32, and its loss with weights rounded by `contrib.gptq` and `contrib.awq`.
+Makes two tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
+logits and the bytes of the parameters.
 """
 
-import argparse
 import dataclasses
-import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks._measure import cost, lowering_seconds
 from benchmarks._programs import Program
-from benchmarks._quant_accuracy import Trained, contestants, quantized_bytes, train
 from benchmarks._quant_contestants import (
     SCHEMES,
     Scheme,
@@ -32,23 +28,10 @@ from benchmarks._quant_contestants import (
     training_with_qwix,
     with_qwix,
 )
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, run_alone
 from examples.gpt.model import GPTConfig
-from jmp_policy.contrib import awq, gptq
 
 QUICK_GPT = GPTConfig(depth=1, context=16)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, no training, one repeat of what is timed")
-    quick = parser.parse_args(argv).quick
-    with jax.numpy_dtype_promotion("standard"):
-        print(f"jax {jax.__version__}, qwix {importlib.metadata.version('qwix')}, {jax.default_backend()}")
-        print_tables(tables(quick))
-        if not quick:
-            print_tables(training_tables(quick))
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
@@ -61,18 +44,6 @@ def tables(quick: bool) -> Iterator[ResultTable]:
     yield ResultTable.of("errors", title, _ERROR_HEADER, [error_row(scheme, config) for scheme in schemes])
 
 
-def training_tables(quick: bool) -> Iterator[ResultTable]:
-    """Yields the losses of the trained GPT in float32 and quantized, and the divergence of its predictions."""
-    seeds, steps, config = (range(1), 2, QUICK_GPT) if quick else (range(2), 1500, GPTConfig())
-    runs = [train(seed, steps=steps, config=config) for seed in seeds]
-    rows = loss_rows(runs, most=2 if quick else None)
-    yield ResultTable.of("losses", f"Validation loss after {steps} steps in float32", _LOSS_HEADER, rows)
-    rows = [divergence_row(scheme, runs) for scheme in (SCHEMES[:1] if quick else SCHEMES)]
-    yield ResultTable.of("divergence", "How far the predictions are from float32", _DIVERGENCE_HEADER, rows)
-    title = "Validation loss in int4/128 for calibration data, 128 windows of the training text"
-    yield ResultTable.of("calibrated", title, _CALIBRATED_HEADER, calibrated_rows(runs))
-
-
 _COST_NOTES = (
     "Above 1: ours show a nan in any input, which qwix's maximum loses on a CPU, and XLA:CPU does not fuse the search.",
     "Above 1 with qwix's default: ours differentiate at the rounded operands, as the row before does; by default qwix "
@@ -82,9 +53,6 @@ _COST_NOTES = (
 )
 _COST_HEADER = ["format", "program", "operations", "flops", "bytes", "temporaries", "lowering time"]
 _ERROR_HEADER = ["format", "error of logits", "qwix's error", "parameter bytes", "qwix's bytes"]
-_LOSS_HEADER = ["library", "quantized", "loss over float32, by seed", "bytes of these weights over float32"]
-_CALIBRATED_HEADER = ["by", "loss over float32, by seed", "of the rise of nearest that is gone"]
-_DIVERGENCE_HEADER = ["format", "divergence from float32, by seed", "qwix's"]
 
 
 def pairs(scheme: Scheme, config: GPTConfig) -> dict[str, tuple[Program, Program]]:
@@ -132,33 +100,5 @@ def relative_error(got: jax.Array, expected: jax.Array) -> float:
     return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
 
-def loss_rows(runs: Sequence[Trained], most: int | None = None) -> list[list[str]]:
-    """Makes the rows of validation losses of the example's run, in float32 and with at most `most` quantized models."""
-    rows = [["", "float32", ", ".join(f"{run.loss:.4f} bits" for run in runs), ""]]
-    for (library, name), served in list(contestants(runs[0].config).items())[:most]:
-        rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)
-        size = f"{quantized_bytes(served, runs[0].params):.3f}" if library == "jmp_policy" else ""
-        rows.append([library, name, rises, size])
-    return rows
-
-
-def calibrated_rows(runs: Sequence[Trained], policy: str = "int4/128_from_float32") -> list[list[str]]:
-    """Makes the rows of losses with weights rounded for calibration data."""
-    nearest = [run.rise(ours(run.config, policy)) for run in runs]
-    rows = []
-    for calibrate in (gptq, awq):
-        rises = [run.rise(run.calibrated(calibrate, policy)) for run in runs]
-        gone = [1 - rise / before for rise, before in zip(rises, nearest, strict=True)]
-        texts = ([f"{100 * rise:+.2f} %" for rise in rises], [f"{100 * share:.0f} %" for share in gone])
-        rows.append([calibrate.__name__, *map(", ".join, texts)])
-    return rows
-
-
-def divergence_row(scheme: Scheme, runs: Sequence[Trained]) -> list[str]:
-    """Measures the divergence of the predictions of the trained models from float32."""
-    models = both(scheme, runs[0].config)
-    return [scheme.name, *(", ".join(f"{run.divergence(served):.2e}" for run in runs) for served in models)]
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(__doc__, tables)

@@ -1,8 +1,8 @@
-"""Compares a train step with jmp_policy with the same step by hand, without a check, with jmp and with Flax.
+"""Compares a train step with jmp_policy with the same step by hand, with a check and without.
 
 Run from the root of the repository:
 
-    python -m benchmarks.zero_cost [--json PATH] [--quick]
+    python -m benchmarks.zero_cost [--quick]
 
 Makes one table of ratios, ours over theirs: below one, ours is cheaper. Operations are counted in the StableHLO. Flops,
 bytes accessed and temporaries come from XLA's analysis of the compiled step, and are the same on every run.
@@ -10,110 +10,42 @@ bytes accessed and temporaries come from XLA's analysis of the compiled step, an
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import jax
-
-from benchmarks._measure import Cost, cost, lowering_seconds
-from benchmarks._programs import (
-    APIS,
-    MODELS,
-    POLICIES,
-    Case,
-    by_hand,
-    ours,
-    unchecked,
-    with_dynamic_scale,
-    with_jmp,
-)
+from benchmarks._measure import cost, lowering_seconds
+from benchmarks._programs import APIS, MODELS, POLICIES, Case, by_hand, ours, unchecked
 from benchmarks._results import ResultTable, run_alone
 from examples.gpt.model import GPTConfig
 
 QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Our cost for a case, the costs of the others by name, and our time to trace and lower over the time by hand."""
-
-    case: Case
-    ours: Cost
-    others: dict[str, Cost]
-    lowering: float
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Yields the table of steps; a quick run measures an MLP alone, and repeats nothing that is timed."""
     every = list(itertools.product(MODELS, APIS, POLICIES))
-    comparisons = []
-    for names in [("mlp", "nnx", "mixed_float16")] if quick else every:
-        print(f"measuring {', '.join(names)}", flush=True)
-        comparisons.append(compare(Case(*names, GPTConfig()), 1 if quick else 5))
-    yield steps_table(comparisons)
-
-
-def compare(case: Case, repeats: int = 5) -> Comparison:
-    """Measures a case."""
-    others = {"by hand": by_hand(case), "by hand, no check": unchecked(case), "jmp": with_jmp(case)}
-    if case.scaled:
-        others["DynamicScale"] = with_dynamic_scale(case)
-    mine = ours(case)
-    costs = {name: cost(program) for name, program in others.items()}
-    our_seconds, hand_seconds = lowering_seconds([mine, others["by hand"]], repeats)
-    return Comparison(case, cost(mine), costs, our_seconds / hand_seconds)
-
-
-def steps_table(comparisons: Sequence[Comparison]) -> ResultTable:
-    """Makes the table of our costs over the costs of others."""
+    cases = [("mlp", "nnx", "mixed_float16")] if quick else every
+    rows = [[*names, *row] for names in cases for row in compare(Case(*names), 1 if quick else 5)]
     header = ["model", "API", "policy", "ours over", "operations", "flops", "bytes", "temporaries", "lowering time"]
-    rows = [row for comparison in comparisons for row in _rows(comparison)]
     title = "A train step, ours over theirs: below one, ours is cheaper"
-    return ResultTable.of("steps", title, header, rows, ("lowering time",), list(_explain(comparisons)))
+    yield ResultTable.of("steps", title, header, rows, ["lowering time"], NOTES)
 
 
-_NO_CHECK = "that step has no loss scale and no skip, which is what more is paid for here"
-
-_CPU_REASONS = {
-    ("by hand", "operations"): "calls of functions, and cases that choose the platform's form of the skip; XLA removes "
-    "them",
-    **{("by hand, no check", figure): _NO_CHECK for figure in ("operations", "flops", "bytes", "temporaries")},
-    ("jmp", "bytes"): "it skips by a select, into which XLA:CPU fuses the float32 gradients; ours is a branch, before "
-    "which it writes them down. The select needs more temporaries in turn",
-}
-"""Why another is cheaper in a figure, on a CPU. Of other devices nothing was looked into."""
-
-
-def _explain(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Makes a note for each reason why a contestant is below us, with its columns, number of cases and ratios."""
-    for other in dict.fromkeys(name for comparison in comparisons for name in comparison.others):
-        figures_of: dict[str, list[str]] = {}
-        for figure, said in _list_above(comparisons, other):
-            reason = _CPU_REASONS.get((other, figure)) if jax.default_backend() == "cpu" else None
-            figures_of.setdefault(reason or "we do not know why", []).append(f"{figure} {said}")
-        for reason, figures in figures_of.items():
-            yield f"Ours is above {other}, {'; '.join(figures)}: {reason}."
+def compare(case: Case, repeats: int) -> Iterator[list[str]]:
+    """Yields for each other step its name, our costs over its, and our time to trace and lower over that by hand."""
+    mine, others = ours(case), {"by hand": by_hand(case), "by hand, no check": unchecked(case)}
+    our_cost, costs = cost(mine), {name: cost(other) for name, other in others.items()}
+    our_seconds, seconds = lowering_seconds([mine, others["by hand"]], repeats)  # clears JAX's caches
+    lowering = {"by hand": f"{our_seconds / seconds:.2f}"}
+    for name, its in costs.items():
+        ratios = dataclasses.astuple(our_cost.over(its))
+        yield [name, *(f"{ratio:.2f}" for ratio in ratios), lowering.get(name, "")]
 
 
-def _list_above(comparisons: Sequence[Comparison], other: str) -> Iterator[tuple[str, str]]:
-    """Lists the columns in which ours is above another, with the number of cases and the ratios."""
-    ratios = [
-        dataclasses.asdict(comparison.ours.over(comparison.others[other]))
-        for comparison in comparisons
-        if other in comparison.others
-    ]
-    for figure in ratios[0]:
-        above = [of[figure] for of in ratios if round(of[figure], 2) > 1]
-        if above:
-            name = figure.replace("bytes_accessed", "bytes")
-            yield name, f"in {len(above)} of {len(ratios)} cases, up to {max(above):.2f}"
-
-
-def _rows(comparison: Comparison) -> Iterator[list[str]]:
-    case = comparison.case
-    for name, other in comparison.others.items():
-        ratios = [f"{ratio:.2f}" for ratio in dataclasses.astuple(comparison.ours.over(other))]
-        lowering = f"{comparison.lowering:.2f}" if name == "by hand" else ""
-        yield [case.model, case.api, case.policy, name, *ratios, lowering]
+NOTES = (
+    "Ours is above by hand in operations: calls of functions, and cases that choose the platform's form of the skip. "
+    "XLA removes them.",
+    "By hand, no check, has no loss scale and no skip, which is what more is paid for here.",
+)
 
 
 if __name__ == "__main__":

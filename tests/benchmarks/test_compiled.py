@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import _compiled, _compiled_steps, _programs, _targets, compiled
-from benchmarks._optimizer_cost import count_bytes
+from benchmarks._compiled import count_bytes
 from benchmarks._optimizer_steps import SCALE, Steps
 from benchmarks._optimizer_updates import ADAMW
 from benchmarks._programs import Case, Program
@@ -55,11 +55,6 @@ def test_products_are_read_from_fusions_and_from_calls_of_libraries():
     assert [operand.nbytes for operand in in_cublas.operands] == [32, 8, 4, 4]
 
 
-@pytest.mark.parametrize(("dtype", "nbytes"), [("bf16", 20), ("s4", 5), ("f8e4m3fn", 10), ("pred", 10)])
-def test_arrays_have_the_bytes_of_their_dtypes(dtype, nbytes):
-    assert _compiled._Array(dtype, (2, 5)).nbytes == nbytes
-
-
 def test_a_program_for_this_machine_has_figures_and_products():
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     program = Program(jax.jit(lambda x, y: (x + 1.0, x @ y), donate_argnums=0), (x, x))
@@ -70,11 +65,6 @@ def test_a_program_for_this_machine_has_figures_and_products():
     assert measured.aliased == 64 * 64 * 4
     assert measured.peak >= 3 * 64 * 64 * 4
     assert _compiled.products(executable) == collections.Counter(f32=1)
-
-
-def test_ratios_of_nothing_to_nothing_are_one():
-    ratios = _compiled.Figures(2, 0, 3, 1, 4).over(_compiled.Figures(1, 0, 2, 0, 4))
-    assert ratios == _compiled.Figures(2.0, 1.0, 1.5, float("inf"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +88,6 @@ def _entry(name, calls, error=None):
         return Program(jax.jit(lambda x: x @ x), (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
 
     return _compiled_steps.Entry(name, make)
-
-
-@pytest.mark.slow
-def test_a_program_is_compiled_for_each_options_of_the_compiler():
-    calls = []
-    measurements = compiled.Measurements(_targets.cpu())
-    for options in (None, {"xla_cpu_enable_fast_math": True}, None):
-        measurements.measure(_entry("a", calls), options)
-    assert calls == ["a", "a"]
 
 
 @pytest.mark.slow

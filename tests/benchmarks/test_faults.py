@@ -9,8 +9,7 @@ import pytest
 
 import jmp_policy as jmp
 from benchmarks import faults
-from benchmarks._fault_contestants import TX, contestants
-from benchmarks._faults import BURST, Fault, fault_tree, plan_faults, with_faults
+from benchmarks._fault_contestants import TX, Fault, contestants, fault_tree, plan_faults, with_faults
 from benchmarks._peer_steps import BY_HAND, KERAS, OURS, TORCH
 
 pytestmark = [
@@ -48,10 +47,6 @@ def name(request):
     if contestants()[request.param] is None:
         pytest.skip(f"{request.param} is not installed")
     return request.param
-
-
-def test_every_contestant_is_in_the_table():
-    assert list(contestants()) == list(CORRUPTED)
 
 
 def test_steps_corrupt_what_the_table_says(name):
@@ -108,15 +103,6 @@ def test_every_fault_is_a_skip_and_nothing_else_is():
         losses.append(float(loss))
     assert int(jmp.metrics(state)["skipped_steps"]) == sum(fault is not None for fault in plan)
     assert np.isfinite(losses).all()
-
-
-def test_plans_hold_a_burst_and_every_bad_number():
-    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    plan = plan_faults(params, steps=1000, rate=0.03, seed=0)
-    bad = "".join("x" if fault else "." for fault in plan)
-    assert "x" * BURST in bad
-    assert {str(fault.number) for fault in plan if fault} == {"inf", "-inf", "nan"}
-    assert {fault.leaf for fault in plan if fault} == {0, 1}
 
 
 def test_a_fault_strikes_one_gradient_and_not_the_loss():

@@ -5,8 +5,7 @@ import pytest
 
 pytest.importorskip("qwix")
 
-from benchmarks._float8_contestants import OURS, PEERS, case, reference_gradients, relative_error
-from benchmarks._float8_models import Layer
+from benchmarks._float8_contestants import OURS, PEERS, Layer, case, reference_gradients, relative_error
 from benchmarks._measure import count_operations
 
 pytestmark = [
@@ -37,14 +36,14 @@ def _operations(program):
 # Flax hides infinities, which costs nothing. In training qwix rounds the rows of each operand once, ours twice: once
 # along each of the axes that are summed over, and both look for a nan, which qwix's maximum loses on a CPU. In blocks
 # ours reads exponents from bits, and qwix's nvfp4 has no scale of the tensor. Each rounding of ours has two operations
-# more, which choose by platform whether XLA needs a barrier.
+# more, which choose by platform whether XLA needs a barrier. With jax 0.12 the peers have up to 8 % fewer.
 @pytest.mark.parametrize(
     ("recipe", "forward", "training"),
     [
-        ("delayed", 1.15, 1.2),
+        ("delayed", 1.15, 1.3),
         ("current", 0.95, 0.85),
-        ("current/row", 1.1, 1.5),
-        ("mxfp8", 2.1, 2.1),
+        ("current/row", 1.1, 1.6),
+        ("mxfp8", 2.15, 2.25),
         ("nvfp4", 5.0, 5.0),
     ],
 )

@@ -1,15 +1,17 @@
 """`python -m benchmarks`: what runs, what is kept of it, and the page that is made of what is kept."""
 
+import importlib
 import json
 import re
-import time
+import sys
+import types
 
 import pytest
 
 import jmp_policy
 from benchmarks import __main__ as command, _harness, _report, _run
-from benchmarks._results import ResultTable, hash_sources, print_tables
-from benchmarks._suites import SUITES, Suite
+from benchmarks._results import ResultTable, hash_sources
+from benchmarks._suites import SUITES
 
 
 def _measured(cell="1.00", seconds="0.1", *, quick=False, date="2026-01-01", **more):
@@ -31,11 +33,6 @@ def test_a_later_run_leaves_other_suites_their_dates():
     }  # fmt: skip
 
 
-def test_quick_results_replace_none_at_real_sizes():
-    with pytest.raises(_harness.HarnessError, match=r"would replace those of faults. Name a folder: --out DIR"):
-        _harness.merge_results(_results(faults=_measured()), {"faults": _measured(quick=True)}, list(SUITES))
-
-
 def test_a_quick_run_that_would_replace_results_at_real_sizes_is_refused_before_it_begins(
     monkeypatch, tmp_path, capsys
 ):
@@ -51,20 +48,6 @@ def test_a_quick_run_that_would_replace_results_at_real_sizes_is_refused_before_
     assert ran == ["optimizer"]
 
 
-def test_after_an_error_no_other_suite_begins(monkeypatch):
-    begun = []
-
-    def run_suite(name, quick):
-        begun.append(name)
-        time.sleep(0.02)
-        raise ValueError("no more")
-
-    monkeypatch.setattr(_harness, "run_suite", run_suite)
-    with pytest.raises(ValueError, match="no more"):
-        list(_harness.run_suites([f"suite {index}" for index in range(200)], quick=True, jobs=1))
-    assert len(begun) < 200
-
-
 def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
     missing = _measured(missing="qwix") | {"tables": []}
     old = _results(quant=_measured())
@@ -72,36 +55,14 @@ def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
     assert _harness.merge_results(_results(), {"quant": missing}, list(SUITES))["suites"]["quant"] == missing
 
 
-def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    _harness.write_results(first, _results(faults=_measured("1.00", "0.1")))
-    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02", sources="other")))
-    assert command.main(["compare", str(first), str(second)]) == 0
-    assert "All 2 cells that are not timed agree." in capsys.readouterr().out
-    _harness.write_results(second, _results(faults=_measured("1.01", "0.1")))
-    assert command.main(["compare", str(first), str(second)]) == 1
-    assert "faults, steps, ours, bytes: 1.00 against 1.01" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (_results(), "faults: only in the first"),
-        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 table against failed: KeyError: 1"),
-    ],
-)
-def test_suites_that_only_one_run_measured_are_differences(other, said):
-    assert _harness.list_differences(_results(faults=_measured()), other) == [said]
-
-
-def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
+def test_a_file_of_another_layout_is_refused(tmp_path):
     (tmp_path / "a.json").write_text('{"layout": 0}', encoding="utf-8")
-    assert command.main(["compare", *[str(tmp_path / "a.json")] * 2]) == 2
-    assert "is not a file of results" in capsys.readouterr().err
+    with pytest.raises(_harness.HarnessError, match="is not a file of results"):
+        _harness.read_results(tmp_path / "a.json")
 
 
-def _run_suite(monkeypatch, path, suite):
-    monkeypatch.setattr(_run, "SUITES", {"faults": suite})
+def _run_suite(monkeypatch, path, tables):
+    monkeypatch.setitem(sys.modules, "benchmarks.faults", types.SimpleNamespace(tables=tables))
     status = _run.main(["faults", str(path), "--quick"])
     return status, json.loads(path.read_text(encoding="utf-8"))
 
@@ -111,8 +72,7 @@ def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_
         yield ResultTable("first", "First", ("a",), (("1",),))
         raise ValueError("no more")
 
-    monkeypatch.setattr(_harness, "break_down", break_down, raising=False)
-    status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("_harness", "?", "break_down"))
+    status, measured = _run_suite(monkeypatch, tmp_path / "a.json", break_down)
     assert (status, measured["error"]) == (1, "ValueError: no more")
     assert [made["name"] for made in measured["tables"]] == ["first"]
     assert measured["versions"]["jax"]
@@ -125,8 +85,7 @@ def _import_in_a_suite(monkeypatch, path, statement):
         exec(statement)
         yield
 
-    monkeypatch.setattr(_harness, "import_it", import_it, raising=False)
-    return _run_suite(monkeypatch, path, Suite("_harness", "?", "import_it"))
+    return _run_suite(monkeypatch, path, import_it)
 
 
 def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_path):
@@ -140,7 +99,6 @@ def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_pat
     [
         ("import benchmarks._mesure", "ModuleNotFoundError: No module named 'benchmarks._mesure'"),
         ("import jmp_policy.optimm", "ModuleNotFoundError: No module named 'jmp_policy.optimm'"),
-        ("from benchmarks._harness import run_suit", "ImportError: cannot import name 'run_suit'"),
         ("from json import lods", "ImportError: cannot import name 'lods' from 'json'"),
     ],
 )
@@ -148,11 +106,6 @@ def test_an_import_that_is_misspelled_is_a_failure(monkeypatch, tmp_path, statem
     status, measured = _import_in_a_suite(monkeypatch, tmp_path / "a.json", statement)
     assert (status, measured.get("missing")) == (1, None)
     assert measured["error"].startswith(said)
-
-
-def test_a_suite_without_its_module_is_a_failure(monkeypatch, tmp_path):
-    status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("there_is_no_such", "?"))
-    assert (status, measured["error"]) == (1, "ModuleNotFoundError: No module named 'benchmarks.there_is_no_such'")
 
 
 def test_the_page_is_made_of_the_files_alone(tmp_path):
@@ -163,11 +116,6 @@ def test_the_page_is_made_of_the_files_alone(tmp_path):
     assert "**Steps**\n\n| of | bytes | time |\n|---|---|---|\n| ours | 1.00 | 0.1 |\n\n- A note." in page
     assert "Differs from run to run: time." in page
     assert page.count("\nNot measured") == len(SUITES) - 1 + len(_report.COMPILED) + 1
-
-
-def test_a_failure_whose_message_speaks_of_tables_is_on_the_page(tmp_path):
-    _harness.write_results(tmp_path / "results" / "cpu.json", _results(faults=_measured(error="KeyError: tables")))
-    assert "Failed: KeyError: tables. Measured on" in _report.make_report(tmp_path)
 
 
 def test_the_page_has_what_the_compiler_said(tmp_path):
@@ -187,7 +135,7 @@ def test_the_page_in_the_repository_is_that_of_its_files():
 def test_the_page_in_the_repository_has_its_plots():
     linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text(encoding="utf-8")))
     assert linked == {path.name for path in (_harness.FOLDER / "plots").iterdir()}
-    assert "zero_cost.png" in linked
+    assert "loss_scaling.png" in linked
 
 
 def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():
@@ -195,14 +143,6 @@ def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():
     assert [name for name, measured in kept.items() if measured["quick"] or "error" in measured] == []
 
 
-def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
-    made = ResultTable.from_dict(_measured()["tables"][0])
-    print_tables([made], str(tmp_path / "tables.json"))
-    assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
-    assert list(map(ResultTable.from_dict, kept)) == [made]
-
-
-def test_every_suite_has_a_module():
-    for name, suite in SUITES.items():
-        assert (_harness.FOLDER / f"{suite.module.replace('.', '/')}.py").exists(), name
+def test_every_suite_has_tables():
+    for name in SUITES:
+        assert importlib.import_module(f"benchmarks.{name}").tables, name

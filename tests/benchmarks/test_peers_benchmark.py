@@ -1,6 +1,5 @@
 """Peers in one run: they train the same model, and each is really itself."""
 
-import dataclasses
 import functools
 import sys
 
@@ -10,17 +9,13 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import _peer_notes, _peer_problems, peers
-from benchmarks._measure import Cost
+from benchmarks import _peer_problems, peers
 from benchmarks._peer_steps import (
     BY_HAND,
     KERAS,
     KERAS_UNSCALED,
     MINIMIZE,
-    MPX,
     OURS,
-    SKIPPING,
-    TORCH,
     UNSCALED,
     steps,
 )
@@ -36,7 +31,6 @@ NEEDS = {
     "mixed-precision-for-jax": "mpx",
     KERAS: "benchmarks._peer_keras",
     KERAS_UNSCALED: "benchmarks._peer_keras",
-    TORCH: "benchmarks._peer_torch",
 }
 
 
@@ -60,11 +54,6 @@ def _problem():
 def _trained(dtype, name):
     """The parameters after three steps."""
     problem = _problem()
-    if name == TORCH:
-        trainer = peers._torch_trainer(problem, dtype)
-        for batch in problem.batches:
-            trainer.train(batch)
-        return trainer.state().params
     program = steps(dtype)[name](problem)
     stepping = peers.Stepping(program.step, program.args[0], None)
     for batch in problem.batches:
@@ -86,7 +75,7 @@ def test_our_row_trains_to_the_bits_of_the_row_by_hand(dtype, ours, by_hand):
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(dtype, name) for dtype in ("float32", "float16", "bfloat16") for name in (*steps(dtype), TORCH)],
+    [(dtype, name) for dtype in ("float32", "float16", "bfloat16") for name in steps(dtype)],
 )
 def test_all_train_the_same_model(dtype, name):
     _require(name)
@@ -101,17 +90,12 @@ def _norm_of_difference(a, b):
     return np.linalg.norm(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(differences)]))
 
 
-@pytest.mark.parametrize("name", [KERAS, TORCH])
-def test_the_gpt_computes_what_it_computes_in_linen(name):
-    _require(name)
+def test_the_gpt_of_keras_computes_what_it_computes_in_linen():
+    _require(KERAS)
     problem = _small_gpt()
-    x, labels = problem.batches[0]
     expected = problem.loss_in_float32(problem.params)
-    if name == TORCH:
-        loss = peers._torch_trainer(problem, "float32").train((x, labels))
-    else:
-        program = steps("float32")[KERAS](problem)
-        _, loss = program.step(*program.args)
+    program = steps("float32")[KERAS](problem)
+    _, loss = program.step(*program.args)
     assert float(loss) == pytest.approx(expected, abs=1e-5)
 
 
@@ -134,58 +118,19 @@ def test_everybody_computes_in_the_dtype_of_the_table(make_problem, dtype):
 
 
 def test_a_library_that_is_missing_has_a_row_that_says_so(monkeypatch):
-    for module in ("mpx", "keras", "torch"):
+    for module in ("mpx", "keras"):
         monkeypatch.setitem(sys.modules, module, None)
-    for module in ("_peer_keras", "_peer_torch"):
-        monkeypatch.delitem(sys.modules, f"benchmarks.{module}", raising=False)
-        monkeypatch.delattr(benchmarks, module, raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks._peer_keras", raising=False)
+    monkeypatch.delattr(benchmarks, "_peer_keras", raising=False)
     problem = _peer_problems.mlp(16, 2)
     costs = {name: peers._cost(problem, make) for name, make in steps("float16").items() if name in (*NEEDS, *_FEW)}
     table = peers.cost_table("float16", {problem: costs})
     rows = {row[1]: set(row[2:]) for row in table.rows}
     missing = ("mixed-precision-for-jax", KERAS, KERAS_UNSCALED)
     assert [name for name, cells in rows.items() if cells == {peers.MISSING}] == list(missing)
-    assert rows[TORCH] == {peers.UNMEASURED}
-    assert peers._torch_trainer(problem, "float16") is None
 
 
 _FEW = (BY_HAND, UNSCALED, MINIMIZE)
-
-
-def _cost(nbytes):
-    return Cost(10, 1.0, nbytes, 1.0)
-
-
-def test_notes_say_who_needs_fewer_bytes_than_we_and_why():
-    problem = _peer_problems.mlp(16, 2)
-    unit = 4 * 2 * (16 * 16 + 16)
-    costs = {BY_HAND: _cost(10 * unit), UNSCALED: _cost(7 * unit), MINIMIZE: _cost(9 * unit), "new": _cost(8 * unit)}
-    table = peers.cost_table("float16", {problem: costs})
-    assert ("MLP", MINIMIZE, "1.000", "1.000", "0.900", "1.000", "2.00") in table.rows
-    notes = "\n".join(table.notes)
-    assert "MLP: new has fewer bytes than `optim.minimize` (0.800, 0.900): we do not know why." in notes
-    assert UNSCALED not in notes
-    assert "MLP: of all peers, new has the fewest bytes, 0.800; ours 0.900." in notes
-
-
-def test_peers_that_check_are_compared_with_our_step_that_does():
-    ratios = {BY_HAND: 1.0, MINIMIZE: 1.0, SKIPPING: 1.2, "jmp": 1.1, KERAS: 1.05}
-    setting = _peer_notes.Setting("CPU", "bfloat16", "MLP", (16, 2))
-    notes = list(_peer_notes.compare_with_ours(setting, {by: {"bytes": ratio} for by, ratio in ratios.items()}))
-    assert notes == [
-        "MLP: jmp has fewer bytes than `skip_nonfinite` (1.100, 1.200): we do not know why.",
-        f"MLP: of all peers, {KERAS} has the fewest bytes, 1.050; ours 1.000.",
-    ]
-
-
-def test_a_reason_is_given_only_where_it_was_measured():
-    ratios = {BY_HAND: {"bytes": 1.0}, MINIMIZE: {"bytes": 0.9}, MPX: {"bytes": 0.8}}
-    measured = _peer_notes.Setting("TPU v5e", "float16", "MLP", _peer_problems.LARGE_MLP)
-    others = [{"device": "H100"}, {"dtype": "bfloat16"}, {"sizes": _peer_problems.SMALL_MLP}]
-    settings = [measured, *(dataclasses.replace(measured, **other) for other in others)]
-    said = [next(_peer_notes.compare_with_ours(made, ratios | {SKIPPING: {"bytes": 0.9}})) for made in settings]
-    assert ["XLA copies slices" in note for note in said] == [True, False, False, False]
-    assert all(note.endswith(": we do not know why.") for note in said[1:])
 
 
 @pytest.mark.cpu("the figures are those of XLA:CPU")
@@ -199,16 +144,6 @@ def test_a_scale_costs_fewer_bytes_than_with_any_peer():
     assert nbytes[MINIMIZE] < 0.95 * min(others)
     assert nbytes[f"{OURS}, `TrainState`"] < min(others)
     assert nbytes[MINIMIZE] <= nbytes["by hand, gradients of copies"] * 1.001
-
-
-def test_compilers_of_accelerators_that_are_missing_are_named(monkeypatch):
-    def missing():
-        raise ModuleNotFoundError("There is no module 'x'")
-
-    monkeypatch.setattr(peers._targets, "TARGETS", {"tpu": missing, "gpu": missing})
-    table = peers.accelerator_table(_peer_problems.mlp(16, 2))
-    assert {cell for row in table.rows for cell in row[1:]} == {peers.MISSING}
-    assert "TPU v5e: There is no module 'x'" in table.notes
 
 
 def test_losses_are_of_the_parameters_after_all_steps():

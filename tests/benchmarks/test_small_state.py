@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from benchmarks._optimizer_cost import count_bytes, count_parameters, traffic
-from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
+from benchmarks._compiled import count_bytes, count_parameters, traffic
+from benchmarks.small_state import describe_params, small_state_optimizers, update_program
 
 OPTIMIZERS = small_state_optimizers()
 PARAMS = describe_params(512, 4)

@@ -14,9 +14,8 @@ from flax import nnx
 
 import jmp_policy as jmp
 from benchmarks import _programs, zero_cost
-from benchmarks._compiled import compile_for_figures
-from benchmarks._measure import Cost, cost, count_instructions, count_operations
-from benchmarks._optimizer_cost import count_bytes
+from benchmarks._compiled import compile_for_figures, count_bytes
+from benchmarks._measure import cost, count_instructions, count_operations
 
 CASES = [
     _programs.Case(model, api, policy)
@@ -126,51 +125,6 @@ def test_operations_are_counted_in_regions_and_calls_but_not_literals():
     text = step.lower(1.0).as_text()
     # compare, convert, case; add; compare, negate, and select in a function of its own that is called
     assert count_operations(text) == 3 + 1 + 2 + 2
-
-
-def test_ratios_of_nothing_to_nothing_are_one():
-    assert Cost(2, 0, 3, 1).over(Cost(1, 0, 2, 0)) == Cost(2.0, 1.0, 1.5, float("inf"))
-
-
-def test_the_table_has_a_row_for_each_contestant():
-    case = _programs.Case("mlp", "linen", "mixed_float16")
-    costs = {name: Cost(2, 2, 2, 2) for name in ("by hand", "jmp", "DynamicScale")}
-    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.04)])
-    by_hand, _, dynamic_scale = made.rows
-    assert by_hand == ("mlp", "linen", "mixed_float16", "by hand", "0.50", "1.00", "1.50", "2.00", "1.04")
-    assert dynamic_scale == ("mlp", "linen", "mixed_float16", "DynamicScale", "0.50", "1.00", "1.50", "2.00", "")
-    assert made.timed == ("lowering time",)
-
-
-def test_the_table_says_where_another_is_below_us():
-    case = _programs.Case("mlp", "linen", "mixed_float16")
-    costs = {"jmp": Cost(2, 2, 2, 2), "DynamicScale": Cost(4, 4, 4, 4)}
-    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.0)])
-    of_bytes, of_temporaries = [note for note in made.notes if "Ours is above" in note]
-    assert of_bytes.startswith("Ours is above jmp, bytes in 1 of 1 cases, up to 1.50: it skips by a select")
-    assert of_temporaries == "Ours is above jmp, temporaries in 1 of 1 cases, up to 2.00: we do not know why."
-
-
-def test_figures_with_one_reason_share_a_note():
-    case = _programs.Case("mlp", "linen", "mixed_float16")
-    others = {"by hand, no check": Cost(1, 1, 1, 1)}
-    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(2, 2, 1, 1), others, 1.0)])
-    each = "in 1 of 1 cases, up to 2.00"
-    assert made.notes[0].startswith(f"Ours is above by hand, no check, operations {each}; flops {each}: that step has")
-
-
-def test_reasons_are_those_of_a_cpu(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    case = _programs.Case("mlp", "linen", "mixed_float16")
-    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 1, 2, 1), {"jmp": Cost(1, 1, 1, 1)}, 1.0)])
-    assert made.notes[0] == "Ours is above jmp, bytes in 1 of 1 cases, up to 2.00: we do not know why."
-
-
-@pytest.mark.parametrize("contestant", [_programs.with_jmp, _programs.with_dynamic_scale])
-@pytest.mark.parametrize(("model", "api"), [("gpt", "linen"), ("resnet block", "nnx")])
-def test_the_peers_take_a_step(contestant, model, api):
-    program = contestant(_programs.Case(model, api, "mixed_float16", zero_cost.QUICK_GPT))
-    assert program.step.eval_shape(*program.args)[1].shape == ()
 
 
 @pytest.mark.parametrize("api", _programs.APIS)
