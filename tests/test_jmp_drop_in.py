@@ -81,23 +81,6 @@ def test_cast_to_half_and_full(jmp):
     assert jmp.cast_to_full({"w": np.ones(2, np.float16)})["w"].dtype == np.float32
 
 
-@pytest.mark.slow
-@every_library
-def test_all_finite(jmp):
-    assert jmp.all_finite(None)
-    assert jmp.all_finite({})
-    assert jmp.all_finite({"w": jnp.ones(2), "n": jnp.arange(2)})
-    assert not jmp.all_finite({"w": jnp.ones(2), "v": jnp.array([1.0, jnp.inf])})
-    assert jax.jit(jmp.all_finite)([jnp.ones(2)]).dtype == jnp.bool_
-
-
-@every_library
-def test_select_tree(jmp):
-    a, b = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
-    assert jmp.select_tree(jnp.array(True), a, b)["w"].tolist() == [1, 1]
-    assert jax.jit(jmp.select_tree)(jnp.array(False), a, b)["w"].tolist() == [0, 0]
-
-
 @every_library
 @pytest.mark.parametrize("pred", [jnp.array([True]), jnp.array(1)], ids=repr)
 def test_select_tree_refuses_a_non_scalar(jmp, pred):
@@ -116,16 +99,6 @@ def test_an_unknown_dtype_is_a_value_error(jmp, text):
 def test_an_unknown_key_is_a_value_error(jmp):
     with pytest.raises(ValueError, match="Unknown key 'x'"):
         jmp.get_policy("x=f16")
-
-
-@every_library
-def test_no_op_loss_scale(jmp):
-    scale, tree = jmp.NoOpLossScale(), {"w": jnp.ones(2)}
-    assert scale.scale(tree) is tree
-    assert scale.unscale(tree) is tree
-    assert scale.adjust(jnp.array(False)) is scale
-    assert scale.loss_scale == 1
-    assert jax.tree.leaves(scale) == []
 
 
 @every_library
@@ -168,12 +141,6 @@ def test_dynamic_loss_scale_moves_alike(jmp):
 def test_an_integer_scale_warns(jmp, arguments, name):
     with pytest.warns(UserWarning, match=rf"^Expected floating type for {name}"):
         jmp.DynamicLossScale(*arguments)
-
-
-@every_library
-def test_loss_scale_is_the_type_of_all_three(jmp):
-    for scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(2.0), jmp.DynamicLossScale(jnp.float32(2))):
-        assert isinstance(scale, jmp.LossScale)
 
 
 @pytest.mark.slow
@@ -228,14 +195,6 @@ def test_haikus_mixed_precision_works_with_the_policy(jmp):
     assert params["probe"]["w"].dtype == jnp.float32
     assert set(dtypes) == {("float16", "float16")}
     assert out.dtype == jnp.float32
-
-
-@pytest.mark.slow
-@every_library
-def test_equal_dynamic_scales_are_equal(jmp):
-    scale = jmp.DynamicLossScale(jnp.ones([]), jnp.zeros([], jnp.int32), 2000, 2)
-    assert jax.tree.map(lambda x: x, scale) == scale
-    assert scale.adjust(jnp.array(True)) != scale
 
 
 @pytest.mark.slow

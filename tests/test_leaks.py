@@ -85,20 +85,6 @@ def test_fresh_functions_under_a_policy_compile_nothing_again(kind, are_kept):
     assert compiled(jmp.with_policy) == compiled(plain)
 
 
-@pytest.mark.slow
-def test_trainers_under_a_policy_compile_what_they_would_without():
-    def compiled(give):
-        trainers = [Trainer(give)]
-        trainers[0].loss_fn(X)
-        with compiles() as count:
-            for _ in range(30):
-                trainers.append(Trainer(give))
-                trainers[-1].loss_fn(X)
-        return count[0]
-
-    assert compiled(jmp.with_policy) == compiled(plain) == 0
-
-
 def redefined(give):
     """Redefines a linen class, as a cell of a notebook that is run again, and uses it under what `give` gives it."""
 
@@ -195,18 +181,6 @@ def test_redefined_classes_in_the_rules_of_autocast_are_freed():
         return Inner
 
     assert alive_of(10, define_and_run) == 0
-
-
-@pytest.mark.slow
-def test_fresh_functions_under_autocast_compile_nothing_again():
-    def run():
-        jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED)(X)
-
-    run()
-    with compiles() as count:
-        for _ in range(10):
-            run()
-    assert count[0] == 0
 
 
 def test_a_function_under_autocast_by_scopes_compiles_nothing_again():

@@ -33,18 +33,6 @@ def while_whose_test_reads_a_constant(x):
 
 
 @program(X)
-def fori_loop_with_traced_bounds(x):
-    stop = jnp.sum(x > 0).astype(jnp.int32)
-    return lax.fori_loop(jnp.int32(1), stop, lambda i, c: c.at[i % 4].set(jnp.cos(c[i % 4])), x)
-
-
-@program(X)
-def euclid_without_floats_beside_floats(x):
-    gcd, _ = lax.while_loop(lambda ab: ab[1] > 0, lambda ab: (ab[1], ab[0] % ab[1]), (jnp.int32(54), jnp.int32(24)))
-    return x * gcd.astype(x.dtype), gcd
-
-
-@program(X)
 def while_under_vmap(x):
     return jax.vmap(lambda row: lax.while_loop(lambda r: jnp.sum(r) < 9, lambda r: r + 1, row))(x)
 
@@ -71,12 +59,6 @@ def backward_scan_of_a_scan(x):
 
 
 @program(X)
-def unrolled_scan_with_a_jacobian(x):
-    run = lambda c: lax.scan(lambda c, row: (jnp.sin(c * row), None), c, x, unroll=2)[0]
-    return jax.jacrev(run)(x[0]), jax.jacfwd(run)(x[0])
-
-
-@program(X)
 def branch_on_a_closed_over_value(x):
     y = jnp.exp(x)
     return lax.cond(jnp.sum(x) > 0, lambda: {"a": y @ x, "b": (x,)}, lambda: {"a": y, "b": (y,)})
@@ -92,26 +74,11 @@ def gradient_of_a_switch_in_a_scan(x):
 
 
 @program(X)
-def branch_under_vmap(x):
-    return jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.log, lambda r: r * 2, row))(x)
-
-
-@program(X)
 def linear_solve_by_iteration(x):
     matvec = lambda v: x @ v + 4 * v
     solve = lambda matvec, b: lax.fori_loop(0, 5, lambda _, v: v - 0.1 * (matvec(v) - b), b)
     run = lambda b: lax.custom_linear_solve(matvec, b, solve, symmetric=True)
     return jax.vjp(run, x[0])[1](x[1])
-
-
-@program(X)
-def root_by_newton(x):
-    def newton(fun, start):
-        step = lambda carry: (carry[0] + 1, carry[1] - fun(carry[1]) / jax.grad(fun)(carry[1]))
-        return lax.while_loop(lambda carry: carry[0] < 5, step, (jnp.int32(0), start))[1]
-
-    run = lambda a: lax.custom_root(lambda y: y**2 - a, a, newton, lambda g, y: y / g(jnp.ones_like(y)))
-    return jax.grad(run)(jnp.sum(x))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -169,18 +136,6 @@ def random_layers(x, key):
     return x + jax.random.normal(noise, x.shape), jax.random.permutation(keep, x), jax.random.fold_in(key, 7)
 
 
-@program(KEY)
-def random_numbers_that_are_drawn_in_loops(key):
-    first, second, third = jax.random.split(key, 3)
-    return jax.random.gamma(first, 2.0, (3,)), jax.random.poisson(second, 3.0), jax.random.choice(third, 5, (2,))
-
-
-@program(X)
-def search_and_scatter(x):
-    places = jnp.searchsorted(x[0], x[1])
-    return x.at[places % 4].add(x), jnp.take(x, places, axis=0, mode="clip"), lax.top_k(x, 2)
-
-
 @program(X)
 def windows_and_transforms(x):
     pooled = lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "VALID")
@@ -205,16 +160,6 @@ def devices_that_pass_rows_around(x):
 def gradient_of_a_mean_over_devices(x):
     loss = lambda x: sharded(lambda x: lax.pmean(jnp.sum(jax.jit(jnp.tanh)(x @ x.T)), "i"), P())(x)
     return jax.value_and_grad(loss)(x)
-
-
-@program(X)
-def loops_and_branches_on_devices(x):
-    def run(x):
-        x = lax.scan(lambda c, _: (lax.cond(c[0, 0] > 0, jnp.sin, lambda c: c, c), None), x, None, length=2)[0]
-        count = lax.while_loop(lambda i: i < lax.axis_size("i"), lambda i: i + 1, jnp.int32(0))
-        return lax.psum(x, "i") * count.astype(x.dtype)
-
-    return sharded(run, P())(x)
 
 
 @program(X)

@@ -25,7 +25,6 @@ SETTINGS = {
     "jax_debug_nans": functools.partial(jax.debug_nans, True),
 }
 
-FORMATS = ("float16", "int8", "mxfp8")
 QUANTIZED = ("int8", "int4", "int4/32", "float8", "mxfp8", "mxfp4", "nvfp4")
 MIXED = "params=float32,compute=bfloat16,output=float32"
 W, X = np.full((4, 4), 0.25, np.float32), np.full((8, 4), 0.5, np.float32)
@@ -80,11 +79,6 @@ def function_with_a_policy(w, x):
 
 
 @program
-def island_of_float32(w, x):
-    return jmp.autocast(lambda w, x: jmp.force_full_precision(loss)(w, x), MIXED)(w, x)
-
-
-@program
 def linen_with_a_policy(w, x):
     model = jmp.with_policy(nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(4)]), MIXED)
     return model.init_with_output(jax.random.key(0), x)
@@ -114,29 +108,13 @@ def loss_scales_that_are_traced(w, x):
 
 
 @program
-def casts_of_trees(w, x):
-    half = jmp.cast_to_half({"w": w})
-    return jmp.cast_to_full(half), jmp.select_tree(jnp.array(True), half, half), jmp.all_finite(half)
-
-
-@program
 def collect_all_operations(w, x):
     return jmp.numerics.collect(loss, formats=("float16",), where="all", of=("forward",), histogram=False)(w, x)
 
 
 @program
-def collect_each_kind_of_format(w, x):
-    return jmp.numerics.collect(jnp.matmul, formats=FORMATS, of=("forward",), histogram=False)(x, w)
-
-
-@program
 def collect_gradients_on_some_steps(w, x):
     return jmp.numerics.collect(jax.grad(loss), formats=(), loops="merge", every=2)(jnp.int32(1), w, x)
-
-
-@program
-def first_nonfinite(w, x):
-    return jmp.numerics.first_nonfinite(jax.value_and_grad(loss))(w, x)
 
 
 @program

@@ -157,13 +157,3 @@ def test_an_nnx_model_and_its_optimizer_become_others():
     model, optimizer = jmp.convert_state(nnx.state(saved), target)  # modules themselves will do
     assert_same(nnx.state((model, optimizer)), nnx.state(target))
     assert jmp.policy_of(model) == jmp.get_policy("bfloat16")
-
-
-@pytest.mark.slow
-def test_an_nnx_model_is_quantized_as_it_is_restored():
-    model = jmp.with_policy(Model, "float32")(nnx.Rngs(0))
-    policy = "int8(min_size=0)_from_float32"
-    target = jmp.quant.quantize(jmp.with_policy(Model, "float32")(nnx.Rngs(1)), policy)
-    nnx.update(target, jmp.convert_state(nnx.state(model), nnx.state(target)))
-    expected = jmp.quant.quantize(model, policy)
-    assert_same(*(jax.tree.leaves(nnx.state(m, nnx.Not(nnx.RngKey))) for m in (target, expected)))

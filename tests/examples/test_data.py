@@ -52,16 +52,6 @@ def test_folders_are_read_recursively_without_hidden_and_binary_files(tmp_path):
     assert sorted(bytes(corpus.train) + bytes(corpus.validation)) == sorted(b"aabb")
 
 
-def test_the_order_of_files_depends_on_their_names_alone(tmp_path):
-    names = [f"{index}.txt" for index in range(20)]
-    for folder, order in (("one", names), ("two", names[::-1])):
-        (tmp_path / folder).mkdir()
-        for name in order:
-            (tmp_path / folder / name).write_text(name)
-    one, two = (load_corpus([tmp_path / folder]) for folder in ("one", "two"))
-    assert one.sha256 == two.sha256
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -126,11 +116,6 @@ def test_validation_windows_do_not_overlap_and_span_the_data():
     assert starts[-1] >= 230
 
 
-def test_little_validation_data_still_fills_one_batch():
-    windows = validation_batches(np.arange(9, dtype=np.uint8), count=4, batch_size=3, context=8)
-    assert windows.shape == (1, 3, 9)
-
-
 def markov_bytes(length: int) -> tuple[np.ndarray, float]:
     """Two bytes of which each repeats with probability 0.9, and the entropy of the next one given the last."""
     flips = np.random.default_rng(0).random(length) < 0.1
@@ -147,21 +132,3 @@ def test_the_baseline_comes_to_the_entropy_of_a_markov_chain():
 def test_bytes_that_were_never_seen_cost_finitely_many_bits():
     train, unseen = np.zeros(100, np.uint8), np.full((1, 10), 7, np.uint8)
     assert np.isfinite(bigram_bits_per_byte(train, unseen))
-
-
-@pytest.mark.slow
-def test_bigram_probabilities_sum_to_one():
-    train = np.random.default_rng(1).integers(0, 5, 50).astype(np.uint8)
-    for last in (0, 200):
-        pairs = np.stack([np.full(256, last), np.arange(256)], axis=1).astype(np.uint8)
-        probabilities = [2 ** -bigram_bits_per_byte(train, pair[None]) for pair in pairs]
-        assert sum(probabilities) == pytest.approx(1.0)
-
-
-def test_smoothing_costs_less_than_add_one():
-    data = np.random.default_rng(2).integers(0, 8, 4000).astype(np.uint8)
-    windows = data[None, -500:]
-    counts = np.ones((256, 256))
-    np.add.at(counts, (data[:-1], data[1:]), 1)
-    add_one = -np.log2((counts / counts.sum(1, keepdims=True))[windows[:, :-1], windows[:, 1:]]).mean()
-    assert bigram_bits_per_byte(data, windows) < add_one

@@ -45,14 +45,3 @@ def test_sigterm_saves_in_all_processes_and_ends_with_status_0(folder):
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == [saved[1]]
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == int(saved[1])  # none is lost
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_processes_end_with_the_one_that_started_them_and_leave_no_lock(folder):
-    process = start_locally(folder)
-    process.kill()
-    process.communicate()  # the children have its pipes, too: it returns when they have ended
-    resumed = subprocess.run([*COMMAND, "--resume", "--steps", "1"], cwd=folder, capture_output=True, text=True)
-    assert "in use" not in resumed.stderr
-    assert (folder / "run" / "config.json").exists()

@@ -5,9 +5,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +15,12 @@ import tiny
 import jmp_policy as jmp
 from examples.gpt import UserError, train as train_module
 from examples.gpt.devices import StopRequest
-from examples.gpt.model import GPTConfig, make_trainer
+from examples.gpt.model import GPTConfig
 from examples.gpt.run import RunConfig, append_line, hold_folder, read_config, write_config
 from examples.gpt.train import draw_loss, parse_policy
 from jmp_policy.numerics import StatsHistory
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("table")
-def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
-    text = tiny.run(folder)
-    *steps, last = tiny.read_records(folder / "run")
-    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert steps[0].keys() == {"step", "loss", "loss_scale", "skipped_steps"}
-    assert last.keys() == {"step", "validation_loss"}
-    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["6"]
-    for line in (
-        f"step 6: validation loss {last['validation_loss']:.3f}",
-        "skipped steps  0 of 6",
-        "run/ holds checkpoints, config.json, loss.png, metrics.jsonl",
-        "does not beat the bigram baseline (",
-    ):
-        assert line in text
 
 
 @pytest.mark.usefixtures("table")
@@ -105,44 +83,6 @@ def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monke
 
 
 # A process that kills itself at a chosen step dies exactly as one that is killed from outside, and never too late.
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-tests, folder, out, resume, last_step = sys.argv[1:]
-sys.path.insert(0, tests)
-import tiny
-from examples.gpt import train
-
-train.CHECKPOINT_EVERY = 10
-sample_batch = train.sample_batch
-
-def sample_or_die(*args, **kwargs):
-    if kwargs["step"] == int(last_step):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return sample_batch(*args, **kwargs)
-
-train.sample_batch = sample_or_die
-tiny.run(Path(folder), out=Path(out), steps=40, policy="mixed_float16", resume=resume == "resume")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_exactly(folder):
-    straight, killed = folder / "straight", folder / "killed"
-
-    def start(out: Path, how: str = "begin", last_step: int = -1) -> subprocess.Popen:
-        arguments = [Path(tiny.__file__).parent, folder, out, how, last_step]
-        return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, arguments)])
-
-    assert start(killed, last_step=27).wait() == -signal.SIGKILL
-    uninterrupted = start(straight)  # not before: it takes the programs that the killed one compiled
-    assert [record["step"] for record in tiny.read_records(killed)] == list(range(1, 28))
-    assert start(killed, "resume").wait() == 0
-    assert uninterrupted.wait() == 0
-    assert tiny.read_records(killed) == tiny.read_records(straight)
-    assert tiny.read_records(killed)[-1].keys() == {"step", "validation_loss", "float32_validation_loss"}
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
@@ -307,18 +247,6 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed_with_copies_b
     for copy in ("003 copy", "3.old", "copy"):  # beside it, as a file manager names them
         shutil.copytree("runs/001", f"runs/{copy}")
     assert "out     runs/002" in tiny.run(folder, out=None, steps=1, resume=True)
-
-
-@pytest.mark.slow
-def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(folder, monkeypatch):
-    def make_overflowing_trainer(api, config):
-        return make_trainer(api, dataclasses.replace(config, loss_scale=jmp.StaticLossScale(2.0**127)))
-
-    monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
-    stuck = r"Training is stuck: the last 12 steps were skipped.* in the backward pass"
-    with pytest.raises(FloatingPointError, match=stuck):
-        tiny.run(folder, steps=12, policy="mixed_float16")
-    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], pytest.param([3.0, math.nan], marks=pytest.mark.slow), []])

@@ -98,19 +98,6 @@ def test_an_nnx_model_with_dropout_and_running_statistics_is_differentiated_by_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inner", "number"), [(optax.adam(0.1), 2), (optax.sgd(0.1), None), (optax.MultiSteps(optax.adam(0.1), 2), None)]
-)
-def test_the_number_of_a_step_is_known_where_the_optimizer_counts(inner, number):
-    tx = jmp.optim.loss_scaled(inner, SCALE)
-    params = {"w": jnp.ones(2)}
-    before = tx.init(params)._replace(skipped_steps=jnp.int32(1))
-    skip = jmp.optim.find_origin(loss_fn, tx)(params, before, ZERO)
-    assert skip.step == number
-    assert str(skip).startswith("step skipped: inf in `head`" if number is None else "step 2 skipped: inf in `head`")
-
-
-@pytest.mark.slow
 def test_arguments_that_are_no_arrays_are_passed_on_and_another_scale_traces_nothing():
     traces = []
 

@@ -36,14 +36,6 @@ def test_the_mean_of_the_kept_microbatches_is_applied_and_the_scale_counts_micro
     assert scales == [8.0, 4.0, 4.0, 8.0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda tx: loss_scaled(tx, DYNAMIC), lambda tx: tx], ids=["loss_scaled", "bare"])
-def test_extra_arguments_reach_the_optimizer_inside_of_multisteps(wrap):
-    tx = wrap(optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 2))
-    _, state = by_step(tx, grads_of(0), tx.init(params_of()), params_of(), value=jnp.float32(3))
-    assert int(optax.tree_utils.tree_get(state, "mini_step")) == 1
-
-
 @step_and_slow_update
 def test_optimizers_without_extra_arguments_ignore_them_and_update_needs_no_parameters(way):
     tx = loss_scaled(optax.GradientTransformation(*optax.sgd(1.0)), jmp.NoOpLossScale())

@@ -5,7 +5,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from optax import contrib
@@ -37,16 +36,6 @@ def test_what_is_not_elementwise_is_refused_and_named(name):
     )
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(tx.update, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
-
-
-@pytest.mark.slow
-def test_what_is_not_elementwise_runs_on_whole_moments_if_asked():
-    tx = optim.quantize_state(optax.lamb(1e-2), min_size=500, elementwise=False)
-    _, new = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
-    _, wide = optax.lamb(1e-2).update(PARAMS, optax.lamb(1e-2).init(PARAMS), PARAMS)
-    mu = optax.tree_utils.tree_get(new, "mu")
-    assert mu["w"].dtype == jnp.uint8
-    np.testing.assert_allclose(mu["b"], optax.tree_utils.tree_get(wide, "mu")["b"], rtol=1e-6)
 
 
 ADAM = optax.adam(1e-2)
