@@ -17,6 +17,8 @@ from pages import assert_prints, read_blocks
 from public_names import find_public_names, list_exported
 
 import jmp_policy as jmp
+
+# The tables and the commands themselves, which the pages list.
 from jmp_policy.autocast import _tables
 from jmp_policy.cli._commands import COMMANDS
 

@@ -11,11 +11,9 @@ from flax import linen as nn, nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
+from programs import walk
 
 import jmp_policy as jmp
-
-# No public name tells the operations that lead to a result from the others.
-from jmp_policy._jaxpr import walk
 
 PLAIN = jmp.NoOpLossScale()
 POLICY = "params=float32,compute=bfloat16,output=float32,reduce=float32"

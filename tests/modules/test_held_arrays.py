@@ -10,9 +10,9 @@ import pytest
 from flax import linen as nn, nnx
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
+from programs import walk
 
 import jmp_policy as jmp
-from jmp_policy._jaxpr import walk
 
 MIXED = "params=float32,compute=bfloat16,output=float32"
 BF16 = jnp.dtype("bfloat16")

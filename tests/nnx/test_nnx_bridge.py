@@ -8,9 +8,9 @@ import pytest
 from flax import linen as nn, nnx
 from nnx_models import BF16_INSIDE, X, is_bfloat16, rngs
 from nnx_transforms import Block
+from programs import walk
 
 import jmp_policy as jmp
-from jmp_policy._jaxpr import walk
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 

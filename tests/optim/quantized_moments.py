@@ -10,7 +10,16 @@ import numpy as np
 import optax
 
 # The codes, whose tables `test_moment_codes.py` constructs by hand, and the roles of moments are given to the model.
-from jmp_policy.optim._moment_codes import DYNAMIC, MU, UNSIGNED_FLOAT, find_step, list_roles, map_moments
+from jmp_policy.optim._moment_codes import (
+    DYNAMIC,
+    MU,
+    UNSIGNED_FLOAT,
+    DynamicCode as DynamicCode,
+    UnsignedFloatCode as UnsignedFloatCode,
+    find_step,
+    list_roles,
+    map_moments,
+)
 
 
 def _matrices(params: Any) -> Any:

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-# Through `quantize_state` each number would need a block and an optimizer of its own.
-from jmp_policy.optim._moment_codes import DYNAMIC, UNSIGNED_FLOAT, DynamicCode, UnsignedFloatCode
+from quantized_moments import DYNAMIC, UNSIGNED_FLOAT, DynamicCode, UnsignedFloatCode
 
 CODES = {"dynamic": DYNAMIC, "unsigned_float": UNSIGNED_FLOAT}
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())

@@ -7,9 +7,7 @@ import re
 import pytest
 
 import jmp_policy as jmp
-
-# `explain` would have to trace a model for each of these rows.
-from jmp_policy.numerics._explanation import Explanation, ModuleRow
+from jmp_policy.numerics import Explanation, ModuleRow
 
 MIXED = jmp.get_policy("mixed_bfloat16")
 ROOT = ModuleRow("", "Net", MIXED, "default", (), ("float32",), ("float32",), ("bfloat16",), 0, 0, ())

@@ -10,9 +10,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Literal
 
-from jmp_policy._jaxpr import evaluate, record_program
-
 # A search shows the keys of one operation of a program, and each search takes a second to compile.
+from jmp_policy._jaxpr import evaluate, record_program
 from jmp_policy.numerics import _extremes
 from jmp_policy.numerics._extremes import INFINITY, NEVER, decode_key, encode_keys, find_extremes, find_telling_operand
 

@@ -17,6 +17,8 @@ from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy.numerics import NonfiniteOrigin, first_nonfinite
+
+# Words of given lengths, which no program makes at will.
 from jmp_policy.numerics._remedies import Words, read_words, write_words
 
 

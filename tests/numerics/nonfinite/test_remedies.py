@@ -7,9 +7,11 @@ import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.scipy.special import digamma
+from programs import walk
 
 import jmp_policy as jmp
-from jmp_policy._jaxpr import walk
+
+# The roles of operations, without compiling a search for each.
 from jmp_policy.numerics._remedies import Words, find_op_roles, find_remedy, read_words, write_words
 
 ZERO = np.array([0.0, 2.0], np.float32)

@@ -12,13 +12,9 @@ import numpy as np
 import pytest
 from flax import serialization
 from jax import lax
-from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
+from records import FORMATS, SHAPE, Record, StatsLayout, make_layout, make_record, make_site, split_words
 
 from jmp_policy.numerics import Row, Stats
-
-# As `records` makes them: a program that measures would take a second for each test to compile.
-from jmp_policy.numerics._stats_record import Record
-from jmp_policy.numerics._stats_row import StatsLayout
 
 PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
 LAYOUT = make_layout(*map(make_site, PATHS))

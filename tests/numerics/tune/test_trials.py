@@ -11,7 +11,9 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
-from jmp_policy.numerics import _tune  # to see that scopes are not ranked a second time
+
+# To see that scopes are not ranked a second time.
+from jmp_policy.numerics import _tune
 
 HALF = "params=float32,compute=float16,output=none"
 ARGS = tuple(jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32) for _ in range(2))
