@@ -15,6 +15,7 @@ from jax.lax import linalg
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 from programs import trace
+from test_composites import PRODUCTS
 
 import jmp_policy as jmp
 from jmp_policy.autocast import autocast
@@ -329,3 +330,9 @@ def test_every_row_that_computes_has_an_example():
     rows = {(precision, name) for precision in EXAMPLES for name in getattr(_tables, precision)}
     assert {name for _, name in rows - set(CASES)} == WITHOUT_EXAMPLE - {name for _, name in CASES}
     assert set(CASES) <= rows
+
+
+def test_every_function_of_linear_algebra_is_in_float32_or_a_product():
+    rows = {name for name in _tables.FUNCTIONS if "linalg." in name}
+    assert {name.rpartition(".")[2] for name in rows} == set(PRODUCTS)
+    assert {_tables.FUNCTIONS[name] for name in rows} == {"infer"}
