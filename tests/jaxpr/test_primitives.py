@@ -34,6 +34,7 @@ print(*{found.name for found in gc.get_objects() if isinstance(found, Primitive)
 """
 """Every primitive that JAX has made by the time it is imported; in a process of its own, without other packages."""
 
+FROM_0_10_2 = {"mulhi", "philox2x32", "philox4x32", "threefry4x32"}
 FROM_0_11 = {"log2", "one_minus_square", "relayout", "unreduced_pmax", "unreduced_pmin"}
 FROM_0_12 = {"pbroadcast_dynamic", "polynomial", "reduced_vary_cast", "vary_unreduced_cast"}
 ONLY_IN_0_11 = {"program_order"}
@@ -48,9 +49,10 @@ WITH_PALLAS = {"pallas_call"}
 
 def absent_here() -> set[str]:
     version = jax.__version_info__[:2]
+    new = FROM_0_10_2 if jax.__version_info__ < (0, 10, 2) else set[str]()
     gone = UNTIL_0_11_0 if jax.__version_info__ >= (0, 11, 1) else set[str]()
     if version <= (0, 10):
-        return WITH_PALLAS | FROM_0_11 | FROM_0_12 | ONLY_IN_0_11
+        return WITH_PALLAS | FROM_0_11 | FROM_0_12 | ONLY_IN_0_11 | new
     if version == (0, 11):
         return WITH_PALLAS | UNTIL_0_10 | FROM_0_12 | gone
     return WITH_PALLAS | UNTIL_0_10 | UNTIL_0_11 | ONLY_IN_0_11 | gone
