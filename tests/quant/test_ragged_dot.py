@@ -164,7 +164,6 @@ def test_a_second_derivative_is_an_error():
             jax.eval_shape(jax.grad(lambda x, loss=loss: jax.grad(loss)(x).sum()), x)
 
 
-@pytest.mark.slow
 def test_a_mixed_second_derivative_of_int8_is_that_of_dot_general():
     x, w, g = draw_exact(np.float32)
     squares = lambda run: jax.jit(jax.grad(lambda w: jnp.sum(run(x, w, g, UNEVEN, "int8")[1] ** 2)))

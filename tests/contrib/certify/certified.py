@@ -74,6 +74,9 @@ CASES = {
     "logsumexp": Case(lambda x: jax.nn.logsumexp(x, axis=-1), WIDE, (X,)),
     "cross entropy": Case(optax.softmax_cross_entropy_with_integer_labels, [*WIDE, (0, 4)], (X, LABELS)),
     "gradient of cross entropy": Case(jax.grad(average_loss), [*WIDE, (0, 4)], (X, LABELS)),
+    "gradient of sigmoid cross entropy": Case(
+        jax.grad(lambda x, y: optax.sigmoid_binary_cross_entropy(x, y).mean()), [*WIDE, (0, 1)], (X, X)
+    ),
     "LayerNorm": Case(lambda x: nn.LayerNorm(use_bias=False, use_scale=False).apply({}, x), WIDE, (X,)),
     "RMS norm by hand": Case(rms_norm, WIDE, (X,)),
     "distance to the extremes": Case(
