@@ -52,6 +52,7 @@ def test_flax_scale_moves_as_ours_does_with_the_settings_that_are_documented():
         assert (float(theirs.scale), int(theirs.fin_steps)) == (float(ours.loss_scale), int(ours.counter))
 
 
+@pytest.mark.slow
 def test_flax_does_not_forward_keyword_arguments():
     grads = jmp.grad(lambda w, *, x: (w * x).sum(), loss_scale=jmp.DynamicLossScale())(jnp.ones(2), x=3.0)
     assert grads.tolist() == [3, 3]

@@ -193,6 +193,7 @@ def test_programs_trace_under_strict_settings(setting, name):
         jax.make_jaxpr(PROGRAMS[name])(W, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format_name", "setting"), list(zip(QUANTIZED, itertools.cycle(["jax_enable_checks", "jax_enable_x64"])))
 )

@@ -90,6 +90,7 @@ def test_every_public_method_is_a_boundary(api):
     assert (seen["entered"], seen["out"]) == ("bfloat16", "float32")
 
 
+@pytest.mark.slow
 def test_method_that_a_subclass_adds_to_a_decorated_class_is_a_boundary(api):
     model = api.make_drawn(make_subclass(jmp.with_policy(make_net(api), BF16_INSIDE)))
     assert is_rounded_to_bfloat16(api.call(model, X, method="score"))
@@ -198,6 +199,7 @@ def test_dtype_that_is_the_default_of_a_field_or_constructor_is_not_the_authors(
     assert api.run(api.under(lambda: kind(dtype=jnp.float16), "p=f32,c=bf16,o=none"), X).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_rule_leaves_the_inputs_and_the_dtype_of_a_layer_whose_dtype_is_written_alone(api):
     @api.module(head=lambda: api.dense(dtype=jnp.float32))
     class Exact:
@@ -284,6 +286,7 @@ def test_copies_keep_the_policy(api, make_copy):
     assert "bf16[2,4] = dot_general" in str(api.trace(clone, X))
 
 
+@pytest.mark.slow
 def test_one_jitted_function_keeps_policies_apart_and_traces_each_once(api):
     traces = []
 

@@ -155,12 +155,14 @@ def list_called(found):
 
 
 class TestMethods:
+    @pytest.mark.slow
     def test_only_what_the_method_calls_is_traced(self, api):
         net = make_net(api)
         for method in ("encode", net.encode, lambda model, x: model.encode(x)):
             found = explain(api, net, MIXED, method=method)
             assert list_called(found) == ["", "block", "block/norm", "block/dense"]
 
+    @pytest.mark.slow
     def test_arguments_that_are_no_arrays_are_passed_as_they_are(self, api):
         assert "head" in list_called(explain(api, make_net(api), MIXED, train=True))
         assert "head" not in list_called(explain(api, make_net(api), MIXED, train=False))
@@ -219,6 +221,7 @@ class TestQuantization:
 
         return Wide
 
+    @pytest.mark.slow
     def test_is_the_format_of_a_weight_or_why_it_is_left(self, api):
         rules = jmp.PolicyMap({"mlp": "int4/64_from_mixed_bfloat16", "embed": MIXED}, "int8_from_mixed_bfloat16")
         found = explain(api, self.make_wide(api), rules, jax.ShapeDtypeStruct((2, 4), "int32"))

@@ -102,13 +102,16 @@ def test_current_scaling_has_no_state(api, policy):
     assert float8_products(gradients(api, "attention", policy)) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "policy"),
     [
         ("linen", DELAYED),
         ("nnx", CURRENT),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("linen", BY_ROW), ("nnx", DELAYED)]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("linen", ONE_WAY), ("nnx", ONE_WAY)]),
+        ("linen", BY_ROW),
+        ("nnx", DELAYED),
+        ("linen", ONE_WAY),
+        ("nnx", ONE_WAY),
     ],
 )
 def test_a_stack_of_layers_is_the_program_of_its_products_by_hand(api, policy):
@@ -159,6 +162,7 @@ def test_each_layer_has_the_format_of_its_own_rule(api, rules, expected):
     assert {aval.dtype.name for aval in program.out_avals} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 def test_audit_counts_the_products_in_8_bits(api):
     model, variables = made(api, "two layers", DELAYED)

@@ -57,6 +57,7 @@ def assert_is_in_float32(api, kind, policy):
     assert str(program).count("precision=(Precision.HIGHEST, Precision.HIGHEST)") >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [F16_INSIDE, jmp.PolicyMap({"layer": "p=f32,c=f16,o=f16"}, F16_INSIDE), "p=f32,c=none,o=none"]
 )
@@ -64,12 +65,14 @@ def test_layers_inside_compute_in_float32_at_highest_precision(api, policy):
     assert_is_in_float32(api, make_model(api), policy)
 
 
+@pytest.mark.slow
 def test_own_parameters_and_methods_of_a_base_do_too(api):
     linen = [LinenOwnParam, lambda: LinenDerived(64, kernel_init=ONE_HOT)]
     for kind in linen if api is LINEN else [NnxOwnParam]:
         assert_is_in_float32(api, kind, F16_INSIDE)
 
 
+@pytest.mark.slow
 def test_linen_model_in_a_bridge_computes_in_float32_inside():
     model = jmp.with_policy(nnx.bridge.ToNNX(make_model(LINEN)(), rngs=nnx.Rngs(0)).lazy_init(X), F16_INSIDE)
     assert model(X.astype(jnp.float16)) == MEAN
@@ -86,6 +89,7 @@ def test_layers_outside_keep_their_policy_when_they_are_jitted_once():
     assert (wide, wide.dtype, narrow.dtype) == (MEAN, jnp.float16, jnp.float16)
 
 
+@pytest.mark.slow
 def test_policied_models_inside_compute_and_return_in_float32(api):
     model, x = jmp.with_policy(api.make_drawn(lambda: make_dense(api)), "mixed_float16"), X.astype(jnp.float16)
     assert jmp.force_full_precision(lambda x: jnp.square(api.call(model, x)).mean())(x) == MEAN

@@ -79,6 +79,7 @@ def test_model_inside_with_an_open_dtype_of_its_own_takes_that_of_its_own_input(
     assert [str(out.dtype) for out in outs] == ["float32", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_jit_is_keyed_on_the_dtype_and_a_call_that_failed_is_forgotten(api):
     model = jmp.with_policy(api.make_drawn(api.dense), OPEN)
     call = api.make_jitted_call(model, X)

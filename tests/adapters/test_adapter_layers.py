@@ -131,6 +131,7 @@ def list_cases():
             yield pytest.param(api, name, spec, marks=marks, id=f"{api.name}: {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("api", "name", "spec"), list(list_cases()))
 def test_layer_is_the_program_by_hand(api, name, spec):
     policy = jmp.get_policy(spec)

@@ -151,6 +151,7 @@ def test_of_two_sources_the_one_that_the_written_order_says_wins(api, first, sec
     assert find_dtypes(api, asked) == (asked[wins], stores if api is LINEN else "float32")
 
 
+@pytest.mark.slow
 def test_each_source_alone_decides(api):
     for source in OF_API[api]:
         stores = "float32" if api is NNX or source == WRITTEN else "float16"

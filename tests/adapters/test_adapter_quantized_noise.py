@@ -123,6 +123,7 @@ def test_a_missing_key_is_an_error_that_says_how_to_give_one(api):
             KERNELS[api](NOISY, stream=stream)
 
 
+@pytest.mark.slow
 def test_what_is_not_differentiated_needs_no_key_in_linen():
     model = jmp.with_policy(nn.Conv(32, (1,)), NOISY)
     variables = jax.eval_shape(model.init, jax.random.key(0), X[None])

@@ -148,8 +148,9 @@ def test_layers_return_and_hand_back_unrounded_sums(api, name, param_dtype):
     assert error(outs[""][0], true[0]) > 1e-3  # which is what it is for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("layer", [NET, pytest.param(TIED, marks=pytest.mark.slow)], ids=["net", "tied"])
+@pytest.mark.parametrize("layer", [NET, TIED], ids=["net", "tied"])
 def test_a_model_hands_over_what_its_last_layer_summed(api, layer):
     outs = {}
     for policy in (WIDE, NARROW, jmp.PolicyMap({"head|embed": WIDE}, NARROW)):

@@ -58,6 +58,7 @@ def test_without_a_loss_scale_it_is_flaxs_train_state():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(flaxs))
 
 
+@pytest.mark.slow
 def test_a_collection_that_gradients_overwrite_is_overwritten_on_good_steps_only():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
     make = lambda w, amax: {"params": {"w": jnp.full(2, w)}, "_overwrite_with_gradient": {"amax": jnp.full(1, amax)}}

@@ -69,6 +69,7 @@ def assert_is_the_program_by_hand(lower, by_hand, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
+@pytest.mark.slow
 @parametrize_by_name(linen.CLASSES, QUICK_CLASSES)
 def test_lifted_class_of_linen_is_the_program_by_hand(name):
     lift, outer = linen.CLASSES[name], linen.Outer
@@ -83,6 +84,7 @@ def test_lifted_class_of_linen_is_the_program_by_hand(name):
     assert_is_the_program_by_hand(lower_linen, by_hand, by_rule=by_rule)
 
 
+@pytest.mark.slow
 @parametrize_by_name(linen.FUNCTIONS, QUICK_FUNCTIONS)
 def test_lifted_function_of_linen_is_the_program_by_hand(name):
     outer = functools.partial(linen.Outer, use=linen.FUNCTIONS[name])
@@ -97,6 +99,7 @@ def test_lifted_function_of_linen_is_the_program_by_hand(name):
     )
 
 
+@pytest.mark.slow
 @parametrize_by_name(nnx_transforms.USES, QUICK_USES)
 def test_transform_of_nnx_is_the_program_by_hand(name):
     use, outer = nnx_transforms.USES[name], nnx_transforms.Outer

@@ -40,6 +40,7 @@ def test_parameters_and_variables_are_those_without_a_policy(name):
     assert {leaf.dtype for leaf in floating} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_resnet_50_has_fifty_layers_with_weights_and_four_projections():
     params, _ = shapes(ARCHITECTURES["ResNet-50"].without_policy())
     assert sum(path[-1].key == "kernel" for path, _ in jax.tree.leaves_with_path(params)) == 50 + 4

@@ -167,6 +167,7 @@ def weak_types_of(fun):
     return [(leaf.dtype.name, leaf.weak_type) for leaf in jax.tree.leaves(fun(WEAK, ONES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_results_are_as_weak_as_under_jit(name):
     fun = NUMBERS[name]

@@ -235,6 +235,7 @@ def test_objects_that_are_not_differentiated_may_be_read(transform):
     assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "most"), [(lambda fun: fun, 1.6), (jax.grad, 2.0)], ids=["forward", "gradients"])
 def test_tracing_plain_jax_takes_about_half_more_calls(transform, most):
     """1.48 inside `jit`, where the rewritten program is one call. Gradients: 1.88 in jax 0.12."""

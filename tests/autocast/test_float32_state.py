@@ -299,6 +299,7 @@ def scale(array, mean=0.0, deviation=1.0):
     return np.asarray(mean + deviation * array, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_as_accurate_as_with_matmuls_cast_by_hand(name):
     errors, size = measure(name)

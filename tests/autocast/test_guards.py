@@ -138,6 +138,7 @@ ADDED_MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "half"), list(zip(ADDED_MASKS, itertools.cycle(reversed(HALVES)))))
 def test_a_row_that_an_added_mask_covers_wholly_is_uniform(name, half):
     """In float16, -1e9 is infinite, and the largest number does not swallow the scores."""

@@ -34,6 +34,7 @@ def is_int8(fun, *args):
     return any(name in names and kind.startswith("int32") for name, kind, *_ in count_operations(fun, *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_multiplies_as_with_policy(format):
     """By the operations of the forward and backward pass; the slow tests compare bits."""

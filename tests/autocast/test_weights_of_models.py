@@ -128,6 +128,7 @@ def count_roundings(fun, *args):
     return collections.Counter(row for row in names if row[0] in ("round", "clamp") or is_small(row[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "format"), list(zip(INPUTS, FORMATS, strict=True)))
 def test_a_model_multiplies_as_with_policy(format, model):
     theirs, ours, params = make_functions(model, f"{format}_from_mixed_bfloat16")

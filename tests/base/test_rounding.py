@@ -39,6 +39,7 @@ def make_words():
 WORDS = make_words()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounded_is_the_nearest_half_precision_number_which_no_rounding_changes(dtype):
     x = WORDS.view(np.float32)
@@ -54,6 +55,7 @@ def test_rounded_is_the_nearest_half_precision_number_which_no_rounding_changes(
     assert np.isnan(round_stochastically(jnp.full(2**16, jnp.nan), dtype, ALL_BITS).astype(jnp.float32)).all()
 
 
+@pytest.mark.slow
 def test_split_float32_is_the_nearest_bfloat16_and_joins_to_every_bit():
     x = WORDS.view(np.float32)
     high, low = jax.jit(split_float32)(x)
@@ -81,6 +83,7 @@ def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
     assert abs(got.mean() - np.float64(x[0])) <= (above - below) * 2.0**-13
 
 
+@pytest.mark.slow
 def test_both_halves_are_of_one_value_where_xla_fuses_and_optimizes_nothing():
     """Fused twice, the sum had a fused multiply-add in one half alone: at this level in 60 of 100,000 numbers."""
 

@@ -72,6 +72,7 @@ def test_casting_keeps_structure_is_idempotent_and_touches_floats_only(tree, dty
     assert all(a is b for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True))
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(width=64), min_size=1, max_size=20), st.sampled_from(["float16", "bfloat16"]))
 @examples(40)
 def test_numpy_and_jax_round_alike(numbers, dtype):
@@ -123,6 +124,7 @@ def test_both_parts_of_complex_numbers_and_floats_of_python_count(numbers, finit
     assert bool(jmp.all_finite(numbers)) == finite
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4))
 @examples(25)
 def test_all_finite_agrees_with_numpy(arrays):

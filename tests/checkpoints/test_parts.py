@@ -100,7 +100,9 @@ def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
         jmp.convert_state(model, {})
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("int8", "bfloat16"), ("mxfp8", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("int8", "bfloat16"), pytest.param("mxfp8", "float32", marks=pytest.mark.slow)]
+)
 def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     variables, policy = {"params": {"dense": {"kernel": W, "bias": W[0]}}}, f"{kind}_from_{dtype}"
     expected = jmp.quant.quantize(jmp.cast_floating(variables, dtype), policy)
@@ -109,7 +111,13 @@ def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     assert_same(jmp.convert_state(variables, jax.eval_shape(lambda: target)), expected)
 
 
-@pytest.mark.parametrize(("kind", "saver"), [("int8", "structure"), ("mxfp4/2", "msgpack"), ("nvfp4", "structure")])
+@pytest.mark.parametrize(
+    ("kind", "saver"),
+    [
+        ("int8", "structure"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mxfp4/2", "msgpack"), ("nvfp4", "structure"))),
+    ],
+)
 def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
     weight = jmp.quant.quantize({"dense": {"kernel": W}}, f"{kind}_from_float32")
     kernel = weight["dense"]["kernel"]
@@ -122,9 +130,9 @@ def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
 @pytest.mark.parametrize(
     ("kind", "saver", "shape"),
     [
-        ("int8", "msgpack", (64, 4, 16)),
         ("int4/2", "orbax", (64, 64)),
-        ("int4/-1", "msgpack", (64, 64)),
+        pytest.param("int8", "msgpack", (64, 4, 16), marks=pytest.mark.slow),
+        pytest.param("int4/-1", "msgpack", (64, 64), marks=pytest.mark.slow),
         *(pytest.param(kind, "orbax", (64, 4, 16), marks=pytest.mark.slow) for kind in ("mxfp8", "mxfp4/2", "nvfp4/2")),
     ],
 )
@@ -158,6 +166,7 @@ def test_a_saved_float8_scale_of_zero_is_refused():
         jmp.convert_state(bad, saved)
 
 
+@pytest.mark.slow
 def test_float8_history_keeps_the_newest():
     saved, short, long = (float8_variables(n) for n in (4, 2, 6))
     history = saved["state"]["input_amax_history"]  # newest, oldest, ..., second newest

@@ -146,6 +146,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_error_does_not_repeat_a_long_input():
     for call in CALLS:
         with pytest.raises((TypeError, ValueError)) as error:

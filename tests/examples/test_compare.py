@@ -59,6 +59,7 @@ def test_the_table_shows_every_figure_and_fits_80_columns():
     assert "14.8%" in lines[2]
 
 
+@pytest.mark.slow
 def test_a_comparison_of_any_losses_has_a_plot_in_which_each_variant_looks_different(tmp_path):
     figure = draw({name: [math.nan, math.inf] if "no scaling" in name else [3.0, 2.0] for name in VARIANTS})
     figure.savefig(tmp_path / "loss.png")

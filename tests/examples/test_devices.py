@@ -145,13 +145,14 @@ class Reached(Exception):
 REDUCED = "params=float32,compute=bfloat16,output=bfloat16,reduce=float32"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("api", "policy", "dtype"),
     [
         ("nnx", jmp.PolicyMap({"embed": "float32"}, REDUCED), np.dtype("float32")),
-        pytest.param("linen", jmp.get_policy(REDUCED), np.dtype("float32"), marks=pytest.mark.slow),
-        pytest.param("linen", jmp.PolicyMap({"embed": "float32"}), None, marks=pytest.mark.slow),
+        ("linen", jmp.get_policy(REDUCED), np.dtype("float32")),
+        ("linen", jmp.PolicyMap({"embed": "float32"}), None),
     ],
     ids=["nnx", "linen", "map without default"],
 )

@@ -26,6 +26,7 @@ def test_heads_divide_the_width(heads):
         GPTConfig(width=16, heads=heads)
 
 
+@pytest.mark.slow
 def test_every_matmul_is_in_half_under_a_mixed_policy():
     model = jmp.with_policy(gpt_nnx.GPT, "mixed_float16")(CONFIG, rngs=nnx.Rngs(0))
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote by themselves
@@ -157,6 +158,7 @@ def test_experts_train_in_8_bits_as_in_bfloat16(quantization):
     assert last(narrow) == pytest.approx(last(wide), rel=0.07)
 
 
+@pytest.mark.slow
 def test_a_token_is_the_weighted_sum_of_its_experts():
     layer, x = MixtureOfExperts(experts=4, hidden=8, chosen=4), jax.random.normal(jax.random.key(0), (5, 6))
 

@@ -23,6 +23,7 @@ from jmp_policy.numerics import StatsHistory
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_half_precision_is_trained_beside_float32_and_its_skipped_steps_are_explained(folder, monkeypatch):
     """Every byte is the same: gradients of almost one, which the scale takes past 65,504, the largest of float16."""
@@ -99,6 +100,7 @@ def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder
     assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.usefixtures("table")
 def test_a_run_goes_on_bit_exactly_on_its_mesh(folder):
@@ -112,6 +114,7 @@ def test_a_run_goes_on_bit_exactly_on_its_mesh(folder):
     assert after[-1] == before[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
     tiny.run(folder, steps=1)
@@ -130,6 +133,7 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
     assert tiny.read_contents(folder / "run") == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_checkpoint_of_another_model_and_damaged_logs_are_errors_and_change_nothing(folder, monkeypatch):
     tiny.run(folder, steps=1)
@@ -217,6 +221,7 @@ def write_run(folder) -> None:
     write_config(folder / "run", RunConfig("nnx", "float32", 0, ("text.txt",), "00ff", tiny.MODEL, 2, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_run_is_held_while_it_trains_and_no_longer(folder, monkeypatch):
     begin = train_module.make_trainer
@@ -237,6 +242,7 @@ def test_a_run_is_held_while_it_trains_and_no_longer(folder, monkeypatch):
         tiny.run(folder, steps=1, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_runs_without_out_are_numbered_and_the_last_one_is_resumed_with_copies_beside_it(folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -249,7 +255,8 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed_with_copies_b
     assert "out     runs/002" in tiny.run(folder, out=None, steps=1, resume=True)
 
 
-@pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], pytest.param([3.0, math.nan], marks=pytest.mark.slow), []])
+@pytest.mark.slow
+@pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], [3.0, math.nan], []])
 @pytest.mark.parametrize("compared", [True, False])
 def test_a_run_of_any_losses_has_a_plot_whose_curves_have_labels(tmp_path, losses, compared):
     metrics = tmp_path / "metrics.jsonl"

@@ -60,14 +60,15 @@ def _in_shard_map(f):
     return jax.shard_map(reduced, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [
         lambda f: jax.vmap(f, in_axes=(None, 0)),
         lambda f: lambda w, x: jax.lax.scan(lambda c, x: (c, f(w, x)), 0.0, x)[1],
-        pytest.param(lambda f: lambda w, x: jax.checkpoint(lambda w: f(w, x[0]))(w), marks=pytest.mark.slow),
-        pytest.param(lambda f: lambda w, x: jax.jvp(lambda w: f(w, x[0])[0], (w,), (w,)), marks=pytest.mark.slow),
-        pytest.param(_in_shard_map, marks=pytest.mark.slow),
+        lambda f: lambda w, x: jax.checkpoint(lambda w: f(w, x[0]))(w),
+        lambda f: lambda w, x: jax.jvp(lambda w: f(w, x[0])[0], (w,), (w,)),
+        _in_shard_map,
     ],
     ids=["vmap", "scan", "checkpoint", "jvp", "shard_map"],
 )
@@ -83,6 +84,7 @@ def tiny_gradients(w):
     return jnp.sum(w.astype(jnp.float32) * 1e-8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
 @examples(10)
 def test_float16_gradients_are_close_to_those_of_float64(weights):
@@ -123,13 +125,14 @@ HALF_LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "scale", "dtype"),
     [
         ("eager", SCALES[2], "bfloat16"),
         ("minimize", SCALES[0], "float16"),
         ("nnx", SCALES[0], "bfloat16"),
-        *(pytest.param(way, SCALES[2], "float16", marks=pytest.mark.slow) for way in ("aux in jit", "vmap", "scan")),
+        *((way, SCALES[2], "float16") for way in ("aux in jit", "vmap", "scan")),
     ],
     ids=str,
 )
@@ -159,6 +162,7 @@ def test_the_line_is_that_of_the_call_in_a_training_step():
     step(jnp.ones(2, jnp.float16))  # is not traced again, so that it does not warn
 
 
+@pytest.mark.slow
 def test_auxiliary_data_policies_and_complex_numbers_come_through_untouched():
     aux, z = {"count": 3, "half": jnp.float16(7), "key": jax.random.key(0)}, jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
     tree = {"z": z, "policy": jmp.get_policy("float16"), "none": None}

@@ -36,7 +36,8 @@ def unscaled():
     return grads
 
 
-@pytest.mark.parametrize("scale", [SCALE, pytest.param(jmp.DynamicLossScale(2.0**15), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [SCALE, jmp.DynamicLossScale(2.0**15)])
 def test_gradients_and_state_are_those_without_a_loss_scale_and_an_infinite_amax_never_enters(unscaled, scale):
     assert_same(gradient(scale), unscaled)
     assert_same(unscaled[STATE]["idle"], ZEROS)
@@ -163,6 +164,7 @@ def test_a_step_overwrites_state_wherever_it_stands(place):
     assert not jnp.array_equal(back(params)["params"]["used"], VARIABLES["params"]["used"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES_SLOW)
 def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place):
     place, back = PLACES[place]

@@ -123,6 +123,7 @@ def test_a_function_is_traced_as_before_where_no_policy_has_a_reduce_dtype():
     assert str(found) == str(jax.make_jaxpr(jax.value_and_grad(loss))(WEIGHTS))
 
 
+@pytest.mark.slow
 def test_modules_of_nnx_are_written_to_once():
     class Counting(nnx.Module):
         def __init__(self):

@@ -41,6 +41,7 @@ def linear(p, x, direction):
     )
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_float32():
     """Each is off by no more than float32 sums are: the number of terms times the unit roundoff, of the magnitudes."""
     rng = np.random.default_rng(SEED)

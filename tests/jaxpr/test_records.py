@@ -242,6 +242,7 @@ def test_records_inside_of_a_shard_map_vary_over_its_axes():
         jax.make_jaxpr(observe(fun))(jnp.ones((8, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])
 def test_records_inside_of_two_shard_maps_are_folded_over_the_devices_of_both(checked):
     grid, rows, columns = make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2), P("i"), P(None, "j")
@@ -271,6 +272,7 @@ def test_records_type_check_inside_of_a_shard_map_that_keeps_explicit_axes(check
         jax.make_jaxpr(observe(fun))(ones)
 
 
+@pytest.mark.slow
 def test_values_that_are_reduced_or_unreduced_inside_of_a_shard_map_are_recorded_as_whole():
     def run(w):
         return -lax.pcast(jnp.abs(lax.pcast(w, "i", to="reduced")), "i", to="varying"), partial_sums(w)

@@ -61,6 +61,7 @@ def test_submodule_made_with_a_policy_in_a_compact_method_keeps_its_name_and_com
     assert (out.dtype, set(variables["params"]["inner"])) == (BF16, {"up", "down"})
 
 
+@pytest.mark.slow
 def test_fields_are_as_written_when_the_call_is_over():
     class Author(nn.Module):
         def setup(self):
@@ -140,6 +141,7 @@ def test_jitted_siblings_of_equal_fields_each_have_the_policy_of_their_place(in_
     assert jax.eval_shape(model.apply, variables, X) == outs
 
 
+@pytest.mark.slow
 def test_rule_inside_a_jitted_module_is_not_taken_for_unused_when_its_program_is_found_again():
     jitted = nn.jit(Project)
 

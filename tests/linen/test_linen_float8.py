@@ -101,13 +101,11 @@ MODELS = {
     "a policy inside": (inside(Body(inside(nn.Dense(16))), PLAIN), {"head": FLOAT8}),
     "a policy inside of none": (Body(inside(nn.Dense(16))), {"head": FLOAT8}),
 }
-QUICK = ("scan", "own product", "two policies")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:No layer of the model computes in float8")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_layer_multiplies_in_8_bits_where_explain_says_so(name):
     model, quantization = MODELS[name]
     x = X[:, None] if "cell" in name else X

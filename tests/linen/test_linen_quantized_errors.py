@@ -32,6 +32,7 @@ def raises(kind, text):
     return pytest.raises(kind, match=f"^{re.escape(text)}")
 
 
+@pytest.mark.slow
 def test_weight_of_another_format_is_named():
     quantized = quant.quantize(VARIABLES, INT4)
     message = (

@@ -201,6 +201,7 @@ def test_code_that_reads_a_quantized_weight_is_told_which_and_what_leaves_it_out
     assert str(caught.value).endswith(REMEDY)
 
 
+@pytest.mark.slow
 def test_code_outside_of_a_model_is_told_of_the_rule():
     weight = quant.quantize_array(jnp.ones((4, 4)), "int8")
     with pytest.raises(AttributeError) as caught:

@@ -125,6 +125,7 @@ def test_infinite_parts_and_numbers_near_the_largest_are_unscaled_alike_eagerly_
         assert float(unscale(scale, jnp.float32(2.0**127))) == 1.0
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
 @examples(25)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
@@ -135,6 +136,7 @@ def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
     np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-22, atol=0)
 
 
+@pytest.mark.slow
 def test_in_64_bits_numbers_are_scaled_in_float64_and_the_state_keeps_its_dtypes():
     with jax.enable_x64(True):
         scale = jmp.DynamicLossScale(2.0**15, period=np.int64(1), factor=np.float64(2))

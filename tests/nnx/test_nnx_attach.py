@@ -34,6 +34,7 @@ def test_original_is_untouched_and_shares_its_variables():
     assert jmp.with_policy(model, "p=f32,c=none,o=none").embed.dtype is None
 
 
+@pytest.mark.slow
 def test_rule_that_names_a_wrapper_of_weights_is_a_boundary():
     model = nnx.Sequential(nnx.SpectralNorm(nnx.Linear(4, 4, rngs=rngs()), rngs=rngs()))
     policied = jmp.with_policy(model, jmp.PolicyMap({"layers/0": "mixed_float16"}, "p=f32,c=f32,o=none"))
@@ -134,6 +135,7 @@ def count_captured(model):
     return {path: len(value.get_value()) for path, value in nnx.to_flat_state(capture_outputs(model))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", {"inner": "float32", "": "mixed_bfloat16"}])
 def test_capture_of_method_outputs_has_the_keys_that_it_has_without_a_policy(policy):
     policy = jmp.PolicyMap(policy) if isinstance(policy, dict) else policy

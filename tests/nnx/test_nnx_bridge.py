@@ -59,9 +59,11 @@ def test_policied_module_in_a_bridge_to_linen():
 class TestInside:
     """A linen module inside a model of nnx, which was given a policy or a map."""
 
+    @pytest.mark.slow
     def test_has_the_policy_and_leaves_its_inputs_alone(self):
         assert dtypes(jmp.with_policy(Outer(), BF16_INSIDE)(X)) == [F32, BF16, BF16, F32]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("rules", "expected"),
         [
@@ -88,6 +90,7 @@ class TestInside:
 class TestWrapper:
     """The wrapper of a linen module that was itself given a policy."""
 
+    @pytest.mark.slow
     def test_policy_may_come_before_the_parameters(self):
         model = jmp.with_policy(nnx.bridge.ToNNX(Pair(), rngs=rngs()), BF16_INSIDE).lazy_init(X)
         assert dtypes(model(X)) == [BF16, BF16, BF16, F32]
@@ -159,6 +162,7 @@ class Halves(nnx.Module):
 class TestInsideLinen:
     """A module of nnx inside a linen model, which was given a policy or a map."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("model", [InLinen(), InLinen(InNnx, ())], ids=["a layer", "nested"])
     def test_computes_and_stores_as_the_policy_says(self, model):
         policied = jmp.with_policy(model, BF16_INSIDE)
@@ -220,11 +224,13 @@ class TestInsideLinen:
         )
         assert jmp.explain(jmp.with_policy(InLinen(), BF16_INSIDE), X).unknown == ()
 
+    @pytest.mark.slow
     def test_class_with_its_own_policy_keeps_it(self):
         model = jmp.with_policy(InLinen(jmp.with_policy(nnx.Linear, "mixed_float16")), BF16_INSIDE)
         variables = model.init(jax.random.key(0), X)
         assert set(matmuls(model, variables)) == {"float16"}
 
+    @pytest.mark.slow
     def test_bridge_itself_takes_a_policy(self):
         model = jmp.with_policy(nnx.bridge.to_linen(nnx.Linear, 4, 4), BF16_INSIDE)
         variables = model.init(jax.random.key(0), X)

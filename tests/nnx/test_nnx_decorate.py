@@ -112,6 +112,7 @@ def test_subclass_of_the_class_of_a_policied_instance_has_no_policy():
     assert (jmp.policy_of(model), model.entered) == (None, "float32")
 
 
+@pytest.mark.slow
 def test_abstract_and_stacked_instances_have_the_policy():
     abstract = nnx.eval_shape(lambda: jmp.with_policy(Net, "bfloat16")(rngs=rngs()))
     assert abstract.embed.kernel.dtype == jnp.bfloat16

@@ -139,6 +139,7 @@ def test_auxiliary_data_and_options_are_passed_on():
     assert aux is X
 
 
+@pytest.mark.slow
 def test_state_without_a_loss_scale_is_an_error():
     model = Net(rngs=rngs())
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

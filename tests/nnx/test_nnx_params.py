@@ -145,6 +145,7 @@ def test_gradients_of_many_uses_are_summed_in_param_dtype():
     assert abs(gradient[0] - exact) < 1e-6 * exact
 
 
+@pytest.mark.slow
 def test_an_embedding_whose_table_was_cast_computes_in_the_compute_dtype_of_the_policy():
     """Flax's `Embed` takes its dtype from its table, and keeps it when the table is cast."""
     cast = jmp.nnx.cast_params(nnx.Embed(4, 8, rngs=rngs()), "bfloat16")

@@ -123,6 +123,7 @@ def test_nothing_to_quantize_says_why(net):
         quantize(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), INT8)
 
 
+@pytest.mark.slow
 def test_a_rule_that_matches_nothing_is_named(net):
     given = jmp.PolicyMap({"haed": "float32"}, INT8)
     for attach in (jmp.with_policy, quantize):
@@ -202,6 +203,7 @@ def test_a_weight_that_a_wrapper_rewrites_stays_as_it_is(wrap):
     assert "round" not in str(program)
 
 
+@pytest.mark.slow
 def test_a_mask_is_in_the_integers():
     mask = np.tril(np.ones((3, 8, 4), np.float32))
     quantized = nnx.jit(lambda: quantize(nnx.Conv(8, 4, (3,), mask=mask, rngs=nnx.Rngs(0)), INT8))()

@@ -41,7 +41,8 @@ def test_moments_are_stored_by_role_and_stay_so(name):
     assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
 
 
-@pytest.mark.parametrize("way", ["step", pytest.param("update", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["step", "update"])
 def test_float32_moments_of_half_parameters_are_those_of_float32_gradients(way):
     """Adam under bfloat16 parameters squares bfloat16 gradients, and stores the result in bfloat16."""
     tx = optim.skip_nonfinite(optim.cast_state(optax.adam(1e-2), mu_dtype="float32", nu_dtype="float32"))

@@ -67,6 +67,7 @@ def test_none_or_two_states_are_an_error(count):
         jmp.optim.raise_if_stuck([SKIP.init(jnp.ones(2))] * count)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_named_with_their_counts():
     params = {"layers": [jnp.array([1.0, NAN, jnp.inf]), jnp.ones(2)], "head": jnp.bfloat16([NAN]), "i": jnp.arange(3)}
     named = (

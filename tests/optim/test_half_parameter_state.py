@@ -104,6 +104,7 @@ def counting(as_array):
     return optax.GradientTransformation(lambda params: Counted(0, 1.0, jax.tree.map(jnp.zeros_like, params)), update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "way", "wrap", "as_array"),
     [

@@ -38,6 +38,7 @@ def _history(dtype, bad=()):
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype", "optimizer", "way"),
     [
@@ -87,6 +88,7 @@ def test_masters_are_float32_training_and_parameters_their_rounding(method, way)
         assert bits(parameters) == bits(np.asarray(history).astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_split_masters_keep_ties():
     """1 + 2**-8 lies between two bfloat16 numbers; with ties to even, joining would come out one step lower."""
     tx = optim.master_weights(optax.sgd(1.0), mode="split")
@@ -122,6 +124,7 @@ def test_a_parameter_that_shrinks_at_once_still_fits_what_is_remembered(mode):
     np.testing.assert_allclose(wide, 2.0**-12, atol=2.0**-24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "way"), [("kahan", "step"), slow("kahan", "update"), ("stochastic", "step"), slow("split", "step")]
 )

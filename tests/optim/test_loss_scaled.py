@@ -255,6 +255,7 @@ def test_an_optimizer_that_cannot_be_traced_at_init_warns_and_is_made():
     assert int(state.skipped_steps) == 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx_warns_of_half_parameters_too():
     model = jmp.nnx.cast_params(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "float16")
     with pytest.warns(UserWarning, match=r"^The parameter 'bias' is stored in float16; an update below 2\*\*-12 of it"):

@@ -22,6 +22,7 @@ def _trained(method):
     return optim.step(tx, GRADS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_the_optimizer_works_on(method):
     params, state = _trained(method)

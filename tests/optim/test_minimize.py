@@ -41,13 +41,14 @@ def _wrap(kind, inner):
     return inner if kind == "plain" else jmp.optim.loss_scaled(inner, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "kind"),
     [
         ("clipped", "scaled"),
-        pytest.param("adamw", "plain", marks=pytest.mark.slow),
-        pytest.param("MultiSteps", "skip", marks=pytest.mark.slow),
-        pytest.param("MultiSteps", "scaled", marks=pytest.mark.slow),
+        ("adamw", "plain"),
+        ("MultiSteps", "skip"),
+        ("MultiSteps", "scaled"),
     ],
 )
 def test_it_is_value_and_grad_and_step_and_a_bad_step_keeps_every_bit(inner, kind):
@@ -82,6 +83,7 @@ def test_an_optimizer_that_needs_the_loss_is_an_error_that_shows_how_to_pass_it(
     assert error.value.__notes__.count(note) == 1
 
 
+@pytest.mark.slow
 def test_keyword_arguments_reach_the_loss_and_true_gradients_the_optimizer():
     seen = []
 
@@ -99,6 +101,7 @@ def test_keyword_arguments_reach_the_loss_and_true_gradients_the_optimizer():
     assert seen == [{"float32"}] * len(seen)
 
 
+@pytest.mark.slow
 def test_half_parameters_are_minimized_too():
     tx, params = _wrap("skip", jmp.optim.kahan(SGD)), jmp.cast_floating(PARAMS, "bfloat16")
     step = jmp.optim.minimize(loss_fn, tx, has_aux=True)
@@ -213,6 +216,7 @@ def _differentiate(fun, params):
     return call_without_casts(jax.value_and_grad(fun), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNS)
 def test_a_gradient_is_half_only_where_its_last_operation_is_a_cast(name):
     fun, dtype = FUNS[name]

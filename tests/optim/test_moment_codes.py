@@ -84,6 +84,7 @@ def test_entries_that_pytorch_has_computed():
     assert {at: float(DYNAMIC.values[at]) for at in signed} == {at: float.fromhex(each) for at, each in signed.items()}
 
 
+@pytest.mark.slow
 @every_code
 def test_codes_are_values_that_come_back_in_every_bit_clip_what_is_beyond_and_promote_nothing(code):
     codes = jnp.arange(256, dtype=jnp.uint8)
@@ -107,6 +108,7 @@ def test_an_entry_is_computed_as_it_is_looked_up():
     np.testing.assert_array_equal(np.asarray(compute).view(np.int32), DYNAMIC.values.view(np.int32))
 
 
+@pytest.mark.slow
 def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
     x = np.float32([1e-45, 1e-40, np.finfo(np.float32).tiny, 1e-30, 1e-10])
     for noise in (None, jnp.zeros(x.shape, jnp.uint16)):
@@ -115,6 +117,7 @@ def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
     assert (encode(DYNAMIC, x) == 127).all()
 
 
+@pytest.mark.slow
 @every_code
 def test_encoding_is_a_search_among_borders(code):
     x = numbers(code)
@@ -126,6 +129,7 @@ def test_encoding_is_a_search_among_borders(code):
     assert (codes <= np.searchsorted(borders, x + near)).all()
 
 
+@pytest.mark.slow
 def test_rounding_at_random_is_right_on_average():
     values, every_noise = DYNAMIC.values.astype(np.float64), jnp.arange(2**16, dtype=jnp.uint16)
     lower, upper = values[:-1:16], values[1::16]
@@ -137,6 +141,7 @@ def test_rounding_at_random_is_right_on_average():
         assert abs(np.mean(rounded == b) - (number - a) / (b - a)) <= 2.0**-12
 
 
+@pytest.mark.slow
 def test_an_octave_of_second_moments_takes_as_long_as_its_logarithm():
     """Linear chances of a step took 4.4 % less time to decay by an octave, and 4.6 % more to grow."""
     step, every_noise = 1e-3, jnp.arange(2**16, dtype=jnp.uint16)

@@ -99,6 +99,7 @@ def test_a_step_of_another_nesting_is_an_error_that_shows_one_that_works(name):
     assert isinstance(jmp.get_loss_scale(state), jmp.DynamicLossScale)
 
 
+@pytest.mark.slow
 def test_minimize_scales_the_loss_for_an_injected_loss_scaled():
     """It takes two functions there, and the gradients of a loss that was not scaled would be lost in silence."""
     tx = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), jmp.DynamicLossScale()))(1.0)

@@ -68,6 +68,7 @@ def _count_calls_of_init(leaves):
     return pstats.Stats(profile).total_calls
 
 
+@pytest.mark.slow
 def test_tracing_init_is_linear_in_the_number_of_parameters():
     """Counts Python calls, which do not depend on the machine. Quadratic work took six times as many."""
     _count_calls_of_init(1)  # fills caches
@@ -133,6 +134,7 @@ def test_updates_are_not_larger_than_those_of_the_optimizer_whatever_its_b2(kind
     np.testing.assert_allclose(share[[50, 150, 400]], 1, atol=0.03)
 
 
+@pytest.mark.slow
 def test_noise_is_uniform_and_independent_of_neighbors_and_of_other_keys():
     """Bounds are five standard deviations of independent uniform numbers."""
     count = 2**16

@@ -26,9 +26,8 @@ def _train(step, tx, params, badness):
     return params, state
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("adamw", "step"), pytest.param("clip_schedule", "update", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), [("adamw", "step"), ("clip_schedule", "update")])
 def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, way):
     tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
     step = _jitted_step(tx, way)
@@ -42,6 +41,7 @@ def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, wa
     assert float(state.loss_scale.loss_scale) == 2.0 ** (15 - 4)
 
 
+@pytest.mark.slow
 def test_finite_steps_are_those_of_the_optimizer_alone():
     inner = OPTIMIZERS["adamw"]()
     tx = jmp.optim.skip_nonfinite(inner)

@@ -21,13 +21,14 @@ INNER = optax.adamw(1e-3)
 SKIPPING = jmp.optim.skip_nonfinite(INNER)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("the figures are those of XLA:CPU")
 @pytest.mark.parametrize(
     ("way", "wrap", "accessed", "temporaries"),
     [
         ("step", lambda tx: jmp.optim.loss_scaled(tx, jmp.DynamicLossScale()), 11.5, 0.25),
-        pytest.param("step", lambda tx: tx, 10, 0, marks=pytest.mark.slow),
-        pytest.param("update", jmp.optim.skip_nonfinite, 14.5, 1, marks=pytest.mark.slow),
+        ("step", lambda tx: tx, 10, 0),
+        ("update", jmp.optim.skip_nonfinite, 14.5, 1),
     ],
     ids=["step", "alone", "update"],
 )
@@ -49,6 +50,7 @@ def _count_calls(leaves, fun, tx):
     return pstats.Stats(profile).total_calls
 
 
+@pytest.mark.slow
 def test_tracing_a_step_is_linear_and_costs_two_thirds_more_than_without_skips():
     """1.64 (1.70 with jax 0.10.1), and 1.50 for 400 leaves."""
     plain, step = functools.partial(by_update, INNER), functools.partial(by_step, SKIPPING)

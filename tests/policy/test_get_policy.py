@@ -146,6 +146,7 @@ def test_entering_the_same_policy_again_does_not_trace_again():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_default_that_another_thread_sets_is_no_error(restored_default):
     is_done, interval = threading.Event(), sys.getswitchinterval()
 

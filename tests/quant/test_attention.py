@@ -88,6 +88,7 @@ def test_error_against_float64_is_within_the_format(format):
         assert FORMATS[format] / 4 < error < count * FORMATS[format]
 
 
+@pytest.mark.slow
 def test_positions_after_a_sequence_do_not_count_in_scales():
     query, key, value = draw()
     options = {"key_value_seq_lengths": COLUMNS, "query_seq_lengths": ROWS, "quantization": "int8"}
@@ -120,6 +121,7 @@ def test_accelerators_get_8_bit_operands(format, forward, backward):
         assert {" ".join(each) for each in types[2:6]} == set(backward)
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_jax():
     bfloat16 = draw(jnp.bfloat16)
     for format in FORMATS:  # JAX's own function raises under strict promotion

@@ -90,14 +90,15 @@ def test_vmap_and_float64_return_the_bits_of_compiled_float32():
     np.testing.assert_array_equal(back, block_model.numbers(ours[1], 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
         ((32, 21), {"axis": 0, "square_axis": 1}),
         ((3, 4, 32), {"axis": -1, "tensor_axes": (-2, -1)}),
         ((16, 2, 3), {"axis": -3, "block_size": 8}),
-        pytest.param((3, 9, 64), {"axis": -1, "block_size": 32, "square_axis": -2}, marks=pytest.mark.slow),
-        pytest.param((3, 20, 32), {"axis": 2, "square_axis": 1, "tensor_axes": (1, 2)}, marks=pytest.mark.slow),
+        ((3, 9, 64), {"axis": -1, "block_size": 32, "square_axis": -2}),
+        ((3, 20, 32), {"axis": 2, "square_axis": 1, "tensor_axes": (1, 2)}),
     ],
 )
 def test_two_levels_of_scales_are_right_in_every_bit(shape, options):
@@ -109,6 +110,7 @@ def test_two_levels_of_scales_are_right_in_every_bit(shape, options):
     np.testing.assert_array_equal(compiled_dequantize(ours, options["axis"]), numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-40, 1e-34, 1.0, HUGE])
 def test_tensors_of_any_size_keep_their_numbers_and_overflow_nowhere(size):
     x = np.random.default_rng().uniform(-1, 1, (64, 64))
@@ -152,6 +154,7 @@ def test_random_rounding_is_right_on_average_and_moves_no_further_than_a_neighbo
         assert abs(products.mean()) < 5 * products.std() / np.sqrt(products.size)
 
 
+@pytest.mark.slow
 def test_products_with_a_scale_are_exact_where_they_are_normal():
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     scale = np.arange(256, dtype=np.uint8).view(block_model.E8M0)
@@ -165,6 +168,7 @@ def test_products_with_a_scale_are_exact_where_they_are_normal():
     assert (np.abs(ours[~is_normal]) <= TINY).all()
 
 
+@pytest.mark.slow
 @examples(12)
 @given(strategies.data(), strategies.sampled_from([ml_dtypes.float4_e2m1fn, ml_dtypes.uint4]))
 def test_two_numbers_go_into_a_byte(data, dtype):
@@ -178,6 +182,7 @@ def test_two_numbers_go_into_a_byte(data, dtype):
     np.testing.assert_array_equal(packed, low | (high << 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4/2", "mxfp4/2"])
 def test_two_numbers_come_back_from_a_byte(format):
     """Also where JAX refuses to promote ranks, and where they are constants: XLA of jax 0.10 took halves for bytes."""

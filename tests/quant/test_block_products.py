@@ -87,20 +87,16 @@ def computed(equation, format, x, w, grad):
     return out, *backward(grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "format", "dtype"),
     [
         ("a batch that moves", "mxfp8", "float16"),
         ("outputs around", "nvfp4", "float32"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("two summed axes, crossed", "nvfp4 without squares", "float32"),
-                ("summed axes with another between", "mxfp8 with the OCP text's scales and e5m2", "float32"),
-                ("a vector", "mxfp8 as hardware has it", "float32"),
-                ("no dimension that blocks divide", "mxfp4", "bfloat16"),
-            )
-        ),
+        ("two summed axes, crossed", "nvfp4 without squares", "float32"),
+        ("summed axes with another between", "mxfp8 with the OCP text's scales and e5m2", "float32"),
+        ("a vector", "mxfp8 as hardware has it", "float32"),
+        ("no dimension that blocks divide", "mxfp4", "bfloat16"),
     ],
 )
 def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(case, format, dtype):

@@ -71,6 +71,7 @@ def test_a_nan_is_followed_through_blocks_to_where_it_began():
     assert "argument `x`" in str(origin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "computed"), [("nvfp4", ("float4_e2m1fn", "bfloat16")), ("mxfp8(activations=false)", ("bfloat16",))]
 )

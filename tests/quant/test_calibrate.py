@@ -74,6 +74,7 @@ def test_layers_of_linen_are_told_by_path_and_those_without_numbers_are_named():
     assert quantized["params"]["blocks"]["dense"]["kernel"].input_clip.tolist() == [clips["blocks/dense"]] * 3
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
     model = NnxModel(nnx.Rngs(0))
     policied = jmp.with_policy(model, POLICY)
@@ -86,6 +87,7 @@ def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
     assert again == clips
 
 
+@pytest.mark.slow
 def test_percentiles_are_those_of_all_batches_to_the_width_of_a_bin():
     rng = np.random.default_rng(0)
     batches = [rng.lognormal(size=(64, 64)).astype(np.float32) * np.float32(10.0**power) for power in (-4, 0, 3)]
@@ -97,6 +99,7 @@ def test_percentiles_are_those_of_all_batches_to_the_width_of_a_bin():
         assert wanted <= found <= wanted * (1 + (0 if percentile == 100 else 1 / 128))
 
 
+@pytest.mark.slow
 def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried_on_every_batch():
     x = np.random.default_rng(1).normal(size=(1, 65536)).astype(np.float32)
     x[0, [0, -1]] = 30.0  # one in each half: cutting it a little costs less than the steps it takes from the others

@@ -154,6 +154,7 @@ def test_numbers_of_any_size_give_finite_products(name, size):
     assert not any(jnp.any(array) for array in computed(TWO_AXES, format, zeros, zeros, zeros, state)[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format", "bad"),
     [("input", "delayed", np.nan), ("kernel", "current", -np.inf), ("output_grad", "delayed", np.inf)],
@@ -211,6 +212,7 @@ def test_states_and_results_are_those_of_flax_bit_for_bit(length):
     jax.tree.map(close, grads, of_grads)  # one of theirs is the transpose of a product
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_differentiated_without_its_state_is_an_error():
     """Under `jit` and `scan` too; a frozen layer that passes gradients on needs no gradient of its state."""
     product = functools.partial(TWO_AXES, quantization=Float8())

@@ -66,6 +66,7 @@ def test_a_product_is_the_program_that_xla_fuses(format, dtype, sums):
     assert "call @" not in text
 
 
+@pytest.mark.slow
 def test_the_weight_gradient_in_the_compute_dtype_and_other_platforms_have_the_products_that_they_should():
     text = lowered(TWO_AXES, shape(32, 64), shape(64, 16), Float8(weight_grad=False)).as_text()
     assert products_of(text)[2] == ("bf16", "bf16", "bf16")

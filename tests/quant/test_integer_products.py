@@ -86,6 +86,7 @@ def dots(draw):
     return f"{''.join(labels[0])},{''.join(labels[1])}->{''.join(out)}", numbers, shapes
 
 
+@pytest.mark.slow
 @pytest.mark.cpu(NO_KERNEL)
 @given(dots())
 @examples(4)

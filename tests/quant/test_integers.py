@@ -40,7 +40,8 @@ def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype)
     assert not np.asarray(array.values)[np.asarray(weight, np.float64) == 0].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     weight = columns(dtype)
     array = quantized(weight, f"int4/{BLOCK}")
@@ -54,6 +55,7 @@ def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     assert not np.asarray(array.dequantize(), np.float32)[np.asarray(weight, np.float64) == 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "dtype"), [("int8", "bfloat16"), (f"int4/{BLOCK}", "float16")])
 def test_what_is_dequantized_is_half_a_step_away_and_rounded_once(format, dtype):
     weight = columns(dtype)
@@ -87,6 +89,7 @@ def test_one_bad_number_of_a_large_array_is_seen_where_a_maximum_of_xla_loses_it
     assert is_finite.tolist() == [column != 3 for column in range(16)]
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_even_integer_and_nothing_passes_127():
     x = jnp.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 200, -np.inf])
     values, scale, zero_point = quantize_symmetric(x, jnp.array([127.0]))

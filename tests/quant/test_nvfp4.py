@@ -89,6 +89,7 @@ def test_noise_is_right_on_average_and_rounding_to_nearest_is_not():
     assert relative_error(nearest, exact) > 3 * relative_error(drawn.mean(0), exact)
 
 
+@pytest.mark.slow
 def test_the_forward_pass_draws_no_noise():
     nearest = dot_general(X, W, DIMENSIONS, quantization=NEAREST)
     for key in (jax.random.key(0), None):

@@ -87,6 +87,7 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
     assert not any(leaf.any() for leaf in jax.tree.leaves(of_stored) if leaf.dtype == jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "bad"), list(zip(FORMATS, itertools.cycle([np.nan, np.inf, -np.inf]))))
 def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_it_is_part_of(format, bad):
     x, w, t = array(48, 16), array(16, 16), array(48, 16)
@@ -131,12 +132,10 @@ def test_second_derivatives_are_refused(format, second):
         jax.eval_shape(second(penalty), jnp.ones((16, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
-    [
-        "mxfp8/8",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "int4/8", "nvfp4/8", "mxfp4/8", BY_ROW)),
-    ],
+    ["mxfp8/8", "int8", "int4/8", "nvfp4/8", "mxfp4/8", BY_ROW],
 )
 def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     x, w, t = array(64, 16), array(16, 16), array(64, 16)

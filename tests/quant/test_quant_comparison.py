@@ -102,6 +102,7 @@ def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
         comparison["haed"]
 
 
+@pytest.mark.slow
 def test_layers_of_nnx_say_why_they_were_left():
     model = NnxModel(nnx.Rngs(0))
     comparison = quant.compare(model, quant.quantize(model, "int8(min_size=64)_from_float32"), X)
@@ -177,7 +178,7 @@ class OwnNnx(nnx.Module):
         return self.head(x @ self.w[...] + self.b[...])
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_weights_of_modules_that_are_not_layers_have_rows_and_count(api):
     """They were left out, and 26 % was printed for 96 %."""
     policy, x = "int8(min_size=0)_from_float32", jnp.ones((2, 16))

@@ -71,9 +71,8 @@ def test_a_map_chooses_by_path():
     assert params["embed"]["embedding"] is KERNEL
 
 
-@pytest.mark.parametrize(
-    "format", ["int8", "mxfp4/16(activations=true)", pytest.param("nvfp4", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int8", "mxfp4/16(activations=true)", "nvfp4"])
 def test_the_same_is_stored_inside_of_jit_and_abstractly_and_tables_stay_under_blocks(format):
     before, policy = variables(), f"{format}_from_bfloat16"
     after = quant.quantize(before, policy)
@@ -85,6 +84,7 @@ def test_the_same_is_stored_inside_of_jit_and_abstractly_and_tables_stay_under_b
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 
 
+@pytest.mark.slow
 def test_integers_of_a_map_are_clipped_before_its_blocks_are_quantized():
     with pytest.raises(ValueError, match=r"^clip='mse' is for integers, and 'mxfp4' .* weight 'mlp/up/kernel' by"):
         quant.quantize(variables(), jmp.PolicyMap({"mlp": "mxfp4_from_float32"}, INT8), clip="mse")
@@ -93,6 +93,7 @@ def test_integers_of_a_map_are_clipped_before_its_blocks_are_quantized():
     assert is_quantized(both) == ["params/embed/embedding", "params/mlp/up/kernel"]
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_memory_is_quantized_abstractly():
     kernel = jax.ShapeDtypeStruct((80, 8192, 28672), jnp.bfloat16)
     new = quant.quantize({"blocks": {"mlp": {"kernel": kernel}}}, "int4_from_bfloat16", stacked=["blocks"])
@@ -118,6 +119,7 @@ def test_patterns_of_stacks_cover_what_is_inside_and_add_an_axis_each():
     assert scale(["blocks", "blocks/dense"]) == (2, 3, 1, 64)
 
 
+@pytest.mark.slow
 def test_the_clip_of_inputs_has_a_number_for_each_layer_of_a_stack_and_none_where_inputs_are_left_alone():
     params = {"blocks": {"kernel": jnp.ones((2, 64, 64))}, "head": {"kernel": KERNEL}}
     new = quant.quantize(params, INT8, stacked=["blocks"], input_clips={"blocks": 2.0, "head": 3})
@@ -134,6 +136,7 @@ def test_a_clip_of_inputs_below_their_peak_is_what_they_saturate_at():
     assert jnp.allclose(out, jnp.array([[1.0, 0.5, 1.0, -0.25]]), atol=1 / 127)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_quantized_as_a_copy_in_which_a_weight_of_two_layers_stays_one():
     model = Model(nnx.Rngs(0))
     model.up = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(1)))
@@ -225,6 +228,7 @@ def test_blocks_that_misfit_name_all_weights_and_a_size_for_every_weight():
 TABLES_IN_4 = "int4/64(table_bits=4)_from_f32"
 
 
+@pytest.mark.slow
 def test_a_table_has_eight_bits_unless_told_otherwise_and_explain_says_so():
     array = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     formats = {"int4_from_f32": "int8(activations=false)", TABLES_IN_4: "int4/64(table_bits=4)", INT8: "int8"}

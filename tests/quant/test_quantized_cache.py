@@ -147,6 +147,7 @@ def check_logits(logits, weights, x, starts, format):
         assert RELATIVE[format] / 8 < relative < RELATIVE[format]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "format"), PAIRS)
 def test_decoding_a_batch_of_mixed_lengths_is_within_a_bound_of_the_whole_sequences_in_float64(adapter, format):
     weights, x = draw_weights(), draw_tokens()
@@ -163,6 +164,7 @@ def list_arrays(cache):
     return {name: leaf for name, leaf in names.items() if name != "cache_index"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "platform"), list(zip(ADAPTERS, ["tpu", "cuda"], strict=True)))
 def test_exported_steps_read_and_update_int8_and_no_cache_in_the_compute_dtype(adapter, platform):
     weights, x = draw_weights(), draw_tokens()
@@ -177,6 +179,7 @@ def test_exported_steps_read_and_update_int8_and_no_cache_in_the_compute_dtype(a
     assert len(read) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_sharded_cache_stays_sharded(adapter):
     mesh = meshes.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -192,6 +195,7 @@ def test_a_sharded_cache_stays_sharded(adapter):
     assert {leaf.sharding.shard_shape(leaf.shape)[:3:2] for leaf in list_arrays(new).values()} == {(1, 1)}
 
 
+@pytest.mark.slow
 def test_a_cache_on_an_explicit_axis_keeps_it():
     mesh = meshes.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     weights, x = draw_weights(), draw_tokens(4, 2)

@@ -60,13 +60,13 @@ def assert_equal(tree, other):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "sizes"),
     [
-        *((format, UNEVEN) for format in FORMATS[:2]),
-        *(pytest.param(format, UNEVEN, marks=pytest.mark.slow) for format in VARIANTS),
-        pytest.param("int8", (0, 0, 0, 0), marks=pytest.mark.slow),
-        pytest.param("mxfp8", (1, 29, 1, 1), marks=pytest.mark.slow),
+        *((format, UNEVEN) for format in (*FORMATS[:2], *VARIANTS)),
+        ("int8", (0, 0, 0, 0)),
+        ("mxfp8", (1, 29, 1, 1)),
     ],
 )
 def test_groups_equal_a_dense_matmul_each(format, sizes):
@@ -79,6 +79,7 @@ def test_groups_equal_a_dense_matmul_each(format, sizes):
     assert_equal(groups(*operands, sizes, format), dense(*operands, sizes, format))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_after_the_last_group_do_not_count_and_a_bad_group_leaves_the_others_alone(format):
     x, w, g = draw_exact(np.float32)
@@ -94,6 +95,7 @@ def test_rows_after_the_last_group_do_not_count_and_a_bad_group_leaves_the_other
     assert not results[1][16:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "operands"),
     [

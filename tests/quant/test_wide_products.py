@@ -61,13 +61,14 @@ def error(found, true):
     return np.linalg.norm(np.asarray(found, np.float64) - true) / np.linalg.norm(true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compute", "weight"),
     [
         ("einsum", "bfloat16", "float32"),
-        pytest.param("batched", "float16", "float32", marks=pytest.mark.slow),
-        pytest.param("strided", "bfloat16", "float32", marks=pytest.mark.slow),
-        pytest.param("grouped", "bfloat16", "bfloat16", marks=pytest.mark.slow),
+        ("batched", "float16", "float32"),
+        ("strided", "bfloat16", "float32"),
+        ("grouped", "bfloat16", "bfloat16"),
     ],
 )
 def test_results_and_gradients_are_sums_in_float32_and_rounded_once(name, compute, weight):
@@ -80,6 +81,7 @@ def test_results_and_gradients_are_sums_in_float32_and_rounded_once(name, comput
         assert error(result, wanted) < bounds[dtype]
 
 
+@pytest.mark.slow
 def test_a_report_on_a_cpu_shows_the_products_of_accelerators():
     left, right, grad = operands("dense", "bfloat16")
     backward = lambda left, right, grad: with_gradients(functools.partial(product, "dense"), left, right, grad)

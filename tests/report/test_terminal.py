@@ -72,6 +72,7 @@ def tables(draw):
     return Table(columns, rows, gap=draw(st.integers(1, 3)))
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(1, 120))
 def test_a_table_of_any_words_cuts_none_and_has_a_line_for_each_row_where_it_fits(table, width):
     text = draw(Drawn([table]), width).rstrip("\n")
@@ -94,6 +95,7 @@ def measure_least(table, index):
     return max(map(len, pieces), default=0)
 
 
+@pytest.mark.slow
 @given(phrases, st.integers(1, 80))
 def test_a_note_has_its_words_in_order(note, width):
     wrapped = draw(Drawn([], [note]), width)

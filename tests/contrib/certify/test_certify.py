@@ -37,6 +37,7 @@ ISSUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ISSUES)
 def test_the_issue_is_found(name):
     fun, ranges, x, fault, primitive = ISSUES[name]
@@ -145,6 +146,7 @@ LARGEST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGEST)
 def test_relations_bound_a_function_by_its_largest_value(name):
     fun, largest = LARGEST[name]

@@ -73,7 +73,7 @@ def make_function(seed: int) -> tuple[Case, str]:
     return Case(names["fun"], ranges, (shape(3, 4, dtype=dtype),) * 2), f"{text}\n# {dtype}, {ranges}"
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 23))])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, *range(3, 23)))])
 def test_a_certificate_of_a_random_function_is_true(seed):
     """Also for a batch of inputs, one operation at a time and compiled."""
     case, text = make_function(seed)

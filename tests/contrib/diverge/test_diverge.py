@@ -74,6 +74,7 @@ def find(divergence, path, direction="forward"):
     return row
 
 
+@pytest.mark.slow
 def test_errors_equal_those_of_scopes_that_are_called_one_by_one(low):
     rows = low.rows()
     assert [(row.path, row.direction) for row in rows] == [("first", "forward"), ("second", "forward")]
@@ -91,6 +92,7 @@ def test_errors_equal_those_of_scopes_that_are_called_one_by_one(low):
     assert low.log_probability_gap is None
 
 
+@pytest.mark.slow
 def test_worst_element_has_its_place_and_values():
     def model(w, x, bad=False):
         with jax.named_scope("only"):
@@ -101,7 +103,8 @@ def test_worst_element_has_its_place_and_values():
     np.testing.assert_allclose((worst.reference, worst.value), (X[2, 3], X[2, 3] + 1000), rtol=1e-6)
 
 
-@pytest.mark.parametrize("fun", [MODEL, pytest.param(make_grad(first), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fun", [MODEL, make_grad(first)])
 def test_equal_functions_have_no_error(fun):
     divergence = diverge(fun, lambda *args: fun(*args))(W, X)
     for row in divergence.rows():
@@ -118,6 +121,7 @@ def test_backward_scope_is_the_derivative_of_the_replaced_scope(low_grad):
     assert [axes.get_title("left") for axes in low_grad.plot().axes] == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_rounding_between_scopes_is_charged_to_the_reader():
     rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
     divergence = diverge(MODEL, make_model(between=rounded))(W, X)
@@ -127,6 +131,7 @@ def test_rounding_between_scopes_is_charged_to_the_reader():
     assert row.dtype == "float32 → bfloat16"
 
 
+@pytest.mark.slow
 def test_scope_in_float32_behind_one_in_half_introduces_nothing():
     model = make_model(lambda w, x: low_first(w, x).astype(jnp.float16), lambda w, x: second(w, x.astype(jnp.float32)))
     divergence = diverge(MODEL, model)(W, X)
@@ -149,6 +154,7 @@ def test_iterations_of_a_scan_are_aligned_one_by_one():
     assert divergence.unaligned == ()
 
 
+@pytest.mark.slow
 def test_calls_of_one_module_branches_and_unbounded_loops_are_operations_of_their_scope():
     def model(w, x, low):
         for i in range(3):
@@ -180,6 +186,7 @@ def test_scope_that_only_one_function_has_introduces_the_error(is_last):
         assert find(divergence, "second").introduced == 0
 
 
+@pytest.mark.slow
 def test_inner_scopes_come_before_the_scope_around_them():
     def loss(w, x):
         with jax.named_scope("outer"):
@@ -213,6 +220,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_errors_are_relative_whatever_the_values_are(name):
     f, g, expected = VALUES[name]
@@ -260,6 +268,7 @@ def test_what_cannot_be_done_is_an_error(name, low):
         call(low)
 
 
+@pytest.mark.slow
 def test_weights_of_a_closure_belong_to_the_scope_that_reads_them():
     close_over = lambda weights: lambda x: MODEL(weights, x)
     row = find(diverge(close_over(W), close_over(2 * W))(X), "second")

@@ -109,6 +109,7 @@ def assert_is_first(divergence, path, backward):
         assert all(row.introduced == 0 for row in rows if row.direction == "forward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["half", "eps"])
 def test_fault_of_a_forward_pass_is_found(fault):
     params, x = make_arguments(3, layers=1)
@@ -156,6 +157,7 @@ def test_quantized_layers_introduce_the_error_of_quantization():
     assert {row.path for row in rows if row.introduced > 1e-6} == {"layers_0", "layers_2"}
 
 
+@pytest.mark.slow
 def test_reordered_float32_introduces_noise_only():
     w, x = (jnp.asarray(np.random.default_rng(seed).normal(size=(8, 8)), jnp.float32) for seed in (0, 1))
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from meshes import make_mesh
@@ -53,6 +54,7 @@ def list_faulty(divergence):
     return [row.path for row in rows if row.introduced > 1e-5]
 
 
+@pytest.mark.slow
 def test_data_parallelism_introduces_rounding_only():
     def run_whole(params, x):
         return loss_fn(jax.tree.map(constrain, params), constrain(x))
@@ -62,6 +64,7 @@ def test_data_parallelism_introduces_rounding_only():
     assert list_faulty(divergence) == []
 
 
+@pytest.mark.slow
 def test_missing_mean_over_devices_in_one_layer_is_named():
     def run_split(params, x):
         own = jax.shard_map(normalize, mesh=MESH, in_specs=P("data"), out_specs=P("data"))

@@ -50,6 +50,7 @@ def recording():
     return record(model)(W, X)
 
 
+@pytest.mark.slow
 def test_errors_are_those_against_the_recorded_values(recording):
     assert list(recording) == ["net/first", "net/second", "net", "result"]
     divergence = diverge(shifted, recording)(W, X)
@@ -81,6 +82,7 @@ def test_scope_that_reads_unrecorded_values_has_no_introduced_error(recording):
     assert not divergence.policy_map(1e-6).rules
 
 
+@pytest.mark.slow
 def test_operation_that_only_the_recorded_module_has_is_charged_to_it(recording):
     recording = recording | {"net": 3 * recording["net"]}  # such as a last norm that a port has forgotten
     rows = diverge(model, recording)(W, X).rows()
@@ -99,6 +101,7 @@ def test_file_has_the_names_of_another_framework(tmp_path):
     assert [output.path for output in divergence.outputs()] == ["result"]
 
 
+@pytest.mark.slow
 def test_calls_of_a_module_have_numbers_or_are_a_list():
     class Net(nn.Module):
         @nn.compact

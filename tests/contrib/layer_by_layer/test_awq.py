@@ -65,6 +65,7 @@ def scaled_weight(key=0):
     return dataclasses.replace(weight, input_scale=jnp.linspace(0.5, 2, 48).reshape(3, 2, 8, 1))
 
 
+@pytest.mark.slow
 def test_an_input_scale_multiplies_the_weights_of_an_input_and_is_sliced_with_them():
     weight = scaled_weight()
     plain = dataclasses.replace(weight, input_scale=None)

@@ -77,6 +77,7 @@ def test_the_stored_weights_take_the_bits_that_the_result_says(tuning):
     assert taken <= 9.5
 
 
+@pytest.mark.slow
 def test_the_error_is_the_increase_of_the_loss_with_stored_weights(tuning):
     served = jmp.with_policy(Net(), tuning.policy_map)
     quantized = quant.quantize(VARIABLES, tuning.policy_map)

@@ -99,6 +99,7 @@ def check_fault(make, fault):
     assert not any(row.precision_faults for row in wide.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_half_softmax_and_a_promotion_to_float32_have_a_line(kind):
     for between, fault in FAULTS:

@@ -84,6 +84,7 @@ def in_a_loss(fun):
     return jax.grad(lambda params, x: jnp.mean(jax.nn.log_softmax(fun(params, x)) ** 2))
 
 
+@pytest.mark.slow
 def test_pooling_that_flax_computes_in_half_is_found_unless_it_is_of_few_elements_or_in_full_precision():
     with jax.numpy_dtype_promotion("standard"):  # Flax divides by the window, an integer of NumPy's
         model = jmp.with_policy(ConvNet(), MIXED)  # adds in bfloat16 on a CPU: the logits are .066 off

@@ -18,7 +18,8 @@ from jmp_policy.numerics._extremes import INFINITY, NEVER, decode_key, encode_ke
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     numbers = numbers[~np.isnan(numbers.astype(np.float32))]

@@ -139,6 +139,7 @@ def test_inside_of_a_shard_map_devices_search_together():
     assert not sharded(jnp.abs(x))[1].found
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_epsilon():
     _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(0.25 - 0.5 * x)))(jnp.array([-1.5, 2.5]))
     assert (origin.primitive, origin.operands) == ("log", ((-1.0, 1.0),))

@@ -84,13 +84,14 @@ def drop_paths(counts):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "policy"),
     [
         (square, "map"),
-        pytest.param(square, "inner", marks=pytest.mark.slow),
-        pytest.param(twice, "inner", marks=pytest.mark.slow),
-        pytest.param(checkpointed, "half", marks=pytest.mark.slow),
+        (square, "inner"),
+        (twice, "inner"),
+        (checkpointed, "half"),
     ],
 )
 def test_autocast_writes_what_is_predicted(fun, policy):

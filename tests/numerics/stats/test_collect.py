@@ -45,6 +45,7 @@ def loss_fn(params, x, y):
     return jnp.mean((mlp(params, x) - y) ** 2)
 
 
+@pytest.mark.slow
 def test_a_gradient_has_a_row_for_each_product_argument_and_result():
     (loss, grads), stats = jax.jit(observe_quick(jax.value_and_grad(loss_fn)))(PARAMS, X, Y)
     assert_same((loss, grads), jax.value_and_grad(loss_fn)(PARAMS, X, Y))
@@ -113,6 +114,7 @@ def mark_slow(names, *quick):
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(LOOPS, "scans in a scan"))
 def test_iterations_of_loops_have_rows(name):
     fun, ws, loops, turns = LOOPS[name]
@@ -126,6 +128,7 @@ def test_iterations_of_loops_have_rows(name):
         assert_measures(row, *tensors)
 
 
+@pytest.mark.slow
 def test_iterations_of_a_backward_pass_are_those_of_the_layers_though_it_begins_with_the_last():
     grad = jax.grad(lambda ws, x: layers(x, ws).sum())
     dws, stats = jax.jit(observe_quick(grad, of="backward"))(THREE, X)
@@ -135,6 +138,7 @@ def test_iterations_of_a_backward_pass_are_those_of_the_layers_though_it_begins_
         assert_measures(row, dws[row.turn])
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_has_a_count_of_zero():
     fun = lambda i, x: lax.switch(i, [lambda x: x @ x.T, lambda x: (2 * x) @ x.T, lambda x: x @ x.T * 0], x)
     _, stats = jax.jit(observe_quick(fun, of="forward"))(1, X)
@@ -142,6 +146,7 @@ def test_a_branch_that_is_not_taken_has_a_count_of_zero():
     assert_measures(stats.rows()[1], 2 * X @ X.T)
 
 
+@pytest.mark.slow
 def test_recomputed_values_are_left_out_unless_asked_for():
     fun = jax.value_and_grad(lambda params, x: jax.checkpoint(mlp)(params, x).sum())
     list_passes = lambda *of: [site.direction for site in find_sites(fun, PARAMS, X, of=of)]
@@ -149,6 +154,7 @@ def test_recomputed_values_are_left_out_unless_asked_for():
     assert list_passes("recomputed") == ["recomputed"]
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped_keep_their_bits_and_have_empty_rows():
     observed = jax.jit(observe_quick(lambda x: jnp.tanh(x @ SQUARE), every=3, of=("forward", "arguments")))
     total = None
@@ -182,6 +188,7 @@ def count_equations(program, name):
     return sum(eqn.params.get("name") == name for eqn in program.eqns) + sum(count_equations(b, name) for b in bodies)
 
 
+@pytest.mark.slow
 def test_values_with_the_same_magnitudes_are_measured_once():
     fun = lambda x: (jnp.sin(-x.T.reshape(2, -1)), jnp.abs(x))
     count = lambda formats: count_equations(
@@ -194,6 +201,7 @@ def test_values_with_the_same_magnitudes_are_measured_once():
     assert len({(row.rms, row.histogram.tobytes()) for row in same}) == 1
 
 
+@pytest.mark.slow
 def test_functions_inside_do_not_gather_rows_of_their_own():
     fun = lambda x: jax.nn.relu(jax.jit(lambda x: jnp.exp(jax.jit(jnp.tanh)(x)))(x)) * 2.0
     program = jax.make_jaxpr(collect(fun, where="all", of="forward"))(X).jaxpr
@@ -252,6 +260,7 @@ def test_a_program_does_what_it_did_and_its_ends_are_measured(name):
     assert [row.primitive for row in stats if row.primitive] == expected
 
 
+@pytest.mark.slow
 def test_numbers_of_64_bits_are_measured_as_they_are():
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(3).normal(size=(4, 3)) * 1e-200, jnp.float64)
@@ -259,6 +268,7 @@ def test_numbers_of_64_bits_are_measured_as_they_are():
         assert find(stats, "result")[0].amax == float(jnp.abs(grads).max()) < 1e-190
 
 
+@pytest.mark.slow
 def test_a_complex_array_has_a_row_of_its_parts():
     z = lax.complex(X, 2 * X)
     _, stats = observe_quick(lambda z: (z * z, z.shape[0]), where="mul")(z)
@@ -268,6 +278,7 @@ def test_a_complex_array_has_a_row_of_its_parts():
     assert [row.path for row in stats] == ["z", "", "result/0"]
 
 
+@pytest.mark.slow
 def test_tensors_without_a_number_have_no_smallest_one():
     for value in (jnp.nan, jnp.inf):
         _, stats = observe_quick(lambda x: x, of="results")(jnp.full(3, value))
@@ -280,6 +291,7 @@ def test_a_program_without_what_is_chosen_is_an_empty_report():
     assert "nothing" in str(stats).lower()
 
 
+@pytest.mark.slow
 def test_arguments_go_by_their_names_and_what_is_no_array_passes_through():
     def fun(params, *batches, scale, name):
         return {"y": params["w"] * scale + sum(batches), "name": name, "none": None}
@@ -325,6 +337,7 @@ def test_modules_of_haiku_have_their_paths():
     assert "result/linear_1/w" in [site.path for site in sites]
 
 
+@pytest.mark.slow
 def test_a_small_array_is_measured_under_jax_debug_nans():
     with jax.debug_nans(True):
         _, stats = observe_quick(jnp.exp2, where=["exp2"], of="forward")(jnp.zeros(3))

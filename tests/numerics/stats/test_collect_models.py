@@ -48,6 +48,7 @@ def test_every_matmul_of_an_architecture_has_a_row(name):
     assert len(gradients) == len(jax.tree.leaves(args[0]))
 
 
+@pytest.mark.slow
 def test_a_linen_cell_in_a_scan_has_its_path_once():
     model = nn.RNN(nn.SimpleCell(2))
     xs = jnp.ones((2, 3, 3))
@@ -57,6 +58,7 @@ def test_a_linen_cell_in_a_scan_has_its_path_once():
     assert {matmul.path for matmul in audit(model.apply)(variables, xs).matmuls} == {"cell/i", "cell/h"}
 
 
+@pytest.mark.slow
 def test_what_autocast_decides_is_what_is_measured():
     cast = lambda fun: jmp.autocast(fun, "mixed_bfloat16")
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))

@@ -76,6 +76,7 @@ def draw(*shape):
     return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-9, 4, shape)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_ties_subnormal_numbers_and_what_is_not_finite_are_counted_as_casts_have_them():
     neighbours = [np.nextafter(SPECIAL, np.float32(to)) for to in (0, np.inf)]
     check(np.concatenate([SPECIAL, -SPECIAL, *neighbours]))
@@ -161,7 +162,8 @@ def draw_steps(count):
     return jnp.asarray(x)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 1000])
 def test_records_merge_to_that_of_all_at_once(count):
     formats = ("float16", "float8_e4m3fn")
     xs, of_one = draw_steps(count), measure(formats)
@@ -216,9 +218,8 @@ def draw_in_blocks(shape):
     return np.where(rng.random(shape) < 0.2, np.float32(0), x)
 
 
-@pytest.mark.parametrize(
-    "shape", [(5, 257), *[pytest.param(shape, marks=pytest.mark.slow) for shape in ((), (300,), (3, 4, 64))]], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(5, 257), (), (300,), (3, 4, 64)], ids=str)
 def test_integers_lose_what_rounding_by_blocks_loses(shape):
     x = draw_in_blocks(shape)
     row, norm = read(x, tuple(INTEGERS)), np.linalg.norm(np.float64(x))

@@ -144,6 +144,7 @@ INSIDE_A_SHARD_MAP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("around", "compiled"), [("nothing", True), *((around, False) for around in INSIDE_A_SHARD_MAP)]
 )
@@ -193,6 +194,7 @@ AROUND_A_SHARD_MAP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "around", [pytest.param(name, marks=[pytest.mark.slow] * (name == "vmap")) for name in AROUND_A_SHARD_MAP]
 )
@@ -256,6 +258,7 @@ def test_what_a_step_changes_in_an_nnx_model_is_reduced():
     assert report.total_bytes(gradients=True) == 2 * (8 * 8 + 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, of the extra `compiled`, is missing")
 def test_a_program_is_read_as_it_is_partitioned_for_tpus(monkeypatch):
     for name, value in TPU.items():

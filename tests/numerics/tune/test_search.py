@@ -118,6 +118,7 @@ def test_the_error_is_that_of_the_worst_leaf(size):
     assert measure(got, wanted) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_leaf_that_cancels_is_held_against_the_others_of_its_tree():
     wanted = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-9, np.float32)}
     got = wanted | {"bias": np.full(4, 1e-2, np.float32)}

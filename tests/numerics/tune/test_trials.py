@@ -148,9 +148,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [OTHERS[0], *[pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS[1:]]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "message"), OTHERS)
 def test_trials_of_something_else_are_refused_and_left(change, message, file):
     tune(None, trials_file=file)
     before = file.read_text(encoding="utf-8")
@@ -186,6 +185,7 @@ def score_twice(candidate, *args):
     return 2 * candidate(*args)
 
 
+@pytest.mark.slow
 def test_trials_of_an_edited_function_or_metric_are_refused(file):
     """They answered for it: a map that overflowed was reported with an error of 0."""
     options = {"tolerance": 0.05, "trials_file": file}

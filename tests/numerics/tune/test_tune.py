@@ -47,6 +47,7 @@ def tuning():
     return jmp.tune(PLANTED, (make_weights(), BATCH), "mixed_float16", tolerance=0.02)
 
 
+@pytest.mark.slow
 def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.scopes == ("c",)
     assert tuning.policy_map == jmp.PolicyMap({"c": HALF.replace("float16", "float32")}, HALF)
