@@ -34,6 +34,14 @@ def pytest_sessionstart() -> None:
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Adds doctests to the slow tests, as the pages of the documentation are."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _paste_examples(request: pytest.FixtureRequest) -> None:
     """Runs the examples of public names as a reader does, who pastes them into a Python that has imported nothing.

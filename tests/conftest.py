@@ -45,7 +45,7 @@ POLICIES = [
 
 
 PROGRAMS = {
-    "jax_persistent_cache_min_compile_time_secs": 0.1,  # what takes less is not worth a file
+    "jax_persistent_cache_min_compile_time_secs": 0.0,  # the other worker would compile small programs again
     "jax_persistent_cache_enable_xla_caches": "none",
 }
 

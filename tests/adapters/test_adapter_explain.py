@@ -236,6 +236,7 @@ class TestQuantization:
         found = explain(api, self.make_wide(api), MIXED, jax.ShapeDtypeStruct((2, 4), "int32"))
         assert set(column(found, "quantization").values()) == {""}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("format", "dense", "conv"),
         [
@@ -259,6 +260,7 @@ class TestQuantization:
         assert (found["dense"], found["conv"].startswith(conv)) == (dense, True)
         assert found["embed"] == "left: the rows of a table are read, and its logits want all the bits"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("format", "ending"),
         [

@@ -138,17 +138,14 @@ def test_a_stack_of_layers_is_the_program_of_its_products_by_hand(api, policy):
     assert lowered(lambda variables, x: api.call(model, variables, x)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
         (jmp.PolicyMap({"head": PLAIN}, DELAYED), {"hidden": FLOAT8}),
         (jmp.PolicyMap({"head": DELAYED}, PLAIN), {"head": FLOAT8}),
-        pytest.param(
-            jmp.PolicyMap({"head": CURRENT}, DELAYED),
-            {"hidden": FLOAT8, "head": "float8(recipe=current,min_size=0)"},
-            marks=pytest.mark.slow,
-        ),
+        (jmp.PolicyMap({"head": CURRENT}, DELAYED), {"hidden": FLOAT8, "head": "float8(recipe=current,min_size=0)"}),
     ],
     ids=["a head that is left", "a head alone", "two recipes"],
 )

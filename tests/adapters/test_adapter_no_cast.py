@@ -45,6 +45,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_function, *MODELS])
 def test_whole_tree_of_a_kept_argument_enters_uncast_however_it_is_called(make):
     tree = {"time": jnp.float32(999.5), "grid": [POSITIONS, (jnp.arange(3), None)]}

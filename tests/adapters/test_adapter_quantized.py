@@ -56,6 +56,7 @@ def of_both(names, policies):
     return [case if i % 4 == 0 else slow(*case) for i, case in enumerate(cases)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "name", "policy"),
     of_both([name for name in LAYERS if name not in READS_ROWS], [INT8, WEIGHTS, INT4]),

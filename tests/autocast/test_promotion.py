@@ -71,6 +71,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @examples(40)
 @given(STEPS)
 def test_dtypes_follow_promotion(steps):

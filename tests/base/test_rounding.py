@@ -71,6 +71,7 @@ def test_split_float32_is_the_nearest_bfloat16_and_joins_to_every_bit():
     assert np.isnan(join_float32(high, low)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "dtype"), [(1.004, "bfloat16"), (-1.0001, "float16"), (3e-6, "float16"), (65000.3, "bfloat16")]
 )

@@ -12,6 +12,7 @@ import jmp_policy as jmp
 MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "inside", "outside"),
     [

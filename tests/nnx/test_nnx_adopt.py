@@ -44,6 +44,7 @@ def test_child_taken_from_another_policied_model_gets_the_policy_of_its_new_plac
     assert (model.probe.saw, model.scale.read, other.embed.dtype) == ("bfloat16", "bfloat16", jnp.float16)
 
 
+@pytest.mark.slow
 def test_new_child_gets_what_the_map_says_of_its_path():
     rules = jmp.PolicyMap({"head": "float32", "scale": "mixed_float16"}, BF16_INSIDE)
     model = jmp.with_policy(Net(rngs=rngs()), rules)

@@ -147,6 +147,7 @@ def test_capture_of_method_outputs_has_the_keys_that_it_has_without_a_policy(pol
     assert count_captured(Holder(jmp.with_policy(Captured, "mixed_bfloat16"))) == plain
 
 
+@pytest.mark.slow
 def test_methods_that_a_module_calls_on_itself_are_captured_as_they_compute():
     captured = capture_outputs(jmp.with_policy(Captured(), "params=float32,compute=bfloat16,output=float32"))
     assert [value.dtype for value in captured["scale"].get_value()] == [jnp.bfloat16] * 2

@@ -103,11 +103,12 @@ class Decoder(nnx.Module):
         return self.attention(x[:, None], decode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "count"),
     [
         (Contained, 2),
-        pytest.param(Decoder, 4, marks=pytest.mark.slow),
+        (Decoder, 4),
         (lambda rngs: WithoutBias(16, 32, rngs=rngs), 1),
         (lambda rngs: nnx.LoRALinear(16, 32, lora_rank=16, rngs=rngs), 1),
     ],

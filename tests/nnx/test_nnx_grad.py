@@ -147,6 +147,7 @@ def test_state_without_a_loss_scale_is_an_error():
         jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
 
 
+@pytest.mark.slow
 def test_loss_scale_and_metrics_are_found_in_an_optimizer():
     _, optimizer = training(jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)))
     assert float(jmp.get_loss_scale(optimizer).loss_scale) == 4.0

@@ -147,12 +147,13 @@ def _with_groups(every):
     return optax.partition(groups, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "make"),
     [
         ("float8/4(min_size=0)", lambda every: optax.MultiSteps(optax.sgd(0.1), every)),
-        pytest.param("float8/4(recipe=delayed/2,min_size=0)", _with_groups, marks=pytest.mark.slow),
-        pytest.param("float8/1(recipe=delayed/most_recent,min_size=0)", _with_groups, marks=pytest.mark.slow),
+        ("float8/4(recipe=delayed/2,min_size=0)", _with_groups),
+        ("float8/1(recipe=delayed/most_recent,min_size=0)", _with_groups),
     ],
     ids=["MultiSteps", "each group has its MultiSteps", "most recent"],
 )

@@ -38,6 +38,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, "bfloat16" if name in METHODS or "inside" in name else "float32") for name in AROUND]
 )

@@ -99,6 +99,7 @@ def policy_or_message(text):
         return None, str(error)
 
 
+@pytest.mark.slow
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)))
 @examples(40)
 def test_any_text_is_a_policy_or_a_value_error(text):

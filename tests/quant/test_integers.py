@@ -70,6 +70,7 @@ def test_what_is_dequantized_is_half_a_step_away_and_rounded_once(format, dtype)
     assert (np.abs(numbers - wide) <= np.abs(wide) * half_ulp + subnormal).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "bad"), [("int8", np.nan), (f"int4/{BLOCK}", -np.inf)])
 def test_a_number_that_is_not_finite_spoils_what_shares_its_scale_and_nothing_else(format, bad):
     weight = columns("float32")

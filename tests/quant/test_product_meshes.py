@@ -65,6 +65,7 @@ def test_gradients_are_those_of_one_device_and_only_the_scale_of_a_tensor_is_one
     assert found >= maxima if maxima else found == 0
 
 
+@pytest.mark.slow
 def test_gradients_that_are_summed_in_float32_are_reduced_in_it():
     loss_fn, params, x = make_loss(WIDE)
     mesh = make_mesh((4,), ("d",))

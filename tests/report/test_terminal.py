@@ -146,6 +146,7 @@ class Evil(nn.Module):
         return nn.Dense(2, name=EVIL)(x)
 
 
+@pytest.mark.slow
 def test_control_characters_of_a_name_never_reach_the_terminal():
     x, model = jnp.ones((2, 2)), jmp.with_policy(Evil(), "mixed_bfloat16")
     variables = jax.eval_shape(model.init, jax.random.key(0), x)

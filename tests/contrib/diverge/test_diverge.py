@@ -172,7 +172,8 @@ def test_calls_of_one_module_branches_and_unbounded_loops_are_operations_of_thei
     assert find(divergence, "loop").introduced == 0
 
 
-@pytest.mark.parametrize("is_last", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_last", [False, True])
 def test_scope_that_only_one_function_has_introduces_the_error(is_last):
     def scale(x):
         with jax.named_scope("scale"):
@@ -228,6 +229,7 @@ def test_errors_are_relative_whatever_the_values_are(name):
     np.testing.assert_allclose(row.introduced, expected, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_policy_map_keeps_scopes_with_large_introduced_errors(low):
     chosen = low.policy_map(1e-4)
     assert chosen["first"].compute_dtype == jnp.float32

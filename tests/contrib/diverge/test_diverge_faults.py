@@ -118,6 +118,7 @@ def test_fault_of_a_forward_pass_is_found(fault):
     assert_is_first(diverge(f, g)(params, x), FAULTS[fault], False)
 
 
+@pytest.mark.slow
 def test_scope_that_follows_a_wider_dtype_is_not_the_cause():
     """XLA of jax 0.12 rounds less inside of the scope after the fault, so that its error is the smaller one there."""
     f, g = (POLICIES["autocast"](make_loss("half", False, "plain", planted)) for planted in (False, True))

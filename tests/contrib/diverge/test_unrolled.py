@@ -75,6 +75,7 @@ def test_scan_and_loop_of_unlike_names_are_not_aligned():
     assert any(line.endswith("only in the first function (forward)") for line in divergence.unaligned)
 
 
+@pytest.mark.slow
 def test_a_scan_inside_a_scan_is_unrolled_too():
     def named(weights, x):
         with jax.named_scope("rounds"):

@@ -33,6 +33,7 @@ def calibrate(rows, outputs, block, **options):
     return np.asarray(model.kernel[...]), contrib.awq(policied, [jnp.asarray(rows)], **options).kernel[...]
 
 
+@pytest.mark.slow
 def test_scales_are_those_of_the_search_over_powers_in_float64():
     """Lin et al., section 3.2: the power of the mean magnitude for which the outputs change least."""
     rows = draw_inputs(48)

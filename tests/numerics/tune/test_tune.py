@@ -61,6 +61,7 @@ def test_the_planted_scope_is_found_and_no_other(tuning):
     assert eval(tuning.to_code()) == tuning.policy_map
 
 
+@pytest.mark.slow
 def test_a_trial_compiles_the_program_that_a_user_of_its_map_compiles(tuning):
     subject = _make_subject(PLANTED, (make_weights(), BATCH), jmp.get_policy(HALF), None, False, 0)
     trial, arrays = subject.make_run(tuning.policy_map, jmp.StaticLossScale(tuning.loss_scale))
