@@ -245,7 +245,9 @@ def test_ignored_paths_keep_what_the_target_has():
     assert jmp.convert_state(save_with_orbax(saved), target, ignore="other").other["a"] is target.other["a"]
 
 
-INT8, INT4, MXFP4 = (jmp.quant.quantize({"kernel": W}, f"{kind}_from_float32") for kind in ("int8", "int4/32", "mxfp4"))
+INT8, INT4, MXFP4 = jax.jit(
+    lambda: [jmp.quant.quantize({"kernel": W}, f"{kind}_from_float32") for kind in ("int8", "int4/32", "mxfp4")]
+)()
 RAW = save_with_msgpack
 BEGIN_ANEW = {"head": {"w": W, "b": W[0]}, "body": W}
 

@@ -61,6 +61,7 @@ def read(kind: str) -> Iterator[str]:
                 yield from read_source(kind, path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["docstrings", "errors", "comments", "pages", "notebooks"])
 def test_prose_has_few_turns_of_phrase_that_need_a_second_reading(kind):
     lines = [line.strip() for line in read(kind)]
@@ -76,6 +77,7 @@ def test_a_turn_of_phrase_is_found():
         assert AVOIDED.search(sentence), sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["docstrings", "pages"])
 def test_no_two_powers_of_a_sentence_make_bold_text(kind):
     """Markdown shows `2**15 to 2**24` as bold text between the powers unless they are code."""

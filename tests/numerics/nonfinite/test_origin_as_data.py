@@ -1,6 +1,7 @@
 """A `NonfiniteOrigin` as data: the same shapes for every program, through everything that a state goes through."""
 
 import copy
+import functools
 import math
 import os
 import pickle
@@ -27,15 +28,18 @@ def divide(x, y):
         return x / y
 
 
-FOUND = jax.jit(first_nonfinite(divide))(jnp.ones(3), jnp.array([1.0, 0.0, 2.0]))[1]
+@functools.cache
+def find_division():
+    return jax.jit(first_nonfinite(divide))(jnp.ones(3), jnp.array([1.0, 0.0, 2.0]))[1]
 
 
 def test_every_program_has_the_shapes_of_nothing_found_and_holds_integers_alone():
     found, empty = (
-        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), origin) for origin in (FOUND, NonfiniteOrigin.empty())
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), origin)
+        for origin in (find_division(), NonfiniteOrigin.empty())
     )
     assert found == empty
-    assert not any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in FOUND)  # which a policy would cast
+    assert not any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in find_division())  # which a policy would cast
 
 
 @pytest.mark.slow
@@ -56,8 +60,9 @@ def save(origin):
 
 @pytest.mark.parametrize("carry", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), jax.device_get, save])
 def test_copies_say_the_same(carry):
-    assert str(carry(FOUND)) == str(FOUND)
-    assert carry(FOUND).describe() == FOUND.describe()
+    found = find_division()
+    assert str(carry(found)) == str(found)
+    assert carry(found).describe() == found.describe()
 
 
 def test_long_words_keep_their_end_and_code_its_beginning():
@@ -98,7 +103,10 @@ def call_back(x):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: jax.jit(lambda origin: origin.found)(FOUND), r"A NonfiniteOrigin is read on .*traced.* origin.desc"),
+        (
+            lambda: jax.jit(lambda origin: origin.found)(find_division()),
+            r"A NonfiniteOrigin is read on .*traced.* origin.desc",
+        ),
         (
             lambda: first_nonfinite(call_back)(jnp.ones(2)),
             r"runs a function a second time .*io_callback of .*test_origin_as_data.py:\d+ \(.*would then act twice",
@@ -110,7 +118,7 @@ def call_back(x):
 def test_what_cannot_be_searched_or_read_is_an_error(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-    jax.jit(lambda origin: (repr(origin) == "<NonfiniteOrigin: inside of a program>") or 1 / 0)(FOUND)
+    jax.jit(lambda origin: (repr(origin) == "<NonfiniteOrigin: inside of a program>") or 1 / 0)(find_division())
 
 
 def test_a_second_run_that_is_finite_says_so():
