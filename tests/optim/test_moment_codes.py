@@ -84,7 +84,6 @@ def test_entries_that_pytorch_has_computed():
     assert {at: float(DYNAMIC.values[at]) for at in signed} == {at: float.fromhex(each) for at, each in signed.items()}
 
 
-@pytest.mark.slow
 @every_code
 def test_codes_are_values_that_come_back_in_every_bit_clip_what_is_beyond_and_promote_nothing(code):
     codes = jnp.arange(256, dtype=jnp.uint8)

@@ -182,7 +182,6 @@ def test_two_numbers_go_into_a_byte(data, dtype):
     np.testing.assert_array_equal(packed, low | (high << 4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4/2", "mxfp4/2"])
 def test_two_numbers_come_back_from_a_byte(format):
     """Also where JAX refuses to promote ranks, and where they are constants: XLA of jax 0.10 took halves for bytes."""

@@ -80,7 +80,6 @@ def test_a_tensor_axis_is_left_to_xla(name):
 WHOLE, SPLIT = 2, 5  # leaves of norms, and of all else
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_dtype(name):
     """The table is tied: two uses, one gather, one reduction. All are summed over data, and the loss."""
