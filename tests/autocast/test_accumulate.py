@@ -379,3 +379,15 @@ def test_the_gradient_of_logits_is_summed_in_float32_over_the_parts_of_a_loss():
     counts = sums(jax.grad(jmp.autocast(classify, HALF_POLICY)), *arguments())
     assert counts[(4, 8), "float32"] >= 1
     assert counts[(4, 8), "bfloat16"] == 0
+
+
+def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
+    policy = "params=float32,compute=bfloat16,output=float32,accumulate=float64"
+    with pytest.raises(
+        ValueError, match=r"^autocast cannot accumulate in 'float64', the accumulate dtype of the policy"
+    ):
+        jmp.autocast(mlp, policy)
+    with pytest.raises(ValueError, match=r"cannot accumulate in 'float64'.*for the key 'head' of a PolicyMap"):
+        jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))
+    with pytest.raises(ValueError, match=r"^autocast cannot accumulate in 'float64'"):  # no dtype to compare it with
+        jmp.autocast(mlp, "params=float32,compute=none,output=none,accumulate=float64")
