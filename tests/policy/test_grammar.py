@@ -242,6 +242,7 @@ def test_an_option_is_a_field_of_the_string(texts, options, suffix):
         (lambda: DelayedScaling(2), ValueError, r"^Unknown amax 2\. Known are 'max', 'most_recent'\. For example: Del"),
         (lambda: Float8(None), ValueError, r"^Unknown recipe None\. Known are 'delayed', .* For example: 'current/"),
         (lambda: Float8(margin=-1), ValueError, r"^margin must be at least 0, got -1\. For example: Float8\(margin=1"),
+        (lambda: Float8(attention=True), ValueError, r"^attention keeps no state, which the recipe 'delayed' needs\."),
         (lambda: Float8(weight_grad=1), TypeError, r"^weight_grad is True or False, got 1\. For example: Float8\(\)\."),
         (lambda: CurrentScaling("rows"), ValueError,
          r"^Unknown granularity 'rows'\. Did you mean 'row'\? For example: CurrentScaling\(granularity='row'\)\.$"),

@@ -157,13 +157,14 @@ def test_integers_and_keys_are_gathered_and_have_no_gradient():
 
 def trace_on(mesh, specs, **options):
     given = {"reduce_axes": "fsdp"} | options
+    params = given.pop("params", {"w": jnp.ones((8, 4)), "b": jnp.ones(4)})
     local = lambda tree: jmp.sharding.gather_params(tree, given.pop("policy", POLICY), specs, **given)
-    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
     fun = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False, axis_names={"data", "fsdp"})
     return jax.jit(fun).trace(params)
 
 
 MAP = jmp.PolicyMap({"norm": "float32"}, "mixed_bfloat16")
+STATE = jmp.quant.float8_state("float8")
 WRONG = {
     "an axis no mesh has": ({"w": P("fdsp"), "b": P()}, {}, r"'fdsp' in specs\['w'\] is not .* The mesh has 'data', "),
     "an axis left to XLA": ({"w": P("tensor"), "b": P()}, {}, r"'tensor' in specs\['w'\] is not .* 'fsdp' is manual\."),
@@ -172,6 +173,11 @@ WRONG = {
     "another structure": ({"w": P(), "c": P()}, {}, r"specs does not fit the parameters: it has none for \['b'\], "),
     "two kinds of axes": ({"w": P(("data", "fsdp")), "b": P()}, {}, r"specs\['w'\] splits dimension 0 over data, fsdp"),
     "a map without fun": (P(), {"policy": MAP}, r"several dtypes for compute: bfloat16 and float32\."),
+    "float8 state that is split": (
+        P("fsdp"),
+        {"params": STATE},
+        r"^specs\['input_amax_history'\] splits float8 state",
+    ),
     "no spec": ({"w": "fsdp", "b": P()}, {}, r"specs\['w'\] must be a PartitionSpec or a NamedSharding, got 'fsdp'\."),
 }
 

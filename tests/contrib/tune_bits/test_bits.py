@@ -220,8 +220,12 @@ def test_a_table_is_in_int8_under_int4_and_no_trial_repeats_another():
         ({"effective_bits": True}, "effective_bits must be a number above 0, got True."),
         ({"formats": []}, "effective_bits needs a list of formats to choose from, got []."),
         ({"formats": ["bfloat16"]}, "No format quantizes, got ['bfloat16']."),
+        ({"formats": ["int8", "float8"]}, "The format 'float8' in formats stores no weights."),
         ({"formats": ["int5"]}, "Unknown quantization 'int5' in formats. Did you mean 'int"),
         ({"policy": "int8_from_float32"}, "The policy 'int8_from_float32' has a quantization, and formats replace it."),
+        ({"policy": jmp.PolicyMap({}, "float32")}, "tune_bits takes one policy and finds the map, got PolicyMap"),
+        ({"model": Net}, "tune_bits takes a Flax module, got "),
+        ({"args": X}, "tune_bits takes a tuple of arguments, got "),
         ({"effective_bits": 4.0}, "The weights of Net take at least 9 bits, scales included, got effective_bits=4."),
         ({"formats": ["int8"]}, "Nothing to quantize under the policy 'int8_from_float32': 'layer_0/kernel': 128"),
         ({"metric": lambda *args: jnp.nan * loss_fn(*args)}, "The loss of Net is nan before quantization."),
@@ -239,7 +243,7 @@ def test_a_table_is_in_int8_under_int4_and_no_trial_repeats_another():
     ],
 )  # fmt: skip
 def test_what_cannot_be_tuned_is_an_error(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         tune(**{"model": Net(), "args": ARGS, **options})
 
 
