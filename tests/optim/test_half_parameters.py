@@ -137,6 +137,13 @@ def test_a_hundred_small_steps_arrive(method, way):
     assert abs(float(optim.master_params(state, params).mean()) - 0.99) < (1e-3 if method == "stochastic" else 1e-4)
 
 
+def test_a_step_that_rounding_loses_is_remembered():
+    tx, params = optim.kahan(optax.sgd(1.0)), {"w": jnp.ones(2, jnp.bfloat16)}
+    params, state = optim.step(tx, {"w": jnp.array([2.0**-10, 0.0])}, tx.init(params), params)
+    assert params["w"].tolist() == [1.0, 1.0]
+    assert optim.master_params(state, params)["w"].tolist() == [1 - 2**-10, 1.0]
+
+
 def test_kahan_survives_an_overflow_of_its_parameter():
     tx = optim.kahan(optax.sgd(1.0))
     params = jnp.full(1, 6e4, jnp.float16)

@@ -87,7 +87,6 @@ def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
     assert again == clips
 
 
-@pytest.mark.slow
 def test_percentiles_are_those_of_all_batches_to_the_width_of_a_bin():
     rng = np.random.default_rng(0)
     batches = [rng.lognormal(size=(64, 64)).astype(np.float32) * np.float32(10.0**power) for power in (-4, 0, 3)]

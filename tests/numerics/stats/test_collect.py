@@ -291,7 +291,6 @@ def test_a_program_without_what_is_chosen_is_an_empty_report():
     assert "nothing" in str(stats).lower()
 
 
-@pytest.mark.slow
 def test_arguments_go_by_their_names_and_what_is_no_array_passes_through():
     def fun(params, *batches, scale, name):
         return {"y": params["w"] * scale + sum(batches), "name": name, "none": None}
