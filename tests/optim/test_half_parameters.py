@@ -139,7 +139,8 @@ def test_a_hundred_small_steps_arrive(method, way):
 
 def test_a_step_that_rounding_loses_is_remembered():
     tx, params = optim.kahan(optax.sgd(1.0)), {"w": jnp.ones(2, jnp.bfloat16)}
-    params, state = optim.step(tx, {"w": jnp.array([2.0**-10, 0.0])}, tx.init(params), params)
+    with jax.numpy_dtype_promotion("strict"):
+        params, state = optim.step(tx, {"w": jnp.array([2.0**-10, 0.0])}, tx.init(params), params)
     assert params["w"].tolist() == [1.0, 1.0]
     assert optim.master_params(state, params)["w"].tolist() == [1 - 2**-10, 1.0]
 
