@@ -61,9 +61,9 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        ("int8", "float32"),
-        ("int4/8", "bfloat16"),
         ("mxfp8/8", "float16"),
+        pytest.param("int8", "float32", marks=pytest.mark.slow),
+        pytest.param("int4/8", "bfloat16", marks=pytest.mark.slow),
         pytest.param("int8(activations=false)", "float16", marks=pytest.mark.slow),
         pytest.param("nvfp4/8", "float32", marks=pytest.mark.slow),
         pytest.param("mxfp4/8", "bfloat16", marks=pytest.mark.slow),
