@@ -186,7 +186,7 @@ def list_operations(program):
 
 
 def spread(every, first=0):
-    """Returns every so-manyth program as a case of `pytest`, and the others as slow cases."""
+    """Returns one program in `every`, from `first` on, as a case of `pytest`, and the others as slow cases."""
     return [pytest.param(name, marks=() if i % every == first else pytest.mark.slow) for i, name in enumerate(PROGRAMS)]
 
 

@@ -40,7 +40,6 @@ class Program(NamedTuple):
 PROGRAMS: dict[str, Program] = {}
 WEIGHT, INPUT = ((8, 8), 0, 0.35), ((4, 8),)
 STATE = ((4, 8),)
-CHANNELS = ((8,),)
 ROWS = np.array([2, 0, 2, 1])
 IS_KEPT = np.arange(32).reshape(4, 8) % 3 > 0
 

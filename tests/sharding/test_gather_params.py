@@ -164,7 +164,6 @@ def trace_on(mesh, specs, **options):
 
 
 MAP = jmp.PolicyMap({"norm": "float32"}, "mixed_bfloat16")
-STATE = jmp.quant.float8_state("float8")
 WRONG = {
     "an axis no mesh has": ({"w": P("fdsp"), "b": P()}, {}, r"'fdsp' in specs\['w'\] is not .* The mesh has 'data', "),
     "an axis left to XLA": ({"w": P("tensor"), "b": P()}, {}, r"'tensor' in specs\['w'\] is not .* 'fsdp' is manual\."),
@@ -175,7 +174,7 @@ WRONG = {
     "a map without fun": (P(), {"policy": MAP}, r"several dtypes for compute: bfloat16 and float32\."),
     "float8 state that is split": (
         P("fsdp"),
-        {"params": STATE},
+        {"params": jmp.quant.float8_state("float8")},
         r"^specs\['input_amax_history'\] splits float8 state",
     ),
     "no spec": ({"w": "fsdp", "b": P()}, {}, r"specs\['w'\] must be a PartitionSpec or a NamedSharding, got 'fsdp'\."),

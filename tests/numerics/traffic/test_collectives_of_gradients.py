@@ -195,9 +195,7 @@ AROUND_A_SHARD_MAP = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "around", [pytest.param(name, marks=[pytest.mark.slow] * (name == "vmap")) for name in AROUND_A_SHARD_MAP]
-)
+@pytest.mark.parametrize("around", AROUND_A_SHARD_MAP)
 def test_a_gradient_that_is_taken_outside_of_a_shard_map_is_reduced_in_the_dtype_that_was_asked_for(around):
     """XLA names what is in a shard_map without what is around it, the backward pass too."""
 
