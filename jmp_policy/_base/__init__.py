@@ -4,6 +4,7 @@ from ._dtypes import (
     DTypeLike as DTypeLike,
     at_least_float32 as at_least_float32,
     dtype_names as dtype_names,
+    find_dtype as find_dtype,
     half_dtype as half_dtype,
     is_array as is_array,
     is_floating as is_floating,

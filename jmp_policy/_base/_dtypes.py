@@ -29,17 +29,19 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     """Reads a floating dtype; `where` and `example` complete the error. Equal dtypes are returned as one object."""
     if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the fast path: every cast comes here
         return _CANONICAL[spec]
-    if isinstance(spec, str):
-        name = spec.strip().lower()
-        if name == "half":
-            return np.dtype(half_dtype())
-        found = _BY_NAME.get(_ALIASES.get(name, name))
-    else:
-        found = _BY_NAME.get(_find_name(spec) or "")
+    found = find_dtype(spec)
     if found is None:
         known = did_you_mean(spec, dtype_names())
         raise ValueError(f"Unknown dtype {quote(spec)}{where}. {known} For example: {example}.")
     return found
+
+
+def find_dtype(spec: object) -> np.dtype | None:
+    """Returns the floating dtype that `parse_dtype` reads, or None."""
+    if isinstance(spec, str):
+        name = spec.strip().lower()
+        return np.dtype(half_dtype()) if name == "half" else _BY_NAME.get(_ALIASES.get(name, name))
+    return _BY_NAME.get(_find_name(spec) or "")
 
 
 def half_dtype() -> Any:
@@ -100,7 +102,7 @@ def _list_floating_dtypes() -> dict[str, np.dtype]:
     return common | exotic
 
 
-def _find_name(spec: DTypeLike) -> str | None:
+def _find_name(spec: Any) -> str | None:
     # `np.dtype` accepts too much: Python's `float` as float64, and any object with a `dtype`, such as a Flax layer.
     is_scalar_type = isinstance(spec, _JAX_SCALAR_TYPE) or (isinstance(spec, type) and issubclass(spec, np.generic))
     if not isinstance(spec, np.dtype) and not is_scalar_type:

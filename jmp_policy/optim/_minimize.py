@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from .._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, hide_frames, is_half, prepare_state
+from .._jaxpr import run, trace
 from ..gradients import check_differentiable, scale_loss, search_reduce_dtype, value_and_grad, warn_of_half
 from ..loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ._loss_scaled import LossScaledUpdate
@@ -148,18 +149,10 @@ def _scaled_step(
 
 def call_without_casts(differentiated: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree) -> tuple[Any, PyTree]:
     """Calls a function that returns gradients, without their last casts from half precision to float32."""
-    leaves, structure = jax.tree.flatten(params)
-    trees = []
-
-    def call_on_leaves(leaves: list[Any]) -> list[Any]:
-        out, tree = jax.tree.flatten(differentiated(structure.unflatten(leaves)))
-        trees.append(tree)
-        return out
-
     # To differentiate a traced function costs more than to trace the gradient: `jax.jit` keeps derivatives of jnp.
-    traced = jax.make_jaxpr(call_on_leaves)(leaves)
-    evaluate = core.jaxpr_as_fun(traced.replace(jaxpr=_drop_casts(traced.jaxpr, len(leaves))))
-    return trees[0].unflatten(evaluate(*leaves))
+    traced = trace(differentiated, (params,), {})
+    program = traced.program
+    return run(traced, program.replace(jaxpr=_drop_casts(program.jaxpr, len(jax.tree.leaves(params)))))
 
 
 def _drop_casts(jaxpr: core.Jaxpr, count: int) -> core.Jaxpr:

@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 
-from .._base import DTypeLike, P, R, describe, parse_dtype, quote
+from .._base import DTypeLike, P, R, describe, find_dtype, quote
 from ._grammar import parse_policy
 from ._policy import Policy, set_default, temporarily_set_default
 from ._policy_map import PolicyMap, default_policy
@@ -110,13 +110,13 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
             )
         return get_policy(answer)
     if not isinstance(spec, Mapping):
-        try:
-            return Policy(*[parse_dtype(cast(Any, spec))] * 3)
-        except ValueError:
+        dtype = find_dtype(spec)
+        if dtype is None:
             raise ValueError(
                 f"{describe(spec)} is not a policy or a floating dtype. For example: "
                 "with_policy(model, 'mixed_bfloat16')."
-            ) from None
+            )
+        return Policy(dtype, dtype, dtype)
     if "rules" in spec:
         return PolicyMap.from_config(spec).with_default(default_policy())
     if "param_dtype" in spec:
@@ -129,13 +129,16 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
 
 def is_policy_spec(value: Any) -> bool:
     """True if `get_policy` accepts a value. `with_policy` takes functions and modules in the same position."""
-    if isinstance(value, str):  # also a misspelled one, so that its error is about policies
+    is_config = isinstance(value, Mapping) and ("rules" in value or "param_dtype" in value)
+    if is_config or hasattr(value, "__jmp_policy__"):
+        try:
+            get_policy(value)
+        except (ValueError, TypeError):
+            return False
         return True
-    try:
-        get_policy(value)
-    except (ValueError, TypeError):
-        return False
-    return True
+    # A misspelled string counts, so that its error is about policies. `get_policy` would print other values in its
+    # error, which copies every parameter of a model to the host.
+    return value is None or isinstance(value, str | Policy | PolicyMap) or find_dtype(value) is not None
 
 
 def set_default_policy(spec: PolicySpec) -> None:

@@ -14,8 +14,8 @@ from jax import lax
 
 import jmp_policy as jmp
 
-# A layer outside of jit reads its state through this function alone.
-from jmp_policy._base._float8_state import read_leaf
+# A layer outside of jit reads and writes its state through these functions alone.
+from jmp_policy._base._float8_state import read_leaf, write_leaf
 
 FIRST, SECOND = batch_of(1), batch_of(2)
 VARIABLES = variables_of()
@@ -75,22 +75,24 @@ def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(way):
     assert_same(grads[STATE], state_after(VARIABLES, joined(FIRST, SECOND)) | {"idle": ZEROS})
 
 
-def _minimized(loss):
-    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.StaticLossScale(8.0))
-    return lambda variables: jmp.optim.minimize(loss, tx)(variables, tx.init(variables))
-
-
-@pytest.mark.parametrize(
-    "differentiate",
-    [lambda f: jmp.grad(f, loss_scale=jmp.NoOpLossScale()), lambda f: jmp.grad(f, loss_scale=SCALE), _minimized],
-    ids=["grad", "grad of a scaled loss", "minimize"],
-)
-def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(differentiate):
+def _use(next_value):
     use = jax.custom_vjp(lambda leaf: jnp.sum(read_leaf(leaf)))
-    use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (leaf,))
-    twice = lambda v: use(v["fp8"]["input_scale"]) + use(v["fp8"]["input_scale"])
+    use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (write_leaf(jnp.full(leaf.shape, next_value), leaf),))
+    return lambda v: use(v["fp8"]["input_scale"])
+
+
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), SCALE], ids=["grad", "grad of a scaled loss"])
+def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(scale):
+    twice = lambda v: _use(3.0)(v) + _use(5.0)(v)
     with pytest.raises(ValueError, match=r"used twice outside of jax\.jit.*For example: loss, grads = jax\.jit"):
-        differentiate(twice)({"fp8": ZEROS})
+        jmp.grad(twice, loss_scale=scale)({"fp8": ZEROS})
+
+
+def test_minimize_takes_a_layer_that_is_used_twice_outside_of_jit_too():
+    twice = lambda v: _use(3.0)(v) + _use(5.0)(v)
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.StaticLossScale(8.0))
+    variables, _, _ = jmp.optim.minimize(twice, tx)({"fp8": ZEROS}, tx.init({"fp8": ZEROS}))
+    assert_same(variables["fp8"], ZEROS | {"input_scale": jnp.full_like(ZEROS["input_scale"], 5.0)})
 
 
 def test_a_branch_for_each_example_is_an_error_that_says_so():

@@ -58,6 +58,15 @@ def test_anything_else_is_an_error_that_shows_a_policy(spec):
         jmp.get_policy(spec)
 
 
+def test_a_value_is_not_printed_to_learn_that_it_is_not_a_policy():
+    class Model:
+        def __repr__(self):
+            raise AssertionError("prints all parameters")
+
+    assert not is_policy_spec(Model())
+    assert not is_policy_spec({"params": Model()})
+
+
 @pytest.mark.parametrize("rules", [{"head": "float32"}, {dict: "float32"}], ids=["path", "type"])
 def test_the_config_of_a_map_is_read_with_the_default_filled_in(rules):
     with jmp.use_policy("bfloat16"):
