@@ -80,9 +80,12 @@ class ActivePolicy:
     # The dtype in place of an open compute dtype, from the first floating input of the attached module, or of the
     # innermost module whose own rule leaves it open.
     inferred: np.dtype | None
-    rule: MapRule | None  # the rule of the map that covers the running module, or `None`
+    # Tells apart the jit keys of modules that different rules cover: the policy of the rule or the rule itself, and
+    # `None` for the default.
+    covering: Policy | MapRule | None
     _known_types: dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]] = dataclasses.field(default_factory=dict)
     _known_caches: list[bool] = dataclasses.field(default_factory=list)
+    _known_applied: list[bool] = dataclasses.field(default_factory=list)
 
     @property
     def policy(self) -> Policy | PolicyMap:
@@ -130,8 +133,10 @@ class ActivePolicy:
     def _find_match(self, module: nn.Module) -> Match:
         if isinstance(self.policy, Policy):
             return self._match_everywhere
-        names, kind, met = path_of(module)[len(self.path) :], type(module), NOTES.get().types
-        place = self.given.place
+        whole, kind, met = path_of(module), type(module), NOTES.get().types
+        names, place = whole[len(self.path) :], self.given.place
+        if len(whole) - len(module.path) > len(self.path):
+            self.attachment._known_applied.append(True)
         path = place.path(names)
         known = met if met.setdefault(path, kind) is kind else met | {path: kind}
         found = place.match(self.policy, names, known)
@@ -139,10 +144,18 @@ class ActivePolicy:
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
     def replace(self, inferred: np.dtype | None, rule: MapRule | None) -> "ActivePolicy":
-        """Returns the active policy for a module that this rule covers. The rule is part of the jit key."""
-        if rule is self.rule and inferred is self.inferred:
+        """Returns the active policy for a module that this rule covers, which is part of the jit key.
+
+        Rules of equal policies share a key, so that JAX traces its own jitted functions once for all of them. But for a
+        jitted function that runs modules by `.apply`, the place of its caller decides which rules hold.
+        """
+        covering: Policy | MapRule | None = rule
+        if rule is not None and not self.attachment._known_applied:
+            assert isinstance(self.policy, PolicyMap)
+            covering = None if rule.policy is self.policy.default else rule.policy
+        if covering is self.covering and inferred is self.inferred:
             return self
-        return intern_active_policy(self.given.owner, self.path, inferred, rule)
+        return intern_active_policy(self.given.owner, self.path, inferred, covering)
 
     def explain_unused(self, module: nn.Module) -> list[str]:
         """Returns warnings, after a call, about rules that cover no module, and a cache that no layer has."""
@@ -176,10 +189,10 @@ class ActivePolicy:
 
 @remember_on_class
 def intern_active_policy(
-    owner: type, path: tuple[str, ...], inferred: np.dtype | None, rule: MapRule | None = None
+    owner: type, path: tuple[str, ...], inferred: np.dtype | None, covering: Policy | MapRule | None = None
 ) -> ActivePolicy:
     """Returns the one active policy with these values; `owner` is the class with the `ClassPolicy`."""
-    return ActivePolicy(read_class_policy(owner), path, inferred, rule)
+    return ActivePolicy(read_class_policy(owner), path, inferred, covering)
 
 
 @contextlib.contextmanager

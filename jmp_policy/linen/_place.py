@@ -24,7 +24,7 @@ _AROUND = "jmp_policy_around"
 _PATH = "jmp_policy_path"
 
 # The module whose method is running, and the path around its scope. Not a JAX context, which would compile everything
-# again in each module. A jitted function that several modules call is told apart by `ActivePolicy.rule`.
+# again in each module. A jitted function that several modules call is told apart by `ActivePolicy.covering`.
 _CALLING: contextvars.ContextVar[tuple[nn.Module, tuple[str, ...]] | None]
 _CALLING = contextvars.ContextVar("_CALLING", default=None)
 

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._base import describe, list_paths_to, quote, shorten
@@ -14,6 +14,7 @@ from .._base import describe, list_paths_to, quote, shorten
 Key = str | type
 
 _SHOWN = 5  # paths in a message
+_PLAIN = re.compile(r"(?:[\w/ -]|\\[^\w\n])*")  # patterns that match one path
 _SLOW = 0.1  # seconds of CPU time for one match
 
 
@@ -22,6 +23,27 @@ def covers_path(pattern: str, path: str) -> bool | None:
     """Returns True if a pattern matches the path, False if only the path of a module around it, and None otherwise."""
     _check_backtracking(pattern, path)
     return next((outer == path for outer in reversed(list_paths_to(path)) if re.fullmatch(pattern, outer)), None)
+
+
+def find_first_pattern(keys: Sequence[Key]) -> Callable[[str], int]:
+    """Returns a function that finds the position of the first pattern that covers a path, or the number of keys.
+
+    A tuned map has a key without special characters for each of hundreds of modules. They are looked up.
+    """
+    plain, others = dict[str, int](), dict[int, str]()
+    for position, key in enumerate(keys):
+        if isinstance(key, str) and _PLAIN.fullmatch(key):
+            plain.setdefault(re.sub(r"\\(.)", r"\1", key), position)
+        elif isinstance(key, str):
+            others[position] = key
+
+    @functools.lru_cache(maxsize=1 << 14)
+    def find(path: str) -> int:
+        first = min((plain[outer] for outer in list_paths_to(path) if outer in plain), default=len(keys))
+        earlier = (i for i, pattern in others.items() if i < first and covers_path(pattern, path) is not None)
+        return next(earlier, first)
+
+    return find
 
 
 def check_rule_key(key: Any, where: str) -> None:
@@ -68,7 +90,7 @@ def explain_unused_key(key: str | type, hiding: str | type | None, types: Mappin
     if isinstance(key, type):
         near = _find_nearest_type(key, types)
     else:
-        near = _name_type(key, types) or _find_nearest_path(key, types)
+        near = _name_type(key, types) or _find_nearest_path(key, tuple(path for path in types if path))
     return f"policy rule {spell_key(key)} matches no module{near and '; ' + near}"
 
 
@@ -76,9 +98,9 @@ def spell_key(key: str | type) -> str:
     return repr(key) if isinstance(key, str) else key.__qualname__
 
 
-def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
+@functools.lru_cache(maxsize=64)  # each trace of a model asks again
+def _find_nearest_path(key: str, paths: Sequence[str]) -> str:
     """Suggests the path nearest to a pattern, by whole paths and then by their last components."""
-    paths = [path for path in paths if path]
     near = difflib.get_close_matches(key, paths, 1, cutoff=0.4)
     if near:
         return f"the closest path is {near[0]!r}"

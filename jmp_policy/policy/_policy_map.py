@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -11,8 +11,19 @@ import jax
 from .._base import describe, list_paths_to, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._grammar import parse_policy
-from ._map_keys import Key, check_rule_key, covers_path, explain_unused_key, read_key, spell_key, write_key
+from ._map_keys import (
+    Key,
+    check_rule_key,
+    covers_path,
+    explain_unused_key,
+    find_first_pattern,
+    read_key,
+    spell_key,
+    write_key,
+)
 from ._policy import Policy, read_default
+
+_EXPLAINED = 5  # unused rules whose reason is told
 
 Spec = Any
 K = TypeVar("K", bound=Key)  # a mapping is invariant in its keys
@@ -112,11 +123,23 @@ class PolicyMap:
         """Like `resolve`, but also returns the rule that gave the policy."""
         # `isinstance` is fast for `dict` and slow for `Mapping`, and each module asks.
         types = module_type if isinstance(module_type, dict | Mapping) else {path: module_type}
-        for rule in self.rules:
+        first = self._find_pattern(path)
+        for position in (*(i for i in self._types if i < first), *[first] * (first < len(self.rules))):
+            rule = self.rules[position]
             boundary = rule.covers(path, types)
             if boundary is not None:
                 return Match(rule.policy, rule, boundary)
         return Match(self._default_policy(path, types), None, boundary=path == "")
+
+    @functools.cached_property
+    def _types(self) -> list[int]:
+        """The positions of rules whose keys are types."""
+        return [i for i, rule in enumerate(self.rules) if isinstance(rule.key, type)]
+
+    @functools.cached_property
+    def _find_pattern(self) -> Callable[[str], int]:
+        """The function that finds the position of the first rule whose pattern covers a path."""
+        return find_first_pattern([rule.key for rule in self.rules])
 
     def loss_scale(self) -> LossScale:
         """Returns a dynamic loss scale if any policy of the map computes in float16, else a no-op."""
@@ -138,20 +161,25 @@ class PolicyMap:
         return tuple(rule.key for rule in self.rules if id(rule) not in deciding)
 
     def explain_unused(self, modules: Iterable[str] | Mapping[str, type]) -> list[str]:
-        """Returns a sentence per unused key: the reason, and the nearest path or type.
+        """Returns a sentence per unused key, the reason and the nearest path or type, and one for all after the fifth.
 
         >>> import jmp_policy as jmp
         >>> jmp.PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
         ["policy rule 'haed' matches no module; the closest path is 'head'"]
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
-        keys = self.unused(types)
+        unused = self.unused(types)
         explained = []
         for rule in self.rules:
-            if rule.key in keys:  # the earlier rule that covers the same modules, if there are any, hides it
+            if rule.key in unused[:_EXPLAINED]:
+                # The earlier rule that covers the same modules, if there are any, hides it.
                 covered = next((path for path in types if rule.covers(path, types)), None)
                 hiding = None if covered is None else self.match(covered, types).rule
                 explained.append(explain_unused_key(rule.key, hiding and hiding.key, types))
+        rest = [spell_key(key) for key in unused[_EXPLAINED:]]
+        if rest:
+            more = f" and {len(rest) - _EXPLAINED} more" if len(rest) > _EXPLAINED else ""
+            explained.append(f"other policy rules that decide nothing: {', '.join(rest[:_EXPLAINED])}{more}")
         return explained
 
     def get_config(self) -> dict[str, Any]:

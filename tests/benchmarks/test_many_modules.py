@@ -1,8 +1,4 @@
-"""A policy adds at most a tenth to the tracing of a model of many modules: in calls of functions, for seconds flake.
-
-The rules of a map may add more to a model as small as this one: what JAX jits inside of a linen module is traced once
-for each rule that covers some, however many modules it covers.
-"""
+"""A policy adds at most a tenth to the tracing of a model of many modules: in calls of functions, for seconds flake."""
 
 import functools
 
@@ -32,7 +28,7 @@ def test_tracing_with_a_policy_calls_at_most_a_tenth_more_functions(case):
         trace()
     _, by_hand, policy, rules = map(count_calls, models()[case])
     assert policy <= 1.1 * by_hand
-    assert rules <= (1.3 if case[0] == "linen" else 1.12) * by_hand
+    assert rules <= (1.1 if case[0] == "linen" else 1.12) * by_hand
 
 
 def test_tracing_a_step_takes_at_most_two_thirds_more_calls_for_any_number_of_parameters():

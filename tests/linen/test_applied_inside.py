@@ -126,7 +126,28 @@ def test_a_rule_for_one_caller_of_a_jitted_function_is_not_taken_for_that_of_ano
     assert {"first": first.dtype, "second": second.dtype} == {"first": F32, "second": F32} | {key: BF16}
 
 
-def test_a_jitted_function_is_traced_once_for_all_callers_under_one_rule():
+@jax.jit
+def run_layer(x):
+    return nn.Dense(16, use_bias=False, parent=None, name="layer").apply({"params": {"kernel": jnp.eye(16)}}, x)
+
+
+class Holder(nn.Module):
+    """It holds the layer that the jitted function runs."""
+
+    @nn.compact
+    def __call__(self, x):
+        nn.Dense(16, use_bias=False, name="layer")
+        return run_layer(x)
+
+
+@pytest.mark.parametrize("inner", ["first/layer", "second/layer"])
+def test_a_rule_inside_one_caller_of_a_jitted_function_is_not_taken_for_another_under_an_equal_policy(inner):
+    rules = {inner: "float32", "first": MIXED, "second": MIXED}
+    model = under(Blocks(lambda held, name: Holder(name=name)), rules)
+    assert matmul_dtypes(model, jnp.ones((2, 16))) == ([F32, BF16] if inner == "first/layer" else [BF16, F32])
+
+
+def test_a_jitted_function_is_traced_once_for_all_callers_under_one_policy():
     traces = []
 
     class Block(nn.Module):
@@ -145,8 +166,9 @@ def test_a_jitted_function_is_traced_once_for_all_callers_under_one_rule():
                 x = Block(name=name)(x)
             return x
 
-    model = under(Model(), {r"block_\d": MIXED, "head": MIXED}, MIXED)
-    jax.eval_shape(model.apply, {}, IDS)
+    jax.eval_shape(under(Model(), {r"block_[01]": MIXED, "head": MIXED}, MIXED).apply, {}, IDS)
+    assert len(traces) == 1
+    jax.eval_shape(under(Model(), {r"block_\d": "float32", "head": "float32"}, MIXED).apply, {}, IDS)
     assert len(traces) == 2
 
 

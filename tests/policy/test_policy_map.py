@@ -70,12 +70,13 @@ def reference(rules, default, path):
     return next((policy for key, policy in rules if any(re.fullmatch(key, p) for p in outer)), default)
 
 
-keys = st.sampled_from(["a", "b", "a/b", ".*", r"a/\w", "(a|b)/c", "", ".+/c", "aa"])
+keys = st.sampled_from(["a", "b", "a/b", ".*", r"a/\w", "(a|b)/c", "", ".+/c", "aa", r"a\/b", r"\a", "a/b-", r"b/c\-"])
 names = st.sampled_from(["float32", "bfloat16", "mixed_float16", "int8_from_mixed_float16"])
 
 
 @given(
-    st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
+    st.lists(st.tuples(keys, names), max_size=4),
+    st.lists(st.sampled_from(["a", "b", "c", "c-"]), min_size=1, max_size=3).map("/".join),
 )
 @examples(40)
 def test_lookup_follows_the_law_read_aloud(rules, path):
@@ -152,6 +153,22 @@ def test_rules_that_decide_nothing_are_named_and_explained():
         "policy rule Norm decides nothing: the earlier rule 'a' hides it",
         "policy rule 'zzz' matches no module; the model has the paths 'a', 'a/b', 'head'",
     ]
+
+
+def test_unused_rules_after_the_fifth_are_named_in_one_sentence():
+    *first, rest = PolicyMap({f"x{i}": "float32" for i in range(200)}).explain_unused(["a"])
+    assert [text.partition(";")[0] for text in first] == [f"policy rule 'x{i}' matches no module" for i in range(5)]
+    assert rest == "other policy rules that decide nothing: 'x5', 'x6', 'x7', 'x8', 'x9' and 190 more"
+    last = PolicyMap(dict.fromkeys("abcdef", "float32")).explain_unused([""])[5]
+    assert last == "other policy rules that decide nothing: 'f'"
+
+
+def test_types_and_patterns_are_tried_in_order():
+    rules = PolicyMap({"a/.*": "float32", Block: "float16", "a": "bfloat16", "b": "bfloat16", Norm: "float64"})
+    types = {"a": Block, "a/b": Block, "b": Norm, "c": Norm, "d": Block}
+    assert {path: rules.match(path, types).policy.name for path in types} == {
+        "a": "float16", "a/b": "float32", "b": "bfloat16", "c": "float64", "d": "float16",
+    }  # fmt: skip
 
 
 def test_rule_that_matches_nothing_names_what_it_comes_nearest_to():
