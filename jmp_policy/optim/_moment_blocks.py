@@ -178,13 +178,13 @@ def scramble(words: jax.Array) -> jax.Array:
     return (words >> 16).astype(jnp.uint16)
 
 
-def make_thresholds(positions: jax.Array, step: jax.Array, salt: int) -> jax.Array:
+def make_thresholds(positions: jax.Array, step: jax.Array, salt: int | np.uint32) -> jax.Array:
     """Returns 16-bit noise that differs for each position, and at each position goes through all values evenly.
 
     Source: Weyl, Über die Gleichverteilung von Zahlen mod. Eins, 1916 (multiples of the golden ratio, modulo 1).
     """
     offset = step.astype(jnp.uint32) * np.uint32(2654435769)  # 2**32 / golden ratio
-    return scramble(positions + np.uint32(salt * 0x9E3779B1 % 2**32)) + (offset >> 16).astype(jnp.uint16)
+    return scramble(positions + jnp.uint32(salt) * np.uint32(0x9E3779B1)) + (offset >> 16).astype(jnp.uint16)
 
 
 @dataclasses.dataclass(frozen=True)

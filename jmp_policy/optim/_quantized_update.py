@@ -1,8 +1,9 @@
 """The update of an optimizer with 8-bit moments, in chunks."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from .._base import PyTree
+from .._base import PyTree, at_least_float32
 from ._elementwise import describe_mixing, find_mixing
 from ._half_parameters import widen_half
 from ._moment_blocks import (
     Chunks,
     MomentBlocks,
+    Shape,
     dequantize_moment,
     make_thresholds,
     number_positions,
@@ -34,6 +36,7 @@ from ._transformation import Transformation, with_extra_args
 
 # Of all quantized moments together. The update of a chunk takes 8 bytes per element, and one of `_SMALL` 512 KB.
 _CHUNKS, _SMALL = 64, 2**16
+_GROUP = 8  # parameters of one loop
 
 # Of gradients beside second moments. The square of a sum of three of them is still finite.
 _LARGEST = 2.0**62
@@ -124,13 +127,25 @@ class _Call:
         grads = {path[1:]: i for i, (path, _) in enumerate(paths[:first])}
         self._owners = [self._find_owner(path[1:], leaf, grads) for path, leaf in paths]
         owners = {i: owner for i in self._codes if (owner := self._owners[i]) is not None}
-        self._large = sorted(set(owners.values()))
+        self._large: dict[int, list[int]] = {owner: [] for owner in sorted(set(owners.values()))}  # all leaves of each
+        self._unowned = []
+        for i, owner in enumerate(self._owners):
+            if owner is None:
+                self._unowned.append(i)
+            elif owner in self._large:
+                self._large[owner].append(i)
         self._sides = {i: read_sides(self._blocks(i), self._leaves[owner].shape) for i, owner in owners.items()}
 
     def run_whole(self, source: jax.Array) -> tuple[PyTree, Any, Any]:
-        new = self._run_apart([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
+        values = [_dequantize(self._blocks(i), self._layout(i)) for i in range(len(self._leaves))]
+        grads = {owner: widen_half(values[owner]) for owner in self._large}
+        for owner, grad in grads.items():
+            values[owner] = _hide_bad(grad, self._find_largest(owner))
+        new = self._run(values)
+        for owner, grad in grads.items():
+            new[owner] = _show_bad(new[owner], grad)
         for i in self._codes:
-            new[i] = self._write(i, new[i], source, number_positions(new[i].shape))
+            new[i] = _quantize(new[i], self._layout(i), source, np.uint32(i), number_positions(new[i].shape))
         return self._join(new)
 
     def run_in_chunks(self, source: jax.Array) -> tuple[PyTree, Any, Any]:
@@ -139,50 +154,71 @@ class _Call:
             self._check_elementwise()
         new = self._run(self._select(lambda i: self._owners[i] not in self._large))
         largest = max(_SMALL, sum(self._leaves[owner].size for owner in self._large) // _CHUNKS)
-        for owner in self._large:
-            for i, result in self._run_loop(owner, largest, source).items():
+        for owners, chunk in self._group_large(largest):
+            for i, result in self._run_loop(owners, chunk, source).items():
                 new[i] = result
         return self._join(new)
 
-    def _run_loop(self, owner: int, largest: int, source: jax.Array) -> dict[int, Any]:
-        """Updates one parameter and all of its state chunk by chunk."""
-        own = [i for i, other in enumerate(self._owners) if other == owner]
-        written = [i for i in own if i < self._results.num_leaves]
-        rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
-        sides = next(self._sides[i] for i in own if i in self._codes)
-        devices = max(_count_shards(self._leaves[i]) for i in own)
-        plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, largest, devices)
+    def _group_large(self, largest: int) -> Iterable[tuple[list[int], int]]:
+        """Groups parameters that are alike, with the size of their chunks.
 
-        def run(chunks: Chunks, carried: list[Any], read: list[Any], source: jax.Array) -> list[Any]:
-            read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
+        One loop updates a group, because each takes long to trace. Its chunks have at most `largest` elements together,
+        or are whole parameters, which XLA compiles without a loop.
+        """
+        groups: dict[Any, list[int]] = {}
+        for owner, own in self._large.items():
+            groups.setdefault(tuple((jax.typeof(self._leaves[i]), self._layout(i)) for i in own), []).append(owner)
+        for (_, *layouts), group in zip(groups, groups.values(), strict=True):
+            first, count, chunk = self._leaves[group[0]], min(len(group), _GROUP), largest
+            if first.size > largest:
+                # At least one row of blocks of each, as columns are slow to cut.
+                sides = next(layout.sides for _, layout in layouts if layout is not None)
+                count = max(1, min(count, largest // (math.prod(sides[:-1]) * first.shape[-1])))
+                chunk = largest // count
+            yield from ((group[n : n + count], chunk) for n in range(0, len(group), count))
+
+    def _run_loop(self, owners: list[int], largest: int, source: jax.Array) -> dict[int, Any]:
+        """Updates parameters that are alike, and all of their state, chunk by chunk."""
+        own = self._large[owners[0]]
+        updates = sum(i < self._results.num_leaves for i in own)
+        layouts = tuple(map(self._layout, own))
+        devices = max(_count_shards(self._leaves[i]) for i in own)
+        shape, sides = self._leaves[owners[0]].shape, next(layout.sides for layout in layouts if layout is not None)
+        plan = functools.partial(plan_chunks, shape, sides, largest, devices)
+        largest_grad = self._find_largest(owners[0])
+        written = [self._large[owner][:updates] for owner in owners]  # first the update
+
+        def run(chunks: Chunks, carried: list[Any], read: list[Any], whole: list[Any], source: jax.Array) -> list[Any]:
+            read = jax.tree.map(chunks.split, read)
 
             def update_chunk(n: jax.Array, carry: list[Any]) -> list[Any]:
                 # Leaves of the parameter are float32 chunks; leaves without a parameter are passed whole.
                 values: list[Any] = [optax.MaskedNode()] * len(self._leaves)
-                for i, x in zip(written, carry, strict=True):
-                    values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x))
-                for i, x in zip(rest, read, strict=True):
-                    values[i] = chunks.take(x, n) if self._owners[i] == owner else x
-                new = self._run_apart(values)
+                for i, x in zip(self._unowned, whole, strict=True):
+                    values[i] = x
+                for owner, *leaves in zip(owners, carry, read, strict=True):
+                    chunk = _read_chunk([*itertools.chain(*leaves)], n, largest_grad, chunks, layouts)
+                    for i, x in zip(self._large[owner], chunk, strict=True):
+                        values[i] = x
+                new = self._run(values)
                 # The results overwrite their inputs.
-                positions = chunks.number(self._leaves[owner].shape, n)
-                write = lambda i: self._write(i, new[i], source, positions) if i in self._codes else new[i]
-                chunk = list(map(write, written))
-                put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
-                return jax.tree.map(put, carry, chunk)
+                return [
+                    _write_chunk(old, [new[i] for i in each], n, source, np.array(each, np.uint32), chunks, layouts)
+                    for old, each in zip(carry, written, strict=True)
+                ]
 
             carry = jax.tree.map(chunks.split, carried)
             carry = lax.fori_loop(0, chunks.count, update_chunk, carry)
             return jax.tree.map(lambda x, old: x.reshape(old.shape), carry, carried)
 
-        carried = [widen_half(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
         results = _run_on_automatic_axes(
             _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
-            carried,
-            [self._leaves[i] for i in rest],
+            [[widen_half(self._leaves[i]) if i in owners else self._blocks(i) for i in each] for each in written],
+            [[self._leaves[i] for i in self._large[owner][updates:]] for owner in owners],
+            [self._leaves[i] for i in self._unowned],
             source,
         )
-        return dict(zip(written, results, strict=True))
+        return dict(zip(itertools.chain(*written), itertools.chain(*results), strict=True))
 
     def _run(self, values: Sequence[Any]) -> list[Any]:
         """Runs the optimizer on leaves that may be masked, and returns its updates and its state."""
@@ -190,22 +226,10 @@ class _Call:
         new = self._update(widen_half(updates), state, widen_half(params), **extra)
         return self._results.flatten_up_to(new)
 
-    def _run_apart(self, values: Sequence[Any]) -> list[Any]:
-        """Runs the optimizer with zeros for gradients that would spoil the blocks of their moments.
-
-        These are gradients that are not finite, whose updates become nan, and gradients whose squares overflow.
-        """
-        values, kept = list(values), {}
-        for owner in self._large:
-            if not isinstance(values[owner], optax.MaskedNode):
-                grad = kept[owner] = widen_half(values[owner])
-                has_squares = any(self._codes[i] == UNSIGNED_FLOAT for i in self._sides if self._owners[i] == owner)
-                largest = _LARGEST if has_squares else float(jnp.finfo(grad.dtype).max)
-                values[owner] = jnp.where(jnp.abs(grad) <= largest, grad, jnp.zeros_like(grad))
-        new = self._run(values)
-        for owner, grad in kept.items():
-            new[owner] = jnp.where(jnp.isfinite(grad), new[owner], jnp.full_like(new[owner], jnp.nan))
-        return new
+    def _find_largest(self, owner: int) -> float:
+        """Returns the largest magnitude of a gradient that keeps its moments finite."""
+        has_squares = any(self._codes.get(i) == UNSIGNED_FLOAT for i in self._large[owner])
+        return _LARGEST if has_squares else float(jnp.finfo(at_least_float32(self._leaves[owner].dtype)).max)
 
     def _select(self, is_seen: Callable[[int], bool]) -> list[Any]:
         return [leaf if is_seen(i) else optax.MaskedNode() for i, leaf in enumerate(self._leaves)]
@@ -214,17 +238,8 @@ class _Call:
         """Returns leaf `i`, with its scales if it is quantized."""
         return MomentBlocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
 
-    def _read(self, i: int, leaf: Any) -> Any:
-        """Dequantizes leaf `i`, or a chunk of it."""
-        return dequantize_moment(leaf, self._codes[i], self._sides[i]) if i in self._codes else leaf
-
-    def _write(self, i: int, moment: jax.Array, source: jax.Array, positions: jax.Array) -> MomentBlocks:
-        """Quantizes leaf `i`, or a chunk of it. `positions` are the places of its elements in the parameter."""
-        if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
-            noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, i), moment))
-        else:
-            noise = make_thresholds(positions, source, i)
-        return quantize_moment(widen_half(moment), self._codes[i], self._sides[i], noise)
+    def _layout(self, i: int) -> "_Layout | None":
+        return _Layout(self._codes[i], self._sides[i]) if i in self._codes else None
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
         """Returns the updates, the state and the scales, in their old dtypes."""
@@ -262,6 +277,72 @@ def _refuse(why: str) -> ValueError:
         "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or use whole float32 moments "
         "in each step: quantize_state(tx, elementwise=False)."
     )
+
+
+class _Layout(NamedTuple):
+    """How a quantized moment is stored."""
+
+    code: MomentCode
+    sides: Shape  # of its blocks
+
+
+# Jitted, so that JAX traces them once for all parameters of one shape.
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _read_chunk(
+    leaves: list[Any], n: jax.Array, largest: float, chunks: Chunks, layouts: tuple[_Layout | None, ...]
+) -> list[Any]:
+    """Returns a chunk of each leaf of a parameter, dequantized. The first is the gradient."""
+    parts = [jax.tree.map(lambda x: chunks.take(x, n), leaf) for leaf in leaves]
+    values = list(map(_dequantize, parts, layouts))
+    return [_hide_bad(values[0], largest), *values[1:]]
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _write_chunk(
+    leaves: list[Any],
+    new: list[Any],
+    n: jax.Array,
+    source: jax.Array,
+    salts: np.ndarray,
+    chunks: Chunks,
+    layouts: tuple[_Layout | None, ...],
+) -> list[Any]:
+    """Writes a chunk of each leaf of a parameter, quantized. The first is the update in place of the gradient."""
+    sides = next(layout.sides for layout in layouts if layout is not None)
+    positions = chunks.number(tuple(count * side for count, side in zip(chunks.blocks, sides, strict=True)), n)
+    new = [_show_bad(new[0], chunks.take(leaves[0], n)), *new[1:]]
+    parts = [
+        _quantize(x, layout, source, salts[i], positions)
+        for i, (x, layout) in enumerate(zip(new, layouts, strict=False))
+    ]
+    put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
+    return jax.tree.map(put, leaves, parts)
+
+
+def _hide_bad(grad: jax.Array, largest: float) -> jax.Array:
+    """Replaces gradients that would spoil the blocks of their moments by zeros: nan, and those that overflow."""
+    return jnp.where(jnp.abs(grad) <= largest, grad, jnp.zeros_like(grad))
+
+
+def _show_bad(update: jax.Array, grad: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(grad), update, jnp.full_like(update, jnp.nan))
+
+
+def _dequantize(leaf: Any, layout: _Layout | None) -> Any:
+    return leaf if layout is None else dequantize_moment(leaf, *layout)
+
+
+def _quantize(leaf: jax.Array, layout: _Layout | None, source: jax.Array, salt: Any, positions: jax.Array) -> Any:
+    """Quantizes elements of a moment whose places in the parameter are `positions`."""
+    if layout is None:
+        return leaf
+    if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
+        noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, salt), leaf))
+    else:
+        noise = make_thresholds(positions, source, salt)
+    return quantize_moment(widen_half(leaf), *layout, noise)
 
 
 def _hash(positions: jax.Array, key: jax.Array) -> jax.Array:

@@ -48,9 +48,10 @@ CODES = {True: DYNAMIC, False: UNSIGNED_FLOAT}
 
 
 def make_params(dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Two large leaves, of two and four pieces, and three that stay: small, of odd lengths, and an embedding."""
+    """Three large leaves, of which two are alike, and three that stay: small, of odd lengths, and an embedding."""
     random = np.random.default_rng(1)
-    shapes = {"w": (512, 24), "blocks": {"v": (256, 4, 8)}, "b": (24,), "odd": (63, 21), "embed": (64, 16)}
+    large = {"w": (512, 24), "x": (512, 24), "blocks": {"v": (256, 4, 8)}}
+    shapes = large | {"b": (24,), "odd": (63, 21), "embed": (64, 16)}
     draw = lambda shape: jnp.asarray(random.normal(size=shape), dtype)
     return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 

@@ -12,6 +12,7 @@ import pytest
 from optimizer_registry import bits
 from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params
 
+from benchmarks.many_modules import count_calls
 from jmp_policy import optim
 
 # The noise of a step never leaves it.
@@ -147,6 +148,20 @@ def test_noise_is_uniform_and_independent_of_neighbors_and_of_other_keys():
         assert abs(np.mean(one * shifted)) <= bound
     filled = np.histogram(one, 256)[0]
     assert abs(np.sum((filled - 256) ** 2 / 256) - 255) <= 5 * np.sqrt(2 * 255)
+
+
+@pytest.mark.slow
+def test_tracing_an_update_takes_at_most_six_times_the_calls_of_the_optimizer(monkeypatch):
+    monkeypatch.undo()  # chunks of the usual size
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), "float32") for i in range(24)}
+
+    def count(tx):
+        state = jax.eval_shape(tx.init, shapes)
+        trace = lambda: jax.jit(lambda *args: tx.update(*args)).lower(shapes, state, shapes)
+        trace()  # fills caches
+        return count_calls(trace)
+
+    assert count(optim.quantize_state(optax.adamw(1e-3))) <= 6 * count(optax.adamw(1e-3))
 
 
 def _temporaries(tx, params):

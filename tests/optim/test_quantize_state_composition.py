@@ -48,7 +48,7 @@ def test_no_step_changes_a_dtype(name, dtype):
     extra = {"value": jnp.float32(1)} if name == "plateau" else {}
     after = jax.eval_shape(functools.partial(optim.step, tx, **extra), params, *before[::-1])
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [(x.shape, x.dtype) for x in jax.tree.leaves(before)]
-    assert [x.dtype for x in jax.tree.leaves(after)].count(jnp.uint8) in (2, 4)
+    assert [x.dtype for x in jax.tree.leaves(after)].count(jnp.uint8) in (3, 6)
 
 
 def test_an_update_by_itself_keeps_the_dtypes_of_what_is_left_in_half_precision():

@@ -85,7 +85,7 @@ def test_wrong_settings_patterns_states_and_missing_arguments_are_errors(text):
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        (None, {"w", "blocks/v"}),
+        (None, {"w", "x", "blocks/v"}),
         ("w", {"w"}),
         ("blocks", {"blocks/v"}),
         (["blocks/.*", "embed"], {"blocks/v", "embed"}),
