@@ -26,7 +26,6 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._minimize import minimize as minimize
 from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin, raise_if_stuck as raise_if_stuck
 from ._step import step as step
 from ._transformation import LossScaledState as LossScaledState
@@ -40,6 +39,7 @@ if _typing.TYPE_CHECKING:
         master_weights as master_weights,
         with_master_params as with_master_params,
     )
+    from ._minimize import minimize as minimize
     from ._quantize_state import quantize_state as quantize_state
     from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
@@ -67,6 +67,7 @@ else:  # most training loops need only the steps
     _SOURCES = {
         "_cast_state": "cast_state",
         "_master_weights": "MasterWeightsState SplitWeightsState master_params master_weights with_master_params",
+        "_minimize": "minimize",
         "_quantize_state": "quantize_state",
         "_quantized_update": "QuantizedMomentsState",
         "_state_report": "MomentRow StateReport state_report",
