@@ -1,10 +1,11 @@
 """Loss scales: immutable values that work under `jit` and keep small float16 gradients above zero."""
 
 import dataclasses
+import functools
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,12 @@ from jax import lax
 from .._base import Uncast, at_least_float32, is_floating
 from ._scale_settings import (
     NEVER,
-    answer_other_names,
     check_constant,
     check_scalar,
     check_scale,
     check_settings,
     clamp,
+    explain_argument,
     warn_if_not_floating,
 )
 
@@ -58,8 +59,8 @@ class LossScale(Uncast):
         register_loss_scales()  # this process may not have made a loss scale yet
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@dataclasses.dataclass(frozen=True, init=False)
 class NoOpLossScale(LossScale):
     """Loss scale of one, for float32 and bfloat16.
 
@@ -69,8 +70,9 @@ class NoOpLossScale(LossScale):
     True
     """
 
-    def __post_init__(self) -> None:
-        register_loss_scales()
+    def __init__(self) -> None:
+        if not _is_registered and "flax.serialization" in sys.modules:
+            register_loss_scales()
 
     def __reduce__(self) -> tuple:
         return type(self), ()  # without attributes, a pickle does not call __setstate__
@@ -114,8 +116,12 @@ class StaticLossScale(LossScale):
         register_loss_scales()
 
 
-@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, init=False, eq=False)
+@functools.partial(  # flattened in C++, and its settings are one tuple: each dispatch of a step pays for both
+    jax.tree_util.register_dataclass,
+    data_fields=["loss_scale", "counter", "credits"],
+    meta_fields=["_settings"],
+)
 class DynamicLossScale(LossScale):
     """Loss scale that adapts to the largest value that keeps gradients finite.
 
@@ -169,7 +175,6 @@ class DynamicLossScale(LossScale):
     credits: jax.Array | None
     _settings: tuple = dataclasses.field(init=False, repr=False)
 
-    @answer_other_names
     def __init__(
         self,
         loss_scale: Any = 2.0**15,
@@ -183,8 +188,21 @@ class DynamicLossScale(LossScale):
         hysteresis: int = 1,
         consecutive_hysteresis: bool = False,
         credits: Any = None,
+        _settings: tuple | None = None,
+        **unknown: Never,
     ):
+        # JAX unflattens with leaves of any kind (shapes, shardings, None, object()), which must not be inspected. Each
+        # dispatch of a step comes here, so nothing is called.
+        if _settings is not None:
+            attributes = self.__dict__
+            attributes["_settings"] = _settings
+            attributes["loss_scale"], attributes["counter"], attributes["credits"] = loss_scale, counter, credits
+            if not _is_registered and "flax.serialization" in sys.modules:
+                register_loss_scales()
+            return
         register_loss_scales()
+        for name in unknown:
+            raise TypeError(explain_argument(name))
         start = check_scale(loss_scale)
         warn_if_not_floating(loss_scale, "loss_scale")
         warn_if_not_floating(min_loss_scale, "min_loss_scale")
@@ -198,14 +216,20 @@ class DynamicLossScale(LossScale):
             credits = settings["hysteresis"] - 1
         bounds = settings["min_loss_scale"], settings["max_loss_scale"]
         loss_scale = clamp(_scalar(loss_scale, jnp.float32), start, *bounds)
-        leaves = (loss_scale, _scalar(counter, jnp.int32), _scalar(credits, jnp.int32))
-        self._assign(tuple(settings.items()), leaves)
+        leaves = {"counter": _scalar(counter, jnp.int32), "credits": _scalar(credits, jnp.int32)}
+        vars(self).update(_settings=tuple(settings.items()), loss_scale=loss_scale, **leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = dict(vars(self).get("_settings", ()))
+        if name in settings:
+            return settings[name]
+        raise AttributeError(f"DynamicLossScale has no attribute {name!r}.", name=name, obj=self)
 
     def __eq__(self, other: object) -> bool:
         """True if settings and values are equal. The values must not be traced."""
         if not isinstance(other, DynamicLossScale):
             return NotImplemented
-        return self._settings == other._settings and all(map(_is_same, self.tree_flatten()[0], other.tree_flatten()[0]))
+        return self._settings == other._settings and all(map(_is_same, jax.tree.leaves(self), jax.tree.leaves(other)))
 
     def __hash__(self) -> int:
         return hash(self._settings)
@@ -236,34 +260,19 @@ class DynamicLossScale(LossScale):
             credits = jnp.where(refill, self.hysteresis - 1, spent)
         scale = jnp.where(finite, grown, lowered)
         counter = jnp.where(finite & ~complete, self.counter + 1, 0)
-        return self.tree_unflatten(self._settings, (scale, counter, credits))
+        return type(self)(scale, counter, credits=credits, _settings=self._settings)
 
-    # The settings are one tuple and unflattening does not call __init__, because each dispatch of a step pays for both.
-    # JAX also unflattens with leaves of any kind (shapes, shardings, None, object()), which must not be inspected.
 
-    def _assign(self, settings: tuple, leaves: tuple) -> None:
-        vars(self).update(settings, _settings=settings, loss_scale=leaves[0], counter=leaves[1], credits=leaves[2])
-
-    def tree_flatten(self) -> tuple[tuple, tuple]:
-        return (self.loss_scale, self.counter, self.credits), self._settings
-
-    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
-        names = ("loss_scale", "counter", "credits")
-        return tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names), self._settings
-
-    @classmethod
-    def tree_unflatten(cls, settings: tuple, leaves: tuple) -> "DynamicLossScale":
-        new = object.__new__(cls)
-        new._assign(settings, leaves)
-        register_loss_scales()
-        return new
+_is_registered = False  # with Flax
 
 
 def register_loss_scales() -> None:
     """Registers loss scales with `flax.serialization` if it is loaded. Called wherever one is made or received."""
+    global _is_registered
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or serialization.is_serializable(DynamicLossScale):
         return
+    _is_registered = True
     for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale):
         serialization.register_serialization_state(kind, _state_dict, _from_state_dict)
 

@@ -1,8 +1,6 @@
 """Checks of the settings of loss scales. A value that is traced, or on other hosts, is not checked."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._base import P, quote, warn_user
+from .._base import quote, warn_user
 
 SMALLEST = 2.0**-126  # the smallest normal float32 number; XLA may flush smaller ones to zero
 LARGEST = float(np.finfo(np.float32).max)
@@ -76,16 +74,11 @@ _OTHER_NAMES = {
 """Argument names of PyTorch, Flax, Keras, Apex and DeepSpeed, with our names."""
 
 
-def answer_other_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorates `DynamicLossScale.__init__`: the error for an argument of another library names ours."""
-
-    @functools.wraps(init)
-    def check_names(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() & _OTHER_NAMES:
-            raise TypeError(f"DynamicLossScale() has no argument {name!r}. Its name is: {_OTHER_NAMES[name]}.")
-        init(*args, **kwargs)
-
-    return check_names
+def explain_argument(name: str) -> str:
+    """Returns the error for an argument that `DynamicLossScale` does not have, with our name for another library's."""
+    if name in _OTHER_NAMES:
+        return f"DynamicLossScale() has no argument {name!r}. Its name is: {_OTHER_NAMES[name]}."
+    return f"DynamicLossScale() got an unexpected keyword argument {name!r}"
 
 
 def check_scalar(value: object, name: str) -> None:

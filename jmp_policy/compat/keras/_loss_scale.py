@@ -1,5 +1,6 @@
 """Keras's `LossScaleOptimizer` and loss scales in configs, and TensorFlow's experimental `Policy`."""
 
+import dataclasses
 import numbers
 from typing import Any
 
@@ -160,8 +161,9 @@ class Policy(DTypePolicy):
         config, scale = super().get_config(), self._loss_scale
         if self._is_default or scale is None:
             return config if self._is_default else config | {"loss_scale": None}
-        plain = {name: x.item() if isinstance(x, jax.Array) else x for name, x in vars(scale).items()}
-        arguments = {name: value for name, value in plain.items() if not name.startswith("_")}
+        given: Any = scale
+        fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
+        arguments = {name: x.item() if isinstance(x, jax.Array) else x for name, x in fields.items()}
         return config | {"loss_scale": {"class_name": type(scale).__name__, "config": arguments}}
 
     def __repr__(self) -> str:
