@@ -98,7 +98,7 @@ def test_a_policy_and_a_loss_scale_add_few_functions_to_a_call(name, most):
         "DynamicLossScale": (loss_scale, arrays),
         "LossScaledState": (
             state,
-            ((), arrays, state.grads_finite, state.skipped_steps, state.consecutive_skips),
+            (state.inner_state, arrays, state.grads_finite, state.skipped_steps, state.consecutive_skips),
         ),
     }[name]
     step = jax.jit(lambda x, argument: (x, argument))
