@@ -190,3 +190,38 @@ def test_a_function_under_autocast_by_scopes_compiles_nothing_again():
         for _ in range(5):
             fun(X)
     assert count[0] == 0
+
+
+OBSERVERS = {
+    "audit": lambda fun: jmp.numerics.audit(fun)(X),
+    "collect": lambda fun: jax.eval_shape(jmp.numerics.collect(fun), X),
+    "first_nonfinite": lambda fun: jax.eval_shape(jmp.numerics.first_nonfinite(fun), X),
+}
+
+
+@pytest.mark.parametrize("observe", OBSERVERS.values(), ids=OBSERVERS)
+def test_observers_leave_nothing_in_the_caches_of_jax(observe):
+    model = nn.Dense(3)
+    variables = model.init(jax.random.key(0), X)
+
+    def trace():
+        observe(lambda x: jnp.linalg.norm(model.apply(variables, x)))
+
+    for _ in range(3):
+        trace()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(5):
+        trace()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 5 * 15
+
+
+def test_observers_see_modules_inside_of_a_jitted_function_each_time():
+    model = nn.Sequential([nn.Dense(3)])
+    variables = model.init(jax.random.key(0), X)
+    apply = jax.jit(model.apply)
+    for _ in range(2):
+        _, stats = jmp.numerics.collect(lambda x: apply(variables, x))(X)
+        assert "layers_0" in [row.path for row in stats]
+        jmp.numerics.audit(jnp.tanh)(X)  # without modules

@@ -46,8 +46,9 @@ def trace_call(
 ) -> ObservedCall:
     """Traces a function that the register watches. Some errors get a note that `caller` traces the function."""
     results = results or Results()
-    with TRACING(register.token), explain_tracing(caller, ""):
+    with TRACING(register.take_token()), explain_tracing(caller, ""):
         traced = trace(results.take_arrays(fun), args, kwargs)
+    register.release_token(traced.program.jaxpr)
     return ObservedCall(traced.program, traced.leaves, results, register.list_modules())
 
 

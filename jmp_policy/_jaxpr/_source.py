@@ -6,12 +6,12 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs
 from ..modules import Adapter, ModuleCall, find_loaded_adapters
@@ -216,13 +216,34 @@ _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 """The paths of the linen and nnx modules whose methods are being traced."""
 
 
+_UNUSED: list[object] = []
+"""Tokens under which JAX has cached functions of its own alone. It keeps what it has cached under any other."""
+
+
 class Register:
-    """Collects the modules that one function calls while it is traced. `token` represents it in the keys of JAX."""
+    """Collects the modules that one function calls while it is traced."""
 
     def __init__(self) -> None:
         find_loaded_adapters()  # if loaded while a function is traced, their contexts would make JAX trace it again
-        self.token = object()
+        self._token: object = None
         self._types, self._roots, self._methods = dict[str, type](), set[str](), set[tuple[str, str]]()
+
+    def take_token(self) -> object:
+        """Returns the token that represents the register in the keys of JAX.
+
+        JAX traces jitted functions of users again, so that the register sees their modules.
+        """
+        if self._token is None:
+            with contextlib.suppress(IndexError):
+                self._token = _UNUSED.pop()
+        self._token = self._token or object()
+        return self._token
+
+    def release_token(self, program: Jaxpr) -> None:
+        """Leaves the token to another register, if JAX has cached no function with modules under it."""
+        if not self._types or all(map(_is_of_jax, _list_bodies(program))):
+            _UNUSED.append(self._token)
+            self._token = None
 
     def list_modules(self) -> Modules:
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
@@ -257,6 +278,18 @@ class Register:
                 return next_fun(*args, **kwargs)
         finally:
             called.reset(token)
+
+
+def _list_bodies(program: Jaxpr) -> Iterator[Jaxpr]:
+    for eqn in program.eqns:
+        for body in jaxprs_in_params(eqn.params):
+            yield body
+            yield from _list_bodies(body)
+
+
+def _is_of_jax(body: Jaxpr) -> bool:
+    place = (body.debug_info.func_src_info or "").partition(" at ")[2]
+    return _is_from((*_JAX, "optax"), place)
 
 
 def _scope_of(call: ModuleCall, caller: str) -> AbstractContextManager[Any]:

@@ -181,8 +181,10 @@ class _Autocast:
         kwargs: Kwargs,
     ) -> Any:
         # The trace registers the modules that the rules by scope need.
-        with TRACING(self._register and self._register.token):
+        with TRACING(self._register and self._register.take_token()):
             traced = trace(fun, args, kwargs)
+        if self._register is not None:
+            self._register.release_token(traced.program.jaxpr)
         old, modules = traced.program, None if self._register is None else self._register.list_modules()
         rule = make_casting_rule(self._policy, policy, self._rules, self._custom_rules, modules)
         unused = explain_unused_functions(self._rules.functions, old.jaxpr)

@@ -70,7 +70,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
         register, results = Register(), Results()
         flat, arrays, _ = flatten_function(register.watch(results.take_arrays(keep_changes(fun))), args, kwargs)
         unique = make_unique(flat, getattr(fun, "__name__", ""))
-        with TRACING(register.token):
+        with TRACING(register.take_token()):
             traced = jax.jit(unique).trace(*arrays)
             program = traced.jaxpr.jaxpr
             meshes, paths = _find_meshes(program, arrays), ModulePaths(register.list_modules())
@@ -82,6 +82,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
             else:
                 rows, loops = read_program(program, find_place) if meshes.devices > 1 else ([], [])
                 _check_abstract(rows, meshes, compiled)
+        register.release_token(program)
         return Collectives(_add_up(rows), meshes.devices, meshes.axes, compiles, tuple(loops))
 
     return find_collectives
