@@ -20,7 +20,7 @@ from ..policy import NVFP4, BlockFormat, Int8, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
 from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand
-from ._numbers import Quantized, fence_on_cpu, measure_row_amax, narrow_sums, quantize_symmetric, to_numbers
+from ._numbers import Quantized, fence_on_cpu, measure_rows, narrow_sums, quantize_symmetric, to_numbers
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
@@ -104,7 +104,7 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
         return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
-    amax = measure_row_amax(left, summed)
+    left, amax = measure_rows(left, summed)
     if clip is not None:
         # Clipping would hide an infinity. All clips of a stack are equal; they are repeated to be sliced with it.
         amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)

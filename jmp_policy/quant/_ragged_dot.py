@@ -22,7 +22,7 @@ from ._array import QuantizedArray
 from ._bilinear import RaggedDot, label_ragged_dot, make_ragged_dot, vary_together
 from ._float8_product import float8_product, why_sizes_wide
 from ._layout import Layout, block_length
-from ._numbers import measure_amax, measure_row_amax, quantize_symmetric
+from ._numbers import measure_amax, measure_rows, quantize_symmetric
 from ._operations import check_floating, parse_product_format
 from ._product import multiply_integers, multiply_rows
 from ._wide_product import wide_product
@@ -90,7 +90,7 @@ def ragged_dot(
     operation = label_ragged_dot(compute)
     if isinstance(format, Int8):
         weight = quantize_symmetric(rhs, measure_amax(lax.stop_gradient(rhs), (1,)))
-        rounded = quantize_symmetric(lhs, measure_row_amax(lax.stop_gradient(lhs), (1,)))
+        rounded = quantize_symmetric(*measure_rows(lax.stop_gradient(lhs), (1,)))
         return multiply_integers(operation, lhs, rhs, *map(lax.stop_gradient, (rounded, weight)))
     if isinstance(format, MXFP8):
         block_length(Layout((inputs,), 1), format)  # raises if blocks do not divide the inputs
