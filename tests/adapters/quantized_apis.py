@@ -320,7 +320,7 @@ def dataflow(lowered: Any) -> list[str]:
     defined: dict[str, int] = {}
     lines = []
     for line in program_text(lowered).splitlines():
-        name, operation = re.fullmatch(r"\s*(?:(%\w+) = )?(.*)", line).groups()
+        name, operation = re.fullmatch(r"\s*(?:(%\w+)(?::\d+)? = )?(.*)", line).groups()
         operation = re.sub(r"%\w+", lambda found: str(defined.get(found.group(), found.group())), operation)
         defined[name] = hash(operation)
         lines.append(operation)
