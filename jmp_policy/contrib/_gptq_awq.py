@@ -50,10 +50,11 @@ def gptq(
     error of each in the inputs that follow, so that the outputs of the layer change least. The result is stored in the
     same format and computes as fast.
 
-    The model runs on all batches once per matrix to round, through the matrices rounded before, one op at a time, so
-    that the layers of a scan are seen too. Each run stops at that matrix, and matrices with the same inputs, such as a
-    query and a key, share one. Memory holds one Hessian at a time, a float32 matrix of the layer's inputs. A weight
-    with several uses gets the sum of their Hessians; a convolution has one of its patches.
+    The model runs once on each batch, one op at a time, so that the layers of a scan are seen too. All runs wait at a
+    matrix, each in a thread, until it is rounded. So the time is linear in the depth, and memory holds what the rest of
+    the model needs of each batch, such as the inputs of a block; and one Hessian at a time, a float32 matrix of the
+    layer's inputs. Matrices with the same inputs, such as a query and a key, share it. A weight with several uses gets
+    the sum of their Hessians, and takes runs of its own; a convolution has the Hessian of its patches.
 
     Rounded to nearest are embedding tables, also where they compute logits, and any matrix for which that has the
     smaller error. Elements that are exactly zero, such as pruned or masked ones, stay zero.

@@ -4,6 +4,7 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -34,6 +35,7 @@ from ..quant import (
     pack,
     stack_shape,
 )
+from ._suspended_run import SuspendedRun
 
 
 class InputStatistics(NamedTuple):
@@ -239,24 +241,24 @@ def quantize_layer_by_layer(
     done = log.read(lambda stored, lines: {line["matrix"]: Rounded.decode(line) for line in lines})
     if done is None:
         log.start()
-    passes = _Passes(quantizer.matrices, run)
-    uses = passes.find_uses(batches[0])
-    _check_uses(name, quantizer.matrices, uses)
     is_shown = sys.stderr.isatty() if progress is None else progress
-    for count, (number, times) in enumerate(uses.items(), 1):
-        matrix = quantizer.matrices[number]
-        if done is not None and number in done:
-            matrix.store(done[number])
-            continue
-        statistics = passes.measure(number, times, batches)
-        if statistics is None:
-            continue
-        made, share = round_matrix(calibration, matrix, statistics, passes.inner)
-        matrix.store(made)
-        log.add({"matrix": number, "path": matrix.weight.path, **made.encode()})
-        if is_shown:
-            line = f"{name}: {count} of {len(uses)}, {matrix.weight.path}: {share:.2g} of the error of nearest"
-            print(escape_controls(line), file=sys.stderr)
+    with _Passes(quantizer.matrices, run, batches) as passes:
+        uses = passes.find_uses()
+        _check_uses(name, quantizer.matrices, uses)
+        for count, (number, times) in enumerate(uses.items(), 1):
+            matrix = quantizer.matrices[number]
+            if done is not None and number in done:
+                matrix.store(done[number])
+                continue
+            statistics = passes.measure(number, times)
+            if statistics is None:
+                continue
+            made, share = round_matrix(calibration, matrix, statistics, passes.inner)
+            matrix.store(made)
+            log.add({"matrix": number, "path": matrix.weight.path, **made.encode()})
+            if is_shown:
+                line = f"{name}: {count} of {len(uses)}, {matrix.weight.path}: {share:.2g} of the error of nearest"
+                print(escape_controls(line), file=sys.stderr)
     return apply_quantizer(target, quantizer, options["stacked"])
 
 
@@ -306,10 +308,14 @@ class _Enough(Exception):
 
 
 class _Passes:
-    """Runs a model with marked weights, and puts each rounded matrix in the place of the marked one."""
+    """Runs a model with marked weights, and puts each rounded matrix in the place of the marked one.
 
-    def __init__(self, matrices: Sequence[Matrix], run: Callable[[Any], None]) -> None:
-        self._matrices, self._run_model = matrices, run
+    Each batch runs once: it waits at a matrix, with the values that the rest of the model needs, until that is rounded.
+    A matrix with several uses is measured by runs of its own, because no batch can wait at the first of them.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], run: Callable[[Any], None], batches: Sequence[Any]) -> None:
+        self._matrices, self._run_model, self._batches = matrices, run, batches
         self._uses: collections.Counter[int] = collections.Counter()
         self._inputs: dict[int | None, str] = {}  # checksums for matrices that are used once
         self._number: int | None = None
@@ -317,21 +323,39 @@ class _Passes:
         self._statistics: InputStatistics | None = None
         self.inner = 1
 
-    def find_uses(self, batch: Any) -> dict[int, int]:
+        self._measured: set[int] = set()
+        self._runs = [SuspendedRun(functools.partial(self._run, batch)) for batch in batches]
+        self._running: SuspendedRun | None = None
+        self._passed: dict[SuspendedRun, set[int]] = {run: set() for run in self._runs}  # before they were measured
+
+    def __enter__(self) -> "_Passes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._runs:
+            run.abandon()
+
+    def find_uses(self) -> dict[int, int]:
         """Returns how often a run uses each matrix, in the order of first uses. Only readable inputs count."""
         self._number = None
-        self._run(batch)
+        self._run(self._batches[0])
         return dict(self._uses)
 
-    def measure(self, number: int, uses: int, batches: Sequence[Any]) -> InputStatistics | None:
+    def measure(self, number: int, uses: int) -> InputStatistics | None:
         """Returns the statistics of the inputs of one matrix, or None if no run used it."""
         before, self._number = self._number, number
+        self._measured.add(number)
         if self._statistics is not None and uses == 1 and self._inputs.get(before) == self._inputs[number]:
             return self._statistics  # as the query, key and value of an attention: one matrix is enough
         self._statistics = None
-        for batch in batches:
-            self._left = uses
-            self._run(batch)
+        for batch, run in zip(self._batches, self._runs, strict=True):
+            if uses == 1 and number not in self._passed[run]:
+                self._running = run
+                run.advance()
+                self._running = None
+            else:
+                self._left = uses
+                self._run(batch)
         return self._statistics
 
     def _run(self, batch: Any) -> None:
@@ -345,23 +369,45 @@ class _Passes:
             return weight
         with jax.disable_jit(False):
             numbers = np.asarray(marks).ravel().tolist()
-            weight = self._replace(weight, numbers)
-            is_wanted = self._number is None or self._number in numbers
-            found = read_inputs(operation, left, weight) if is_wanted and not isinstance(left, Tracer) else None
-            if found is None:
-                return weight
-            rows, self.inner = found
+            read = lambda: (
+                None if isinstance(left, Tracer) else read_inputs(operation, left, self._replace(weight, numbers))
+            )
             if self._number is None:
-                self._uses.update(numbers)
-                for number, inputs in zip(numbers, rows, strict=True):
-                    self._inputs[number] = sum_arrays((inputs, self.inner, self._uses[number]))
-                return weight
-            new = measure_inputs(rows[numbers.index(self._number)])
-            self._statistics = new if self._statistics is None else jax.tree.map(jnp.add, self._statistics, new)
-        self._left -= 1
+                self._count(numbers, read())
+            elif self._running is not None:
+                self._wait(self._running, numbers, read)
+            elif self._number in numbers:
+                self._add(numbers, read())
+        return self._replace(weight, numbers)
+
+    def _count(self, numbers: Sequence[int], found: tuple[jax.Array, int] | None) -> None:
+        if found is None:
+            return
+        rows, inner = found
+        self._uses.update(numbers)
+        for number, inputs in zip(numbers, rows, strict=True):
+            self._inputs[number] = sum_arrays((inputs, inner, self._uses[number]))
+
+    def _wait(self, run: SuspendedRun, numbers: Sequence[int], read: Callable[[], Any]) -> None:
+        """Measures the inputs of the matrix that is asked for, and waits until another one is."""
+        while self._number in numbers and self._measure(numbers, read()):
+            run.pause()
+        self._passed[run].update(set(numbers) - self._measured)
+
+    def _add(self, numbers: Sequence[int], found: tuple[jax.Array, int] | None) -> None:
+        self._left -= self._measure(numbers, found)
         if self._left == 0:
             raise _Enough
-        return weight
+
+    def _measure(self, numbers: Sequence[int], found: tuple[jax.Array, int] | None) -> bool:
+        """Adds the statistics of one matmul. Returns False if its inputs cannot be read."""
+        if found is None:
+            return False
+        rows, self.inner = found
+        assert self._number is not None
+        new = measure_inputs(rows[numbers.index(self._number)])
+        self._statistics = new if self._statistics is None else jax.tree.map(jnp.add, self._statistics, new)
+        return True
 
     def _replace(self, weight: QuantizedArray, numbers: Sequence[int]) -> QuantizedArray:
         stored = [self._matrices[number].read_stored() for number in numbers]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -193,3 +194,48 @@ def test_matrices_of_another_call_or_damaged_ones_are_refused(tmp_path):
             calibrate_into(file)
     file.write_text(before)
     np.testing.assert_array_equal(read(calibrate_into(file).dense), read(calibrate_into(None).dense))
+
+
+class Parallel(nnx.Module):
+    """Two layers of the same size, in an order that the inputs choose, after one whose outputs they take."""
+
+    def __init__(self, notice=lambda: None, swaps=True):
+        self.first, self.left, self.right = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3))
+        self.notice, self.swaps = notice, swaps
+
+    def __call__(self, x):
+        self.notice()
+        x = self.first(x)
+        layers = [self.left, self.right] if not self.swaps or x[0, 0] > 0 else [self.right, self.left]
+        found = {id(layer): layer(x if layer is self.left else jnp.abs(x)) for layer in layers}
+        return found[id(self.left)] - found[id(self.right)]
+
+
+BATCHES = [sign * jnp.asarray(draw_inputs(16, seed=seed)) for seed, sign in ((0, 1), (1, -1), (2, 1), (3, -1))]
+
+
+def test_each_batch_runs_once_with_the_settings_of_the_caller():
+    seen, before = [], threading.active_count()
+    model = Parallel(lambda: seen.append(jax.default_matmul_precision.value), swaps=False)
+    with jax.default_matmul_precision("float32"):
+        contrib.gptq(jmp.with_policy(model, POLICY), BATCHES)
+    assert seen == ["float32"] * (1 + len(BATCHES))
+    assert threading.active_count() == before
+
+
+def test_matrices_are_measured_in_any_order_of_the_batches():
+    swapped, straight = (contrib.gptq(jmp.with_policy(Parallel(swaps=s), POLICY), BATCHES) for s in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(swapped), nnx.state(straight))
+
+
+def test_an_error_of_a_batch_is_raised_and_ends_all_runs():
+    calls, before = [], threading.active_count()
+
+    def fail_at_the_fourth():
+        calls.append(None)
+        if len(calls) == 4:
+            raise KeyError("the third batch")
+
+    with pytest.raises(KeyError, match="the third batch"):
+        contrib.gptq(jmp.with_policy(Parallel(fail_at_the_fourth), POLICY), BATCHES)
+    assert threading.active_count() == before
