@@ -10,6 +10,7 @@ SUITES = {
     "quant": "What do int8 and int4 cost, lose and hold?",
     "autocast": "What does `autocast` make of a train step, over dtypes written by hand?",
     "many_modules": "What does a policy add to tracing a model of 1,000 modules?",
+    "host": "What does the package cost on the host, and how does that grow?",
     "numerics": "What do the statistics of `numerics.collect` cost?",
 }
 """Their questions, by the name of their module, whose `tables(quick: bool) -> Iterator[ResultTable]` measures. In the
