@@ -95,7 +95,8 @@ class Traced(NamedTuple):
 def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Traced:
     """Traces a function. Leaves of the arguments that are not arrays are constants."""
     flat, arrays, out_trees = flatten_function(fun, args, kwargs)
-    program = jax.make_jaxpr(flat)(*arrays)
+    # One argument: JAX handles each argument in Python, and the leaves of one in C++.
+    program = jax.make_jaxpr(functools.wraps(flat)(lambda arrays: flat(*arrays)))(arrays)
     return Traced(program, arrays, out_trees[-1])
 
 
