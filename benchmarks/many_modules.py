@@ -4,7 +4,7 @@ Run from the root of the repository:
 
     python -m benchmarks.many_modules [--quick]
 
-Time is process time, a median over interleaved repeats with JAX's caches cleared; calls count Python and C
+Time is process time, the least of interleaved repeats with JAX's caches cleared; calls count Python and C
 functions at the first tracing, and the same on every run.
 """
 
