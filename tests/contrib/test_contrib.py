@@ -10,7 +10,12 @@ import jmp_policy as jmp
 
 CONTRIB = PACKAGE / "contrib"
 OTHERS = [PACKAGE / "__init__.py", *(path for path in FILES if package_of(path) != "contrib")]
-TOOLS = [{"_certify"}, {"_diverge"}, {"_gptq_awq.py", "_layer_by_layer.py"}, {"_bit_tuning.py", "_tune_bits.py"}]
+TOOLS = [
+    {"_certify"},
+    {"_diverge"},
+    {"_gptq_awq.py", "_layer_by_layer.py", "_suspended_run.py"},
+    {"_bit_tuning.py", "_tune_bits.py"},
+]
 """The folder or the files of each tool."""
 
 
