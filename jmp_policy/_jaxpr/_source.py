@@ -217,7 +217,7 @@ _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 
 
 _UNUSED: list[object] = []
-"""Tokens under which JAX has cached functions of its own alone. It keeps what it has cached under any other."""
+"""Tokens under which JAX has cached no function with modules. It keeps what it has cached under any other."""
 
 
 class Register:
@@ -241,6 +241,7 @@ class Register:
 
     def release_token(self, program: Jaxpr) -> None:
         """Leaves the token to another register, if JAX has cached no function with modules under it."""
+        # A user's function under `jax.jit(..., inline=True)` is cached too, and leaves no jaxpr here.
         if not self._types or all(map(_is_of_jax, _list_bodies(program))):
             _UNUSED.append(self._token)
             self._token = None

@@ -167,12 +167,13 @@ class _Call:
         """
         groups: dict[Any, list[int]] = {}
         for owner, own in self._large.items():
-            groups.setdefault(tuple((jax.typeof(self._leaves[i]), self._layout(i)) for i in own), []).append(owner)
-        for (_, *layouts), group in zip(groups, groups.values(), strict=True):
+            kinds = [(jax.typeof(self._leaves[i]), self._layout(i), i < self._results.num_leaves) for i in own]
+            groups.setdefault(tuple(kinds), []).append(owner)
+        for kinds, group in groups.items():
             first, count, chunk = self._leaves[group[0]], min(len(group), _GROUP), largest
             if first.size > largest:
                 # At least one row of blocks of each, as columns are slow to cut.
-                sides = next(layout.sides for _, layout in layouts if layout is not None)
+                sides = next(layout.sides for _, layout, _ in kinds if layout is not None)
                 count = max(1, min(count, largest // (math.prod(sides[:-1]) * first.shape[-1])))
                 chunk = largest // count
             yield from ((group[n : n + count], chunk) for n in range(0, len(group), count))

@@ -161,7 +161,7 @@ class PolicyMap:
         return tuple(rule.key for rule in self.rules if id(rule) not in deciding)
 
     def explain_unused(self, modules: Iterable[str] | Mapping[str, type]) -> list[str]:
-        """Returns a sentence per unused key, the reason and the nearest path or type, and one for all after the fifth.
+        """Returns a sentence for each of the first five unused keys, with the reason, and one that names the others.
 
         >>> import jmp_policy as jmp
         >>> jmp.PolicyMap({"haed": "float32"}).explain_unused(["", "head"])

@@ -12,9 +12,6 @@ from optimizer_registry import bits, by_step, grads_of, params_of, types
 
 import jmp_policy as jmp
 
-# What is known of Flax's registry.
-from jmp_policy.loss_scale import _loss_scale
-
 SCALES = {
     "noop": jmp.NoOpLossScale(),
     "static": jmp.StaticLossScale(8.0),
@@ -71,7 +68,7 @@ def forget(monkeypatch):
     def forget():
         for kind in {type(scale) for scale in SCALES.values()}:
             monkeypatch.delitem(flax.serialization._STATE_DICT_REGISTRY, kind)
-        monkeypatch.setattr(_loss_scale, "_is_registered", False)
+        monkeypatch.setattr("jmp_policy.loss_scale._loss_scale._is_registered", False)
 
     return forget
 

@@ -216,10 +216,11 @@ BATCHES = [sign * jnp.asarray(draw_inputs(16, seed=seed)) for seed, sign in ((0,
 
 def test_each_batch_runs_once_with_the_settings_of_the_caller():
     seen, before = [], threading.active_count()
-    model = Parallel(lambda: seen.append(jax.default_matmul_precision.value), swaps=False)
-    with jax.default_matmul_precision("float32"):
-        contrib.gptq(jmp.with_policy(model, POLICY), BATCHES)
-    assert seen == ["float32"] * (1 + len(BATCHES))
+    notice = lambda: seen.append((jax.default_matmul_precision.value, jax.sharding.get_mesh().axis_names))
+    model = jmp.with_policy(Parallel(notice, swaps=False), POLICY)
+    with jax.default_matmul_precision("float32"), jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        contrib.gptq(model, BATCHES)
+    assert seen == [("float32", ("data",))] * (1 + len(BATCHES))
     assert threading.active_count() == before
 
 
