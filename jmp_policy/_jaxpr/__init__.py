@@ -63,6 +63,7 @@ from ._program import (
     body_of as body_of,
     find_direction as find_direction,
     float_dtype as float_dtype,
+    float_dtype_of as float_dtype_of,
     is_backward as is_backward,
     is_float as is_float,
     list_live as list_live,

@@ -26,12 +26,11 @@ Program = Jaxpr | ClosedJaxpr
 
 def float_dtype(atom: Atom) -> Any:
     """Returns the dtype of a real floating array, or None for anything else."""
-    return _float_dtype_of(atom.aval)
+    return float_dtype_of(atom.aval)
 
 
-# A rewriter asks for the dtype of each atom several times.
-@functools.lru_cache(maxsize=4096)
-def _float_dtype_of(aval: Any) -> Any:
+@functools.lru_cache(maxsize=4096)  # a rewriter asks for the dtype of each atom several times
+def float_dtype_of(aval: Any) -> Any:
     return aval.dtype if isinstance(aval, ShapedArray) and is_floating_dtype(aval.dtype) else None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec
@@ -65,8 +66,8 @@ class Recorder(abc.ABC):
         """Measures one value where it is computed. All values give arrays of the same shapes."""
 
     @abc.abstractmethod
-    def gather(self, measured: Sequence[PyTree]) -> PyTree:
-        """Makes one record of the measurements of several values; called once per jaxpr, so compiled once."""
+    def gather(self, measured: PyTree) -> PyTree:
+        """Makes one record of the measurements of several values, stacked; called once per jaxpr, so compiled once."""
 
     @abc.abstractmethod
     def join(self, records: Sequence[PyTree]) -> PyTree:
@@ -215,14 +216,22 @@ def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> C
 
 
 def _run(recorder: Recorder, name: str, operands: Sequence[list[Any]], statics: tuple[Any, ...]) -> list[Any]:
-    if name == "measure":
-        return jax.tree.leaves(recorder.measure(*operands[0]))
+    if name == "measure":  # as rows, in the function that all values of a type share
+        return [jnp.expand_dims(leaf, 0) for leaf in jax.tree.leaves(recorder.measure(*operands[0]))]
     if name == "split":
         return [leaf.reshape(-1, *leaf.shape[2:]) for leaf in operands[0]]
     if name == "add_axis":
         return [leaf[None] for leaf in operands[0]]
-    example = recorder.measure(jnp.float32(0)) if name == "gather" else recorder.empty(1)
-    records = [jax.tree.unflatten(jax.tree.structure(example), operand) for operand in operands]
-    if name in ("gather", "join"):
-        return jax.tree.leaves(getattr(recorder, name)(records))
+    if name == "gather":
+        rows = [lax.concatenate(column, 0) for column in zip(*operands, strict=True)]
+        return jax.tree.leaves(recorder.gather(jax.tree.unflatten(_find_structure(recorder), rows)))
+    structure = jax.tree.structure(recorder.empty(1))
+    records = [jax.tree.unflatten(structure, operand) for operand in operands]
+    if name == "join":
+        return jax.tree.leaves(recorder.join(records))
     return jax.tree.leaves(getattr(recorder, name)(*records, *statics))
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_structure(recorder: Recorder) -> Any:
+    return jax.tree.structure(jax.eval_shape(recorder.measure, jax.ShapeDtypeStruct((), np.float32)))

@@ -345,10 +345,12 @@ class CastingRule(EquationWriter):
         dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = self._find_narrow(state.level, place, values)
+        narrow = self._find_narrow(state.level, place, values) if state.level is FULL_LEVEL else ""
         scope = None if place.backward else place.scope
+        if (narrow, place.backward, scope, weight) == (state.narrow, state.backward, state.scope, state.weight):
+            return result
         marked = state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight)
-        return result if state == marked else Value(result.atom, AbstractValue(dtype, marked))
+        return Value(result.atom, AbstractValue(dtype, marked))
 
     def _find_narrow(self, level: CastLevel, place: EquationPlace, values: Sequence[Value]) -> str:
         """Says why the next operation casts an output of a function down: a half-precision input, or a rule."""

@@ -24,6 +24,7 @@ from .._jaxpr import (
     Value,
     body_of,
     float_dtype,
+    float_dtype_of,
     having,
     multiplies_only,
     shape_of,
@@ -191,7 +192,12 @@ def _is_low(values: Sequence[Value]) -> bool:
 
 def is_castable(eqn: JaxprEqn) -> bool:
     """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
-    dtypes = set(map(float_dtype, (*eqn.invars, *eqn.outvars))) - {None}
+    return _are_castable((*[atom.aval for atom in eqn.invars], *[var.aval for var in eqn.outvars]))
+
+
+@functools.lru_cache(maxsize=4096)  # a jaxpr has few distinct ones
+def _are_castable(avals: tuple[Any, ...]) -> bool:
+    dtypes = set(map(float_dtype_of, avals)) - {None}
     return bool(dtypes) and dtypes <= COMPUTE_DTYPES
 
 

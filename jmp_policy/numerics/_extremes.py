@@ -58,11 +58,11 @@ class ExtremesRecorder(Recorder):
         # XLA would measure a constant, such as a mask, while it compiles, for seconds each.
         return find_extremes(lax.optimization_barrier(lax.stop_gradient(value)))
 
-    def gather(self, measured: Sequence[tuple[jax.Array, jax.Array]]) -> Extremes:
-        low, high = (jnp.stack(keys) for keys in zip(*measured, strict=True))
+    def gather(self, measured: tuple[jax.Array, jax.Array]) -> Extremes:
+        low, high = measured
         has_nan, has_infinity = (high > INFINITY) | (low < ~INFINITY), (high == INFINITY) | (low == ~INFINITY)
         held = jnp.stack([has_nan, has_infinity], 1)[:, :, None]
-        first = jnp.where(held, 0, jnp.full((len(measured), 2, MOST_LOOPS), NEVER, jnp.int32))
+        first = jnp.where(held, 0, jnp.full((len(low), 2, MOST_LOOPS), NEVER, jnp.int32))
         return Extremes(low, high, first, jnp.ones_like(low))
 
     def join(self, records: Sequence[Extremes]) -> Extremes:

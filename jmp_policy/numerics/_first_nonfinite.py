@@ -202,7 +202,7 @@ def _make_search(
         made = call(recorded, *leaves)[len(body.outvars) :]
         record = Extremes(*made) if words else recorder.empty(0)
         if len(graph.numbers):
-            literals = recorder.gather([find_extremes(jnp.float32(number)) for number in graph.numbers])
+            literals = recorder.gather(jax.vmap(find_extremes)(jnp.asarray(graph.numbers)))
             record = recorder.join([record, literals])
         return chase_origin(graph, record)
 

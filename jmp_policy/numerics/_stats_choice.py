@@ -96,7 +96,7 @@ class StatsRecorder(Recorder):
     def measure(self, value: Any) -> PartialStats | Record:
         return self.spec.look(split_parts(value))
 
-    def gather(self, measured: Sequence[PartialStats | Record]) -> Record:
+    def gather(self, measured: PartialStats | Record) -> Record:
         return self.spec.gather(measured)
 
     def join(self, records: Sequence[Record]) -> Record:

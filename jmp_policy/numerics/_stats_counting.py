@@ -37,10 +37,10 @@ _LARGEST_SUM, _BLOCK = 2**16, 4096  # the most squares in one sum; larger tensor
 
 
 class ExactStats(NamedTuple):
-    """Exact measurements of a tensor, all scalars: the compiler makes a kernel of each array that is put together."""
+    """Exact measurements of a tensor, scalars: the compiler makes a kernel of each array that is put together."""
 
     low: list[jax.Array]  # uint32: the numbers of zeros, nans and infinities
-    high: list[jax.Array]  # the high words of these numbers
+    high: jax.Array  # uint32 `(3,)`: the high words of these numbers, constant below 2**32 elements
     most: jax.Array  # the bits of the largest finite magnitude, an integer
     least: jax.Array  # the bits of the smallest nonzero magnitude, or of infinity
     square: jax.Array  # the scaled sum of squares of finite elements: see `convert_square`
@@ -61,23 +61,21 @@ def measure_exactly(x: jax.Array) -> ExactStats:
     scaled = lax.bitcast_convert_type(most, x.dtype) * x.dtype.type(2.0 ** _scale_exponent(x.dtype))
     starts = [*[np.uint32(0)] * 3, x.dtype.type(0), *bits_like((0, np.inf), x.dtype)]
     found = lax.reduce([*counts, scaled * scaled, most, least], starts, _join_extremes, axes)
-    high = [lax.full_like(each, 0, shape=()) for each in found[:3]]
+    high = jnp.zeros(3, np.uint32)
     if is_large:
         of_blocks, rest = found, tuple(range(found[0].ndim))
-        found = lax.reduce(of_blocks, starts, _join_extremes, rest)
+        found, padding = lax.reduce(of_blocks, starts, _join_extremes, rest), np.uint32(blocks.size - x.size)
         if x.size >= _LARGEST_COUNT:
             words = [add_up_words(each, lax.full_like(each, 0), rest) for each in of_blocks[:3]]
-            found[:3], high = map(list, zip(*words, strict=True))
-        padding = np.array(blocks.size - x.size, np.uint32)
-        high[0] -= lax.convert_element_type(lax.lt(found[0], padding), np.uint32)
+            found[:3], high = [low for low, _ in words], jnp.stack([high for _, high in words])
+            high = high.at[0].add(-lax.convert_element_type(lax.lt(found[0], padding), np.uint32))
         found[0] -= padding
     return ExactStats(found[:3], high, found[-2], found[-1], found[3])
 
 
 def make_empty_extremes(dtype: np.dtype) -> ExactStats:
     most, least = map(jnp.asarray, bits_like((0, np.inf), dtype))
-    zeros = [jnp.uint32(0)] * 3
-    return ExactStats(zeros, zeros, most, least, jnp.zeros((), dtype))
+    return ExactStats([jnp.uint32(0)] * 3, jnp.zeros(3, np.uint32), most, least, jnp.zeros((), dtype))
 
 
 def convert_square(extremes: ExactStats, otherwise: jax.Array) -> jax.Array:

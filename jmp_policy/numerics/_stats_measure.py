@@ -25,7 +25,7 @@ from ._stats_counting import (
     make_empty_extremes,
     measure_exactly,
 )
-from ._stats_record import Record, exponent_bias, join_records, mantissa_bits
+from ._stats_record import Record, exponent_bias, mantissa_bits
 from ._what_if import Sums, add_squares, convert_units, find_exponent, split_blocks, upcast_exactly
 
 _FLOAT32 = np.dtype(np.float32)
@@ -98,21 +98,18 @@ class StatsSpec:
         Subnormal float32 elements are counted as such, and are zeros in the sums.
         """
         row = self._finish(self._look(x), at_least_float32(x.dtype))
-        return Record(*map(_add_axis, row))
+        return Record(*(lax.expand_dims(each, (0,)) for each in row))
 
     def look(self, x: jax.Array) -> PartialStats | Record:
         """Does the part of a measurement that needs the tensor; `gather` does the rest for many tensors at once.
 
         In a program of both float32 and float64 this part is the whole measurement.
         """
-        return jax.tree.map(_add_axis, self._look(x)) if self.dtype == _FLOAT32 else self.measure(x)
+        return self._look(x) if self.dtype == _FLOAT32 else self._finish(self._look(x), at_least_float32(x.dtype))
 
-    def gather(self, looks: Sequence[PartialStats | Record]) -> Record:
-        """Finishes several measurements, which are compiled once for all of them. Each becomes a row."""
-        if self.dtype != _FLOAT32:
-            return join_records([look for look in looks if isinstance(look, Record)])
-        rows = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *looks)
-        return jax.vmap(lambda look: self._finish(look, _FLOAT32))(rows)
+    def gather(self, looks: PartialStats | Record) -> Record:
+        """Finishes several measurements, stacked, which are compiled once for all of them. Each becomes a row."""
+        return looks if isinstance(looks, Record) else jax.vmap(lambda look: self._finish(look, _FLOAT32))(looks)
 
     def _look(self, x: jax.Array) -> PartialStats:
         # XLA would measure a constant, such as a mask, while it compiles, for a minute each.
@@ -164,21 +161,20 @@ class StatsSpec:
             np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
         )
         number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)[None]
-        number = lax.reshape(number, (number.size,))[: windows.taken]
-        number = lax.rem(number, np.uint32(windows.total))
-        across = lax.broadcasted_iota(np.int32, (windows.taken, windows.width), 1)
-        indices = []
-        for axis, length in enumerate(reversed((*x.shape[:-1], windows.per_row))):
-            index = lax.convert_element_type(lax.rem(number, np.uint32(length)), np.int32)
-            number = lax.div(number, np.uint32(length))
-            index = lax.broadcast_in_dim(index, across.shape, (0,))
-            indices.append(index if axis else index * np.int32(windows.width) + across)
+        number = lax.rem(lax.reshape(number, (number.size, 1))[: windows.taken], np.uint32(windows.total))
+        lengths = (*x.shape[:-1], windows.per_row)
+        strides = [min(math.prod(lengths[axis + 1 :]), _LARGEST_NUMBER) for axis in range(x.ndim)]
+        spread = lambda each: lax.broadcast_in_dim(np.array(each, np.uint32), (windows.taken, x.ndim), (1,))
+        number = lax.broadcast_in_dim(number, (windows.taken, x.ndim), (0, 1))
+        places = lax.convert_element_type(lax.rem(lax.div(number, spread(strides)), spread(lengths)), np.int32)
+        *others, last = jnp.split(places, x.ndim, axis=1)
+        last = last * np.int32(windows.width) + np.arange(windows.width, dtype=np.int32)
         mode: dict[str, Any] = (
             {"mode": "fill", "fill_value": 0} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
         )
         if is_explicit:
             mode["out_sharding"] = NamedSharding(mesh, PartitionSpec(None, None))
-        return x.at[tuple(reversed(indices))].get(**mode)
+        return x.at[*others, last].get(wrap_negative_indices=False, **mode)
 
     def _count(self, x: jax.Array, most: jax.Array) -> Losses:
         along = functools.partial(self._count_along, keeps_last=True)
@@ -198,7 +194,7 @@ class StatsSpec:
         counts, sums = self._count(losses.values, most) if isinstance(losses, Sample) else losses
         floats = [each for each in self._formats if not each.block]
         in_blocks = [i for i, each in enumerate(self._formats) if each.block]
-        own = jnp.stack([jnp.stack([np.uint32(1), *extremes.low]), jnp.stack([np.uint32(0), *extremes.high])])
+        own = jnp.stack([jnp.stack([np.uint32(1), *extremes.low]), lax.pad(extremes.high, np.uint32(0), [(1, 0, 0)])])
         words = lax.concatenate([own, counts], 1)
         for i, each in zip(in_blocks, errors, strict=True):
             words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(each.lost)
@@ -230,10 +226,6 @@ class _Windows(NamedTuple):
 
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-
-
-def _add_axis(x: jax.Array) -> jax.Array:
-    return lax.expand_dims(x, (0,))
 
 
 def _choose_extremes(sample: Sample, extremes: ExactStats) -> ExactStats:

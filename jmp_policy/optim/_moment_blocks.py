@@ -184,7 +184,9 @@ def make_thresholds(positions: jax.Array, step: jax.Array, salt: int | np.uint32
     Source: Weyl, Über die Gleichverteilung von Zahlen mod. Eins, 1916 (multiples of the golden ratio, modulo 1).
     """
     offset = step.astype(jnp.uint32) * np.uint32(2654435769)  # 2**32 / golden ratio
-    return scramble(positions + jnp.uint32(salt) * np.uint32(0x9E3779B1)) + (offset >> 16).astype(jnp.uint16)
+    # As an operand, which a barrier makes of the constant: XLA compiles equal kernels once for all leaves of a shape.
+    salt = lax.optimization_barrier(jnp.uint32(salt))
+    return scramble(positions + salt * np.uint32(0x9E3779B1)) + (offset >> 16).astype(jnp.uint16)
 
 
 @dataclasses.dataclass(frozen=True)

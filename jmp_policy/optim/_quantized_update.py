@@ -340,7 +340,7 @@ def _quantize(leaf: jax.Array, layout: _Layout | None, source: jax.Array, salt: 
     if layout is None:
         return leaf
     if jnp.issubdtype(source.dtype, jax.dtypes.prng_key):
-        noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, salt), leaf))
+        noise = _hash(positions, fold_in_devices(jax.random.fold_in(source, lax.optimization_barrier(salt)), leaf))
     else:
         noise = make_thresholds(positions, source, salt)
     return quantize_moment(widen_half(leaf), *layout, noise)
