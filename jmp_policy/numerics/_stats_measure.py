@@ -92,18 +92,11 @@ class StatsSpec:
             jnp.zeros((rows, 1 + 2 * len(self.formats), 2), self.dtype),
         )
 
-    def measure(self, x: jax.Array) -> Record:
-        """Measures a tensor of any shape and real floating dtype, into one row.
-
-        Subnormal float32 elements are counted as such, and are zeros in the sums.
-        """
-        row = self._finish(self._look(x), at_least_float32(x.dtype))
-        return Record(*(lax.expand_dims(each, (0,)) for each in row))
-
     def look(self, x: jax.Array) -> PartialStats | Record:
         """Does the part of a measurement that needs the tensor; `gather` does the rest for many tensors at once.
 
-        In a program of both float32 and float64 this part is the whole measurement.
+        The tensor has any shape and real floating dtype. Subnormal float32 elements are counted as such, and are zeros
+        in the sums. In a program of both float32 and float64 this part is the whole measurement.
         """
         return self._look(x) if self.dtype == _FLOAT32 else self._finish(self._look(x), at_least_float32(x.dtype))
 

@@ -8,6 +8,7 @@ branching, or updates that leave the branch, would show here.
 import cProfile
 import functools
 import pstats
+import re
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +60,28 @@ def test_tracing_a_step_is_linear_and_costs_two_thirds_more_than_without_skips()
     few, many = (_count_calls(leaves, step, SKIPPING) for leaves in (10, 40))
     assert many <= 4.3 * few
     assert many <= 1.72 * _count_calls(40, plain, INNER)
+
+
+def _count_kernels(tx, leaves):
+    """Counts the kernels of an update that differ."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 256), "float32") for i in range(leaves)}
+    text = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile().as_text()
+    bodies = re.findall(r"^%\S*fused_computation[^\n]*(.*?)^}", text, re.M | re.S)
+    return len({re.sub(r"%[\w.-]+|, metadata={.*?}", "", body) for body in bodies})
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.cpu("kernels of XLA:CPU")
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmp.optim.quantize_state(INNER),
+        jmp.optim.quantize_state(INNER, stochastic=jax.random.key(0)),
+        jmp.optim.cast_state(INNER, mu_dtype="bfloat16", nu_dtype="bfloat16", rounding="dither"),
+    ],
+    ids=["step", "key", "dither"],
+)
+def test_noise_of_parameters_of_one_shape_has_one_kernel(tx):
+    """XLA compiles equal kernels once. Eight parameters make one group of `quantize_state`, and the ninth another."""
+    assert _count_kernels(tx, 9) <= _count_kernels(tx, 2) + 2

@@ -134,7 +134,7 @@ def test_float64_is_counted_exactly():
 
 def test_float64_needs_sums_in_float64():
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"float64 needs float64 sums: StatsSpec.*dtype=np\.dt"):
-        jax.eval_shape(StatsSpec(FLOATS).measure, jnp.ones(3))
+        jax.eval_shape(StatsSpec(FLOATS).look, jnp.ones(3))
 
 
 @pytest.mark.slow
