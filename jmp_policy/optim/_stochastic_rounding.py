@@ -154,7 +154,8 @@ def _build_storage(key: jax.Array, specs: Any) -> Storage:
     def encode(wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=implementation))
         leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(of_step, len(leaves))
+        # As operands of equal kernels, which XLA compiles once for all leaves of a shape.
+        keys = lax.optimization_barrier([*jax.random.split(of_step, len(leaves))])
         each = [None] * len(leaves) if specs is None else spread_specs(specs, params)
         rows = zip(leaves, structure.flatten_up_to(wide), keys, each, strict=True)
         narrowed = [_round_parameter(p, w, k, spec) if is_half(p) else w for p, w, k, spec in rows]
