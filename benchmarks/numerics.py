@@ -1,4 +1,4 @@
-"""Measures the cost of `numerics.collect`: the gradient of the example's GPT with statistics, over the same without.
+"""Measures the cost of `numerics.collect` and `first_nonfinite` around the gradient of the example's GPT.
 
 Run from the root of the repository:
 
@@ -101,12 +101,14 @@ def _fill(arg: Any) -> jax.Array:
 
 
 def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Makes a row for each way to measure."""
+    """Makes a row for each way to measure, and for the search for nans."""
     fun, args = gradient(config)
     plain = cost(Program(jax.jit(fun), args), target)
+    programs = {name: observe(fun, args, options) for name, options in measured.items()}
+    programs["`first_nonfinite`"] = Program(jax.jit(jmp.numerics.first_nonfinite(fun)), args)
     rows = []
-    for name, options in measured.items():
-        ratios = cost(observe(fun, args, options), target).over(plain)
+    for name, program in programs.items():
+        ratios = cost(program, target).over(plain)
         rows.append([name, *("not run" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in ratios)])
     return rows
 
@@ -133,8 +135,8 @@ def tables(quick: bool, target: Target | None = None) -> Iterator[ResultTable]:
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
     measured = {"matmuls, float16": MEASURED["matmuls, float16"]} if quick else MEASURED
     rows = cost_rows(config, target, measured)
-    title = f"Gradients of the example's GPT with statistics over those without, for {target.name}"
-    notes = ["The program without statistics is cheaper in every row: this is their price."]
+    title = f"Gradients of the example's GPT with statistics or a search, over those without, for {target.name}"
+    notes = ["The program without them is cheaper in every row: this is their price. No search has anything to find."]
     yield ResultTable.of("costs", title, _COST_HEADER, rows, _TIMED, notes)
 
 
