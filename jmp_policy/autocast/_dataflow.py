@@ -39,12 +39,13 @@ def find_reaching(program: Jaxpr, leaving: frozenset[int], search: _Search) -> t
     `leaving` are the outputs of `program` that do.
     """
     reaching = set(list_variables(atom for i, atom in enumerate(program.outvars) if i in leaving))
-    steep, others = [], WITHOUT_JAXPRS - search.targets
-    if not reaching and {eqn.primitive.name for eqn in program.eqns} <= others:
-        return [NONE] * len(program.eqns), reaching
-    for eqn in reversed(program.eqns):
-        is_apart = eqn.primitive.name in others and (not reaching or reaching.isdisjoint(eqn.outvars))
-        steep.append(NONE if is_apart else _step(eqn, reaching, search))
+    others = WITHOUT_JAXPRS - search.targets
+    steep = [
+        NONE
+        if eqn.primitive.name in others and (not reaching or reaching.isdisjoint(eqn.outvars))
+        else _step(eqn, reaching, search)
+        for eqn in reversed(program.eqns)
+    ]
     return steep[::-1], reaching
 
 

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 BOUNDS = {
     **{name: (lambda rules=rules: host.trace_with_map(rules, 16), 1.1) for name, rules in host.MAPS.items()},
-    "autocast": (lambda: host.trace_autocast(16), 1.52),
+    "autocast": (lambda: host.trace_autocast(16), 1.45),
     "minimize": (lambda: host.lower_minimize(1), 1.08),
     "dispatch of loss_scaled": (lambda: host.dispatch(jmp.optim.loss_scaled(host.ADAMW, jmp.DynamicLossScale())), 10),
     "dispatch of skip_nonfinite": (lambda: host.dispatch(jmp.optim.skip_nonfinite(host.ADAMW)), 10),
