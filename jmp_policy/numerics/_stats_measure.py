@@ -150,17 +150,10 @@ class StatsSpec:
         if windows.width * windows.taken == x.size:
             x = jax.sharding.reshard(x, PartitionSpec()) if is_explicit else x
             return lax.reshape(x, (windows.taken, windows.width))
-        high, low = (
-            np.arange(0, stop, step) * windows.step % windows.total for stop, step in ((windows.taken, 64), (64, 1))
-        )
-        number = lax.expand_dims(high.astype(np.uint32), (1,)) + low.astype(np.uint32)[None]
-        number = lax.rem(lax.reshape(number, (number.size, 1))[: windows.taken], np.uint32(windows.total))
-        lengths = (*x.shape[:-1], windows.per_row)
-        strides = [min(math.prod(lengths[axis + 1 :]), _LARGEST_NUMBER) for axis in range(x.ndim)]
-        spread = lambda each: lax.broadcast_in_dim(np.array(each, np.uint32), (windows.taken, x.ndim), (1,))
-        number = lax.broadcast_in_dim(number, (windows.taken, x.ndim), (0, 1))
-        places = lax.convert_element_type(lax.rem(lax.div(number, spread(strides)), spread(lengths)), np.int32)
-        *others, last = jnp.split(places, x.ndim, axis=1)
+        # Constants: the same arithmetic for each tensor would compile for longer.
+        numbers = np.arange(windows.taken) * windows.step % windows.total
+        places = np.unravel_index(numbers, (*x.shape[:-1], windows.per_row))
+        *others, last = (each[:, None].astype(np.int32) for each in places)
         last = last * np.int32(windows.width) + np.arange(windows.width, dtype=np.int32)
         mode: dict[str, Any] = (
             {"mode": "fill", "fill_value": 0} if x.shape[-1] % windows.width else {"mode": "promise_in_bounds"}
