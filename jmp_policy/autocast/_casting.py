@@ -28,7 +28,7 @@ from ._precision import (
     round_sum,
     write_product,
 )
-from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastLevel, CastState, count_bias_axes, is_given, is_sum
+from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastState, count_bias_axes, is_given, is_sum
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
 from ._tables import Precision
@@ -142,7 +142,7 @@ class CastingRule(EquationWriter):
         dtype, state = value.kind
         if dtype == FLOAT32 or dtype not in COMPUTE_DTYPES:
             return value
-        full = FULL._replace(backward=state.backward, narrow=self._find_narrow(FULL_LEVEL, place, [value]))
+        full = FULL._replace(backward=state.backward, narrow=self._find_narrow(place, [value]))
         return cast_value(value, AbstractValue(FLOAT32, full), eqn, body)
 
     def fuse(
@@ -345,16 +345,16 @@ class CastingRule(EquationWriter):
         dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = self._find_narrow(state.level, place, values) if state.level is FULL_LEVEL else ""
+        narrow = self._find_narrow(place, values) if state.level is FULL_LEVEL else ""
         scope = None if place.backward else place.scope
         if (narrow, place.backward, scope, weight) == (state.narrow, state.backward, state.scope, state.weight):
             return result
         marked = state._replace(narrow=narrow, backward=place.backward, scope=scope, weight=weight)
         return Value(result.atom, AbstractValue(dtype, marked))
 
-    def _find_narrow(self, level: CastLevel, place: EquationPlace, values: Sequence[Value]) -> str:
-        """Says why the next operation casts an output of a function down: a half-precision input, or a rule."""
-        if level is not FULL_LEVEL or place.treatment not in _NARROW:
+    def _find_narrow(self, place: EquationPlace, values: Sequence[Value]) -> str:
+        """Says why the next operation casts a float32 output of a function down: a half-precision input, or a rule."""
+        if place.treatment not in _NARROW:
             return ""
         if place.treatment == "wide":
             states = [kind.state for _, kind in values if kind.dtype is not None]

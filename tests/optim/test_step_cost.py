@@ -2,7 +2,7 @@
 
 In multiples of the parameter bytes. Ten for AdamW alone; one more to read the gradients once for the check, and a half
 to write and read a byte for each number, which is what XLA:CPU makes of a check that loses no nan. Selecting instead of
-branching, or updates that leave the branch, would show here.
+branching, or updates that leave the branch, would show here. So would noise that compiles a kernel for each parameter.
 """
 
 import cProfile
