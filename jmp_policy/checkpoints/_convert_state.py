@@ -13,7 +13,7 @@ import numpy as np
 from .._base import describe, did_you_mean, escape_controls, is_floating, is_half, list_paths_to, round_to_half
 from ..loss_scale import DynamicLossScale
 from ..quant import ARRAYS, is_quantized
-from ._entries import MEMORIES, Entry, Parameter, Path, list_entries, pair_memories
+from ._entries import MEMORIES, SPIKES, Entry, Parameter, Path, list_entries, pair_memories
 from ._values import (
     Misfit,
     Moment,
@@ -27,9 +27,12 @@ from ._values import (
 
 _MISSING = "is not in the checkpoint"
 
-_INITIAL = {"loss_scale": 2.0**15, "grads_finite": True} | dict.fromkeys(
-    ("counter", "skipped_steps", "consecutive_skips"), 0
-)  # of a loss-scaled state, for an abstract target
+_INITIAL = dict.fromkeys(("counter", "skipped_steps", "consecutive_skips", *SPIKES), 0) | {
+    "loss_scale": 2.0**15,
+    "grads_finite": True,
+    "updates_finite": True,
+    "accepted": True,
+}  # of the states of steps that may be skipped, for an abstract target
 
 
 class Conversion:
@@ -113,7 +116,7 @@ class Conversion:
             number = 1.0 if last.endswith("scale") else 0.0
         elif last == "credits" and scale is not None:
             number = scale.hysteresis - 1
-        elif entry.part == "loss_scale":
+        elif entry.part in ("loss_scale", "spikes"):
             number = _INITIAL.get(last)
             number = float(_clip_to_bounds(number, scale)) if last == "loss_scale" and scale is not None else number
         if number is None or not is_abstract(entry.value):

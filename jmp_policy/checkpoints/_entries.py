@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from .._base import OVERWRITE, is_half, name_state
-from ..optim import COMPENSATED, COPIES, SPLIT, Storage
+from ..optim import COMPENSATED, COPIES, SPLIT, SpikeState, Storage
 from ..quant import is_quantized
 
 Path = tuple[str, ...]
 Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`
 
 SKIPS = frozenset({"grads_finite", "skipped_steps", "consecutive_skips"})  # fields of every `LossScaledState`
+SPIKES = frozenset(SpikeState._fields) - {"inner_state"}
 _DYNAMIC_SCALE = {"loss_scale", "counter", "credits"}
 MEMORIES = ("master", "remainder", "compensation")  # fields of `master_weights`, its mode "split", and `kahan`
 
@@ -95,8 +96,13 @@ def _skip_variable(node: Nested) -> Nested:
 def _find_own_fields(node: dict[str, Any], values: list[Any]) -> tuple[set[str], str]:
     """Returns the fields of a state that only our transformations have, and the part of the library they belong to."""
     fields = node.keys() - {"inner_state"}
-    if SKIPS <= fields <= SKIPS | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
+    if (
+        SKIPS <= fields <= SKIPS | {"loss_scale", "updates_finite"}
+        or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE
+    ):
         return fields, "loss_scale"
+    if fields == SPIKES:
+        return fields, "spikes"
     if {"scales"} <= fields <= {"scales", "key"} and isinstance(_skip_variable(node["scales"]), dict):
         return fields, "scales"
     if len(fields) != 1:

@@ -1,12 +1,13 @@
 """A Flax train state in which a non-finite step changes nothing."""
 
+import dataclasses
 from typing import Any, Self
 
 from flax.training import train_state
 
 from .. import optim
 from .._base import OVERWRITE
-from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
+from ..loss_scale import select_tree, was_step_taken
 from ..optim import overwrite_state
 
 
@@ -31,22 +32,25 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: true gradients, a tree like `params`.
-          **kwargs: new values of other fields, such as `batch_stats`; a skipped step keeps the old values.
+          **kwargs: new values of other fields, such as `batch_stats`; a skipped step keeps the old values. `value`,
+            the loss, `grad` and `value_fn` are extra arguments of the optimizer, unless they are fields.
 
         Returns:
           The next state.
         """
+        names = {"value", "grad", "value_fn"} - {field.name for field in dataclasses.fields(self)}
+        extra = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if OVERWRITE in grads:
-            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
+            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"], **extra)
             state = overwrite_state(self.params[OVERWRITE], grads[OVERWRITE], self.opt_state, opt_state)
             params = {**self.params, "params": trained, OVERWRITE: state}
         else:
-            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
-        if not has_scaled_state(opt_state):
+            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params, **extra)
+        taken = was_step_taken(opt_state)
+        if taken is True:
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
-        finite = find_scaled_state(opt_state).grads_finite
-        kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
-        # Not `step + finite`: Flax's first step is a Python int, and a change of its type would compile a jitted train
+        kept = {name: select_tree(taken, value, getattr(self, name)) for name, value in kwargs.items()}
+        # Not `step + taken`: Flax's first step is a Python int, and a change of its type would compile a jitted train
         # step a second time.
-        step = select_tree(finite, self.step + 1, self.step)
+        step = select_tree(taken, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **kept)

@@ -30,6 +30,16 @@ def all_finite(tree: PyTree) -> jax.Array:
     return _are_finite(inexact) if inexact else jnp.array(True)
 
 
+def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
+    """Returns True if no finite element of `old` is non-finite in `new`, a tree like it, as a boolean scalar array."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    inexact = [pair for pair in pairs if _may_be_infinite(pair[1])]
+    if not inexact:
+        return jnp.array(True)
+    # An element may be infinite from the start, such as the best loss so far.
+    return functools.reduce(lax.bitwise_and, [jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y)) for y, x in inexact])
+
+
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
     """Selects the tree `a` if `pred` is true and `b` if it is false, leaf by leaf.
 
@@ -103,7 +113,18 @@ def _is_finite(x: Any) -> jax.Array:
     return lax.reduce_and(lax.is_finite(x), axes=tuple(range(x.ndim)))  # a fifth of the Python calls of jnp
 
 
-class ScaledState:
+class SkippingState:
+    """Base class of the states of optimizers that skip whole steps."""
+
+    __slots__ = ()
+
+    @property
+    def step_taken(self) -> Any:
+        """Whether the last step was taken, a boolean scalar array."""
+        raise NotImplementedError
+
+
+class ScaledState(SkippingState):
     """Base class of `optim.LossScaledState`: the loss scale and the skipped steps beside the state of an optimizer."""
 
     __slots__ = ()
@@ -157,6 +178,12 @@ def get_loss_scale(state: PyTree) -> LossScale:
     return strip_variables(found[0])
 
 
+def was_step_taken(state: PyTree) -> Any:
+    """Returns whether the last step of an optimizer was taken: a boolean scalar array, or True if it never skips."""
+    for found in find_nodes(state, ScaledState) or [state]:
+        return found.step_taken if isinstance(found, SkippingState) else True
+
+
 def find_scaled_state(state: PyTree) -> Any:
     """Finds the one state of `optim.loss_scaled` in a tree, without its inner state."""
     found: list[Any] = find_nodes(state, ScaledState)
@@ -168,21 +195,32 @@ def find_scaled_state(state: PyTree) -> Any:
     return strip_variables(found[0]._replace(inner_state=None))  # no caller reads it, and it may be large
 
 
-def metrics(state: PyTree) -> dict[str, Any]:
+def list_skipping(state: PyTree) -> list[Any]:
+    """Lists the states of all optimizers in a state that skip steps, outermost first, without their inner states."""
+    is_skipping = lambda node: isinstance(node, SkippingState)
+    found: list[Any] = list(filter(is_skipping, jax.tree.leaves(state, is_leaf=is_skipping)))
+    inner = [each for node in found for each in list_skipping(node.inner_state)]
+    return [strip_variables(node._replace(inner_state=None)) for node in found] + inner
+
+
+def metrics(state: PyTree, params: PyTree = None) -> dict[str, Any]:
     """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
     The values are arrays, so a jitted step can return them, and nothing is read from the device. `x.item()` reads one
     as a Python number, and `jax.device_get` reads all of them at once, as NumPy arrays.
 
     Args:
-      state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_spikes`, or a loss scale alone.
+      params: the parameters after the step, for `updates_finite`. To check them inside of the step costs less.
 
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32). For the state of an optimizer also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32).
+      `skipped_steps` and `consecutive_skips` (int32). With `check="updates"`, or with `params`, also `updates_finite`
+      (bool): false in the step whose update lost the parameters, or would have. With `optim.skip_spikes` also
+      `spike_steps` (int32), of all of them if there are several, and `last_spike` (float32), of the outermost.
 
     Raises:
-      ValueError: the tree holds no loss scale or several.
+      ValueError: the tree holds no loss scale and no `optim.skip_spikes`, or several loss scales.
 
     >>> import jax, json, jax.numpy as jnp, jmp_policy as jmp
     >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
@@ -190,15 +228,22 @@ def metrics(state: PyTree) -> dict[str, Any]:
     >>> json.dumps({name: x.item() for name, x in values.items()})
     '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
     """
-    scale = get_loss_scale(state)
-    dynamic = isinstance(scale, DynamicLossScale)
-    found = {
-        "loss_scale": scale.loss_scale if dynamic else np.float32(scale.loss_scale),
-        "steps_since_growth": scale.counter if dynamic else np.int32(0),
-    }
-    if has_scaled_state(state):
-        scaled = find_scaled_state(state)
-        found |= {name: getattr(scaled, name) for name in ("grads_finite", "skipped_steps", "consecutive_skips")}
+    scaled = find_nodes(state, ScaledState)
+    spikes = [node for node in list_skipping(state) if not isinstance(node, ScaledState)]
+    found: dict[str, Any] = {}
+    if not spikes or scaled or find_nodes(state, LossScale):
+        scale = get_loss_scale(state)
+        dynamic = isinstance(scale, DynamicLossScale)
+        found["loss_scale"] = scale.loss_scale if dynamic else np.float32(scale.loss_scale)
+        found["steps_since_growth"] = scale.counter if dynamic else np.int32(0)
+    if scaled:
+        names = ("grads_finite", "skipped_steps", "consecutive_skips", "updates_finite")
+        values = {name: getattr(find_scaled_state(state), name) for name in names}
+        found |= {name: value for name, value in values.items() if value is not None}
+    if params is not None and "updates_finite" not in found:
+        found["updates_finite"] = all_finite(params)
+    if spikes:
+        found |= {"spike_steps": sum(each.spike_steps for each in spikes), "last_spike": spikes[0].last_spike}
     return found
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 from .. import optim
 from .._base import PyTree, split_state
-from ..loss_scale import find_scaled_state, has_scaled_state
+from ..loss_scale import has_scaled_state, was_step_taken
 from ..optim import ParameterUpdate, fill_zeros, overwrite_state, warn_of_half_params
 from ._layer_state import Float8State
 
@@ -70,6 +70,5 @@ class Optimizer(nnx.Optimizer):
         params, opt_state = optim.step(self.tx, true_grads, opt_state, params, **nnx.as_pure(extra))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        taken = find_scaled_state(opt_state).grads_finite if has_scaled_state(opt_state) else True
-        self.step[...] += jnp.uint32(taken)
+        self.step[...] += jnp.uint32(was_step_taken(opt_state))
         return None

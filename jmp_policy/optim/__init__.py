@@ -4,6 +4,7 @@ Non-finite steps:
 
 - `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`.
 - `skip_nonfinite` skips steps without a scale.
+- `skip_spikes` skips steps with unusually large gradients or losses; its state is a `SpikeState`.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
 - `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`.
@@ -26,8 +27,9 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin, raise_if_stuck as raise_if_stuck
+from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin
 from ._step import step as step
+from ._stuck import raise_if_stuck as raise_if_stuck
 from ._transformation import LossScaledState as LossScaledState
 
 if _typing.TYPE_CHECKING:
@@ -42,6 +44,7 @@ if _typing.TYPE_CHECKING:
     from ._minimize import minimize as minimize
     from ._quantize_state import quantize_state as quantize_state
     from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
+    from ._skip_spikes import SpikeState as SpikeState, skip_spikes as skip_spikes
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
     from ._stochastic_rounding import (
         KahanState as KahanState,
@@ -70,6 +73,7 @@ else:  # most training loops need only the steps
         "_minimize": "minimize",
         "_quantize_state": "quantize_state",
         "_quantized_update": "QuantizedMomentsState",
+        "_skip_spikes": "SpikeState skip_spikes",
         "_state_report": "MomentRow StateReport state_report",
         "_stochastic_rounding": "KahanState StochasticRoundingState kahan stochastic_rounding",
     }
@@ -89,6 +93,6 @@ else:  # most training loops need only the steps
         globals(),
         internal=_INTERNAL,
         unlisted="KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState SkippedStep "
-        "SplitWeightsState StateReport StochasticRoundingState",
+        "SpikeState SplitWeightsState StateReport StochasticRoundingState",
         elsewhere={"pmean": "sharding.pmean"},
     )

@@ -36,7 +36,7 @@ def accumulate(total: T, grads: PyTree) -> T:
     return join_state(jax.tree.map(jnp.add, total, grads), jax.tree.map(jnp.maximum, state, new_state))
 
 
-def global_norm(grads: PyTree) -> jax.Array:
+def global_norm(grads: PyTree, axis_name: AxisName | None = None) -> jax.Array:
     """Returns the Euclidean norm of the gradients of all parameters, for logging.
 
     Like `optax.tree.norm`, but float8 state, which is not a gradient, does not count, and squares of half-precision
@@ -44,6 +44,7 @@ def global_norm(grads: PyTree) -> jax.Array:
 
     Args:
       grads: gradients from `jmp_policy.value_and_grad`, also of nnx models; `float0` counts as zero.
+      axis_name: the mapped axes along which gradients are sharded, as in `clip_by_global_norm`.
 
     Returns:
       A real scalar, float32 or wider; non-finite if a gradient is.
@@ -53,8 +54,11 @@ def global_norm(grads: PyTree) -> jax.Array:
     >>> float(jmp.optim.global_norm(grads))
     500.0
     """
-    rest, _ = split_state(grads)
-    return jnp.sqrt(_add_squares(map(_sum_of_squares, _list_inexact(rest))))
+    inexact = _list_inexact(split_state(grads)[0])
+    if axis_name is None:
+        return jnp.sqrt(_add_squares(map(_sum_of_squares, inexact)))
+    total = _add_squares(_share_square(_sum_of_squares(leaf), leaf, axis_name) for leaf in inexact)
+    return jnp.sqrt(lax.psum(vary(total, axis_name), axis_name))
 
 
 def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
@@ -85,18 +89,15 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> o
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
         del params, extra
         rest, float8_state = split_state(updates)
-        squares = [_share_square(_sum_of_squares(leaf), leaf, axis_name) for leaf in _list_inexact(rest)]
-        total = _add_squares(squares)
-        norm = jnp.sqrt(total if axis_name is None else lax.psum(vary(total, axis_name), axis_name))
+        norm = global_norm(rest, axis_name)
         return join_state(jax.tree.map(lambda grad: _scale_down(grad, norm, max_norm), rest), float8_state), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _share_square(square: jax.Array, grad: jax.Array, axis_name: AxisName | None) -> jax.Array:
+def _share_square(square: jax.Array, grad: jax.Array, axis_name: AxisName) -> jax.Array:
     """Divides the square of an array by the number of devices that have a copy of it."""
-    axes = () if axis_name is None else list_axes(axis_name)
-    known = [axis for axis in axes if axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying]
+    known = [axis for axis in list_axes(axis_name) if axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying]
     shared = [axis for axis in known if axis not in jax.typeof(grad).manual_axis_type.varying]
     return square / math.prod(lax.axis_size(axis) for axis in shared)
 

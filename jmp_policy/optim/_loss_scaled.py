@@ -1,181 +1,72 @@
 """`loss_scaled`, an optax transformation that carries a loss scale and skips non-finite steps."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 
-from .._base import AxisName, PyTree, describe, is_half, join_state, split_state, vary
-from ..loss_scale import LossScale, NoOpLossScale, all_finite, has_scaled_state, register_loss_scales, select_tree
-from ._step import (
-    MASKED,
-    explain_step_errors,
-    keep_dtypes,
-    overwrite_state,
-    restore_float0,
-    step,
-    warn_of_half_params,
-    zero_float0,
+from .._base import AxisName, PyTree, describe, split_state, vary
+from ..loss_scale import (
+    LossScale,
+    NoOpLossScale,
+    SkippingState,
+    all_finite,
+    has_scaled_state,
+    register_loss_scales,
+    select_tree,
+    stays_finite,
 )
-from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
+from ._skipping import Decision, SkippingUpdate
+from ._step import MASKED, warn_of_half_params
+from ._transformation import LossScaledState, Transformation, check_transformation
 
 
-class _Operands(NamedTuple):
-    """Inputs of a step."""
+class LossScaledUpdate(SkippingUpdate):
+    """`update` of `loss_scaled`."""
 
-    grads: PyTree  # still multiplied by `scale`
-    scale: LossScale
-    inner_state: PyTree
-    params: PyTree
-    extra: dict[str, Any]  # arguments that are trees of arrays
-
-
-_Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner state
-
-
-def _make_skippable(
-    take: Callable[[_Operands], _Result], skip: Callable[[_Operands], _Result], stores_half: bool
-) -> Callable[[jax.Array, _Operands], _Result]:
-    """Builds the function `(finite, operands)` that takes a step or skips it, as its platform does fastest."""
-
-    # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
-    # forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
-    def branch(finite: jax.Array, operands: _Operands) -> _Result:
-        return lax.cond(finite, take, skip, operands)
-
-    def select(finite: jax.Array, operands: _Operands) -> _Result:
-        return select_tree(finite, take(operands), skip(operands))
-
-    def take_or_skip(finite: jax.Array, operands: _Operands) -> _Result:
-        sizes = (leaf.size if is_half(leaf) else -leaf.size for leaf in jax.tree.leaves(operands.grads))
-        branching = ("cpu", "tpu") if stores_half or sum(sizes) > 0 else ("cpu",)  # if they are mostly half precision
-        return lax.platform_dependent(finite, operands, **dict.fromkeys(branching, branch), default=select)
-
-    # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
-    eager = jax.jit(take_or_skip, inline=True)
-    return lambda finite, operands: (take_or_skip if isinstance(finite, Tracer) else eager)(finite, operands)
-
-
-class LossScaledUpdate(ParameterUpdate):
-    """`update` of `loss_scaled`. On a skipped step the updates are -0.0."""
-
-    overwrites = True
-
-    def __init__(self, inner: Transformation, axis_name: AxisName | None):
-        self._inner = inner
+    def __init__(self, inner: Transformation, axis_name: AxisName | None, checks_updates: bool):
+        super().__init__(inner, self._check_updates if checks_updates else None)
         self._axis_name = axis_name
-        # Built once, for steps without extra arguments that `jax.jit` cannot receive.
-        self._built = {build: build(inner, {}) for build in (_update, _update_and_apply)}
 
-    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        updates, gradient = split_state(updates, MASKED)
-        if gradient is not None and params is None:
-            raise ValueError(
-                "There is float8 state among the gradients, which replaces the old state: update needs the parameters. "
-                "For example: tx.update(grads, opt_state, params)."
-            )
-        # Without state among the gradients, the inner optimizer sees the state among the parameters.
-        params, old = (params, None) if gradient is None else split_state(params, MASKED)
-        zeros = zero_float0(updates)
-        with explain_step_errors(updates, updates if params is None else params):
-            new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
-        # Adding the difference to float8 state gives the next state, up to rounding.
-        difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
-        return join_state(restore_float0(updates, new_updates, zeros), difference), after
-
-    def step(
-        self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, LossScaledState]:
-        return self.step_scaled(grads, NoOpLossScale(), state, params, extra)
-
-    def step_scaled(
-        self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, LossScaledState]:
-        """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
-        (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
-        new_params, after = self._take_or_skip(_update_and_apply, grads, scale, state, params, extra)
-        return join_state(new_params, overwrite_state(old, gradient, state, after)), after
-
-    def _take_or_skip(
-        self,
-        build: Callable[..., Callable[[jax.Array, _Operands], _Result]],
-        grads: PyTree,
-        scale: LossScale,
-        state: LossScaledState,
-        params: PyTree,
-        extra: dict[str, Any],
-    ) -> tuple[PyTree, LossScaledState]:
-        """Returns the updates or parameters of a step that is skipped if a gradient is not finite, and the state."""
+    def _decide(self, grads: PyTree, state: LossScaledState, extra: dict[str, Any]) -> Decision:
         if not isinstance(state, LossScaledState):
             raise TypeError(
                 f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
                 "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
                 "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
             )
-        is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
-        arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
-        others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
-        take_or_skip = build(self._inner, others) if others else self._built[build]
-        finite = all_finite(grads)
-        if self._axis_name is not None:
-            finite = lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
-        out, inner_state = take_or_skip(finite, _Operands(grads, scale, state.inner_state, params, arrays))
-        skipped = (~finite).astype(jnp.int32)
-        return out, LossScaledState(
-            inner_state,
-            state.loss_scale.adjust(finite),
-            finite,
-            state.skipped_steps + skipped,
-            (state.consecutive_skips + skipped) * skipped,
-        )
+        finite = self._agree(all_finite(grads))
 
+        def finish(inner_state: PyTree, updates_finite: jax.Array | None) -> LossScaledState:
+            is_good = finite if updates_finite is None else finite & updates_finite
+            skipped = (~is_good).astype(jnp.int32)
+            new = LossScaledState(
+                inner_state,
+                state.loss_scale.adjust(finite),
+                finite,
+                state.skipped_steps + skipped,
+                (state.consecutive_skips + skipped) * skipped,
+                updates_finite,
+            )
+            if updates_finite is None and not isinstance(inner_state, SkippingState):
+                return new
+            # A step that is skipped with finite gradients says nothing of the scale.
+            scale = select_tree(~finite | new.step_taken, new.loss_scale, state.loss_scale)
+            return new._replace(loss_scale=scale)
 
-def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, _Operands], _Result]:
-    update = with_extra_args(inner).update
+        return Decision(finite, finish)
 
-    @jax.jit  # skip needs its shapes too
-    def take(operands: _Operands) -> _Result:
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra | others)
-        return updates, keep_dtypes(operands.inner_state, inner_state)
+    def _check_updates(self, old: PyTree, new: PyTree) -> jax.Array:
+        return self._agree(stays_finite(old, new))
 
-    def skip(operands: _Operands) -> _Result:
-        updates, _ = jax.eval_shape(take, operands)
-        return jax.tree.map(_negative_zeros, updates), operands.inner_state
-
-    return _make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, _Operands], _Result]:
-    @jax.jit
-    def take(operands: _Operands) -> _Result:
-        params = operands.params
-        like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
-        params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
-        return params, keep_dtypes(operands.inner_state, inner_state)
-
-    def skip(operands: _Operands) -> _Result:
-        return operands.params, operands.inner_state
-
-    return _make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _as_wide(grad: Any, param: Any) -> Any:
-    """Upcasts a half-precision gradient to the dtype of a wider parameter."""
-    return lax.convert_element_type(grad, param.dtype) if is_half(grad) and not is_half(param) else grad
-
-
-def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an update that changes no parameter; +0.0 would change -0.0 to +0.0."""
-    if jnp.issubdtype(update.dtype, jnp.complexfloating):
-        zero = complex(-0.0, -0.0)
-    else:
-        zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-    return lax.full_like(update, zero)  # keeps the sharding; both branches of the cond must have the same one
+    def _agree(self, finite: jax.Array) -> jax.Array:
+        """True if `finite` is true on all devices along the axes."""
+        if self._axis_name is None:
+            return finite
+        return lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
 
 
 if TYPE_CHECKING:
@@ -188,7 +79,16 @@ else:
     LossScaling = optax.GradientTransformationExtraArgs
 
 
-def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> LossScaling:
+Check = Literal["gradients", "updates"]
+
+
+def loss_scaled(
+    inner: Transformation,
+    loss_scale: LossScale,
+    *,
+    axis_name: AxisName | None = None,
+    check: Check = "gradients",
+) -> LossScaling:
     """Carries a loss scale beside an optimizer's state, and skips steps with non-finite gradients.
 
     A skipped step changes only the loss scale and the skip counters. `optim.step` keeps every bit of the parameters and
@@ -210,13 +110,15 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
       loss_scale: the initial loss scale, for example `policy.loss_scale()`.
       axis_name: a mapped axis, or several, along which gradients differ between devices: a step that overflows on one
         of them is skipped on all. Not needed if gradients are averaged before.
+      check: `"updates"` also skips a step with finite gradients that would make an element of the parameters or of the
+        inner state non-finite, at the cost of one more pass over them. Such a step leaves the loss scale alone.
 
     Returns:
       A transformation with a `LossScaledState` as its state. Its `update` passes extra arguments on.
 
     Raises:
       TypeError: `inner` is not an optax transformation, or `loss_scale` is not a loss scale.
-      ValueError: `inner` is a `loss_scaled`, or holds one (`init` raises this).
+      ValueError: `inner` is a `loss_scaled`, or holds one (`init` raises this); or `check` is something else.
 
     Warns:
       UserWarning: `init` gets half-precision parameters, and `inner` would lose small updates of them.
@@ -236,6 +138,11 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
         raise TypeError(f"loss_scale must be a LossScale, got {given}. For example: policy.loss_scale().")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
+    if check not in get_args(Check):
+        raise ValueError(
+            f"check must be 'gradients' or 'updates', got {check!r}. For example: loss_scaled(optax.adamw(1e-3), "
+            "policy.loss_scale(), check='updates')."
+        )
 
     def init(params: PyTree) -> Any:
         register_loss_scales()
@@ -243,16 +150,22 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
         inner_state = inner.init(params)
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
+        LossScaledState._check_outermost(inner_state, in_step=True)
         warn_of_half_params(inner, params, inner_state)
         # Copies: the state may be donated, and the loss scale may initialize another one.
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
+        updates_finite = jnp.array(True) if check == "updates" else None
+        return LossScaledState(
+            inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips, updates_finite
+        )
 
-    return LossScaling(init, LossScaledUpdate(inner, axis_name))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name, check == "updates"))
 
 
-def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> LossScaling:
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, check: Check = "gradients"
+) -> LossScaling:
     """Skips steps with non-finite gradients; `loss_scaled` without a scale, for bfloat16 and float32.
 
     Unlike `optax.apply_if_finite`, it never applies a non-finite step; `optim.raise_if_stuck` raises an error if it
@@ -273,7 +186,7 @@ def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) 
     Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip independently. Adjust the scale
     once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
-    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, check=check)
 
 
 _WRAPPED_TWICE = (

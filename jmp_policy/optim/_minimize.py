@@ -13,7 +13,7 @@ from jax.extend import core
 from .._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, hide_frames, is_half, prepare_state
 from .._jaxpr import run, trace
 from ..gradients import check_differentiable, scale_loss, search_reduce_dtype, value_and_grad, warn_of_half
-from ..loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
+from ..loss_scale import NoOpLossScale, ScaledState, get_loss_scale, has_scaled_state, list_skipping
 from ._loss_scaled import LossScaledUpdate
 from ._step import Params, explain_step_errors, step
 from ._transformation import Transformation
@@ -128,7 +128,13 @@ def _plain_step(
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
     out, grads = differentiated(params)
-    return *step(tx, grads, opt_state, params), out
+    loss = out[0] if has_aux else out
+    return *step(tx, grads, opt_state, params, **_list_extra(opt_state, loss)), out
+
+
+def _list_extra(opt_state: PyTree, loss: Any) -> dict[str, Any]:
+    """Returns the extra arguments of the step: `optim.skip_spikes` may need the loss."""
+    return {"value": loss} if any(not isinstance(each, ScaledState) for each in list_skipping(opt_state)) else {}
 
 
 def _scaled_step(
@@ -143,7 +149,7 @@ def _scaled_step(
         (_, out), grads = call_without_casts(jax.value_and_grad(call_scaled, has_aux=True), params)
     warn_of_half(out[0], scale)
     with explain_step_errors(grads, params):
-        params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
+        params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, _list_extra(opt_state, out[0]))
     return params, opt_state, out if has_aux else out[0]
 
 

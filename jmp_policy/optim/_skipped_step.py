@@ -1,8 +1,7 @@
-"""A skipped step as a host sees it: its cause, the parameters that it concerns, and a run that only skips."""
+"""A skipped step as a host sees it: its cause, and the parameters that it concerns."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._base import PyTree, is_array, split_state, warn_user
 from ..gradients import value_and_grad
-from ..loss_scale import DynamicLossScale, LossScale, find_nodes, find_scaled_state, get_loss_scale, strip_variables
+from ..loss_scale import DynamicLossScale, LossScale, find_nodes, get_loss_scale, strip_variables
 from ..modules import find_adapter
 from ._transformation import LossScaledState, Transformation, check_transformation
 
@@ -65,7 +64,7 @@ class SkippedStep:
         """Returns the number of the step and a paragraph: the op, its elements, parameters, and suggestions."""
         sentences = [f"Step{self._number} was skipped. {self.origin.describe()}"]
         if self.bad_params:
-            sentences.append(_describe_bad_params(self.bad_params))
+            sentences.append(describe_bad_params(self.bad_params))
         if self.bad_grads:
             sentences.append(
                 f"Parameters whose gradients are not finite: {_format_counts(self.bad_grads)}. Each of them skips the "
@@ -78,7 +77,7 @@ class SkippedStep:
         return "" if self.step is None else f" {self.step:,}"
 
 
-def _count_nonfinite(tree: PyTree) -> PyTree:
+def count_nonfinite(tree: PyTree) -> PyTree:
     """Counts the elements of each floating array that are not finite, and all its elements. Skips float8 state."""
     rest, _ = split_state(tree)
     inexact = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -86,7 +85,7 @@ def _count_nonfinite(tree: PyTree) -> PyTree:
     return jax.tree.map(count, strip_variables(rest))
 
 
-def _read_counts(counts: PyTree) -> Counts:
+def read_counts(counts: PyTree) -> Counts:
     is_count = lambda node: isinstance(node, tuple) and len(node) == 2 and all(map(is_array, node))
     keyed = jax.tree_util.tree_leaves_with_path(counts, is_leaf=is_count)
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed)
@@ -100,7 +99,7 @@ def _format_counts(counts: Counts) -> str:
     )
 
 
-def _describe_bad_params(counts: Counts) -> str:
+def describe_bad_params(counts: Counts) -> str:
     return (
         f"Parameters that are not finite themselves: {_format_counts(counts)}. No step repairs them: restore a "
         "checkpoint. A step with finite gradients can have made them so, if its update overflowed."
@@ -165,7 +164,7 @@ def find_origin(
         # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
         select = lambda out: (out[0][0] if has_aux else out[0], out[1])
         (_, grads), origin = search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)
-        return origin, _count_nonfinite(params), _count_nonfinite(grads)
+        return origin, count_nonfinite(params), count_nonfinite(grads)
 
     @functools.cache
     def compile_for(sharding: NamedSharding | None) -> Callable[..., tuple[NonfiniteOrigin, PyTree, PyTree]]:
@@ -198,7 +197,7 @@ def find_origin(
             _warn_of_other_scale(old_state, scale)
             return None
         search = _is_search(origin, scale.adjust(jnp.bool_(False)))
-        return SkippedStep(_count_steps(old_state), origin, search, *map(_read_counts, counts))
+        return SkippedStep(_count_steps(old_state), origin, search, *map(read_counts, counts))
 
     return find
 
@@ -243,62 +242,3 @@ def _count_steps(state: PyTree) -> int | None:
     if len(counts) != 1 or find_nodes(inner, optax.MultiStepsState):
         return None
     return counts.pop() + int(found[0].skipped_steps) + 1
-
-
-def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) -> None:
-    """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
-
-    Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
-
-    A dynamic scale is stuck if it is at its floor and the last two steps were skipped.
-
-    Args:
-      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`. In a state of several models,
-        made by `jax.vmap`, each is looked at.
-      params: parameters to look at if training is stuck: the error names those that are not finite themselves.
-      patience: the number of skips in a row after which a scale that does not change is stuck. If the loop adjusts
-        dynamic scales itself, beside `skip_nonfinite`, use more than their number of backoffs, 24 from the default
-        ceiling.
-
-    Raises:
-      FloatingPointError: training is stuck.
-      ValueError: `state` holds no such state, or several; or `patience` is not positive.
-
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> jmp.optim.raise_if_stuck(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
-    """
-    if patience < 1:
-        raise ValueError(f"patience must be at least 1, got {patience!r}. For example: raise_if_stuck(opt_state).")
-    found = find_scaled_state(state)
-    shape = np.shape(found.consecutive_skips)
-    take = lambda i: jax.tree.map(lambda x: x[i], found) if shape else found
-    texts = {i: text for i in np.ndindex(shape) if (text := _explain_stuck(take(i), patience))}
-    if not texts:
-        return
-    text = next(iter(texts.values()))
-    if shape:
-        listed = ", ".join(str(i[0] if len(i) == 1 else i) for i in texts)
-        text = f"{len(texts)} of {math.prod(shape)} models are stuck: {listed}. Of the first: {text}"
-    bad = _read_counts(_count_nonfinite(params))
-    raise FloatingPointError(f"{text} {_describe_bad_params(bad)}" if bad else text)
-
-
-def _explain_stuck(found: LossScaledState, patience: int) -> str:
-    """Returns the error about a state that is stuck, or an empty string."""
-    scale, skips = found.loss_scale, int(found.consecutive_skips)
-    value = float(scale.loss_scale)
-    if not isinstance(scale, DynamicLossScale):
-        stuck, where = skips >= patience, "does not change"
-    else:
-        at_floor = value <= np.float32(scale.min_loss_scale)  # the scale is float32
-        stuck, where = at_floor and skips >= 2, f"is at its floor {scale.min_loss_scale}"
-    if not stuck:
-        return ""
-    return (
-        f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
-        f"gradients were not finite. The loss scale is {value} and {where}, so the model or its data makes the "
-        "infinities, or another scale does. jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds "
-        "the operation and the parameters; a policy that computes in bfloat16 has the range of float32. value_and_grad "
-        "must scale by this state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state), not by a constant such as "
-        "policy.loss_scale()."
-    )

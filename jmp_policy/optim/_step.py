@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from .._base import PyTree, is_half, join_state, keeps_small_updates, next_state, split_state, warn_once
-from ..loss_scale import find_scaled_state, has_scaled_state
+from ..loss_scale import was_step_taken
 from ._transformation import LossScaledState, ParameterUpdate, Transformation, check_transformation, with_extra_args
 
 MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
@@ -32,10 +32,8 @@ def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTr
         return optax.LookaheadParams(*[overwrite_state(state.fast, gradient, before, after)] * 2)
     # In the middle of `optax.MultiSteps` the amaxes of microbatches combine by maximum.
     new = next_state(state, gradient, _is_first(before))
-    if not has_scaled_state(after):
-        return new
-    finite = find_scaled_state(after).grads_finite
-    return jax.tree.map(lambda new, old: lax.select(finite, new, old), new, state)
+    taken = was_step_taken(after)
+    return new if taken is True else jax.tree.map(lambda new, old: lax.select(taken, new, old), new, state)
 
 
 def _is_first(opt_state: PyTree) -> Any:
@@ -174,8 +172,8 @@ def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
                 "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
             )
         note = (
-            "This optimizer needs extra arguments. Pass them to optim.step, or to update of an nnx.Optimizer; "
-            "optim.minimize and linen.TrainState pass none. For example: loss, grads = "
+            "This optimizer needs extra arguments. Pass them to optim.step, to update of an nnx.Optimizer, or to "
+            "apply_gradients of a linen.TrainState; optim.minimize passes none. For example: loss, grads = "
             "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
             "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
         )

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from .._base import PyTree, describe
-from ..loss_scale import LossScale, ScaledState, has_scaled_state, register_loss_scales
+from ..loss_scale import LossScale, ScaledState, SkippingState, has_scaled_state, list_skipping, register_loss_scales
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 
@@ -60,6 +60,7 @@ class _LossScaledFields(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+    updates_finite: jax.Array | None = None
 
 
 class LossScaledState(_LossScaledFields, ScaledState):
@@ -71,6 +72,8 @@ class LossScaledState(_LossScaledFields, ScaledState):
       grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
       skipped_steps: the number of skipped steps, an int32 scalar.
       consecutive_skips: the number of skipped steps since the last finite one, an int32 scalar.
+      updates_finite: with `check="updates"` whether the last step would have left parameters and state finite, a
+        boolean scalar; true if its gradients were not finite. `None` otherwise.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
@@ -86,6 +89,12 @@ class LossScaledState(_LossScaledFields, ScaledState):
         register_loss_scales()  # Flax's serialization reads a state by its fields, and may have been loaded after it
         return self[1]
 
+    @property
+    def step_taken(self) -> jax.Array:
+        """Whether the last step was taken, a boolean scalar."""
+        taken = self.grads_finite if self.updates_finite is None else self.grads_finite & self.updates_finite
+        return taken & self.inner_state.step_taken if isinstance(self.inner_state, SkippingState) else taken
+
     @staticmethod
     def _check_outermost(state: PyTree, *, in_step: bool) -> None:
         """Raises if a `LossScaledState` is inside of an optax transformation, as far as the state can tell."""
@@ -95,12 +104,19 @@ class LossScaledState(_LossScaledFields, ScaledState):
             return type(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
 
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LossScaledState) or is_outside(node))
-        for node in nodes:
-            if is_outside(node) and has_scaled_state(node):
+        for node in filter(is_outside, nodes):
+            if has_scaled_state(node):
                 raise ValueError(
                     f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation with the "
                     f"state {type(node).__name__}, which advances when they skip a step. For example: "
                     f"loss_scaled({right_nestings[type(node)]}, policy.loss_scale())."
+                )
+            if not isinstance(node, optax.MultiStepsState) and list_skipping(node):
+                raise ValueError(
+                    "skip_spikes goes outside of all but loss_scaled, skip_nonfinite and MultiSteps, but one is inside "
+                    f"of a transformation with the state {type(node).__name__}: it would measure changed gradients, or "
+                    "not skip the whole step. For example: "
+                    f"loss_scaled(skip_spikes({right_nestings[type(node)]}), policy.loss_scale())."
                 )
 
 
@@ -131,7 +147,8 @@ def check_not_outermost(inner: Transformation, name: str) -> None:
     """Raises a `ValueError` if `inner` makes parameters itself, and so must not be inside the transformation `name`."""
     if isinstance(inner.update, ParameterUpdate):
         raise ValueError(
-            f"{name} goes inside of loss_scaled, master_weights, kahan and stochastic_rounding, and only one of the "
-            f"last three around an optimizer. For example: loss_scaled(kahan(optax.adamw(1e-3)), policy.loss_scale()), "
+            f"{name} goes inside of loss_scaled, skip_spikes, master_weights, kahan and stochastic_rounding, and only "
+            "one of the last three around an optimizer. For example: "
+            "loss_scaled(kahan(optax.adamw(1e-3)), policy.loss_scale()), "
             "kahan(cast_state(optax.adamw(1e-3), mu_dtype='bfloat16'))."
         )

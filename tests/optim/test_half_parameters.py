@@ -168,7 +168,9 @@ def test_bad_trees_and_nestings_are_errors_that_say_what_fits(method):
     state = tx.init(params)
     with pytest.raises(TypeError, match=r"inner must be an optax transformation, got 3\. For example: optax.adamw"):
         make(3)
-    with pytest.raises(ValueError, match="goes inside of loss_scaled, master_weights, kahan and stochastic_rounding"):
+    with pytest.raises(
+        ValueError, match="goes inside of loss_scaled, skip_spikes, master_weights, kahan and stochastic_rounding"
+    ):
         make(optim.skip_nonfinite(adam))
     with pytest.raises(ValueError, match=r"go outside of \w+, which would change parameters on a step that they skip"):
         make(optax.chain(optim.skip_nonfinite(adam))).init(params)

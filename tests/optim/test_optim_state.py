@@ -52,7 +52,14 @@ def test_flax_and_orbax_bring_a_state_back_and_flax_refuses_another_kind_of_scal
         _assert_same(checkpointer.restore(tmp_path / "state", fresh), state)
     _assert_same(flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)), state)
     saved = flax.serialization.to_state_dict(state)
-    assert set(saved) == {"inner_state", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
+    assert set(saved) == {
+        "inner_state",
+        "loss_scale",
+        "grads_finite",
+        "skipped_steps",
+        "consecutive_skips",
+        "updates_finite",
+    }
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(saved))
     _assert_same(flax.serialization.from_state_dict(fresh, saved), state)
     other = state._replace(loss_scale=SCALES["dynamic"])

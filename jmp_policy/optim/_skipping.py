@@ -1,0 +1,196 @@
+"""`SkippingUpdate`: takes or skips a whole step of an optimizer, as decided on the device."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.core import Tracer
+
+from .._base import PyTree, is_half, join_state, split_state
+from ..loss_scale import LossScale, NoOpLossScale, select_tree
+from ._step import MASKED, explain_step_errors, keep_dtypes, overwrite_state, restore_float0, step, zero_float0
+from ._transformation import ParameterUpdate, Transformation, with_extra_args
+
+
+class _Operands(NamedTuple):
+    """Inputs of a step."""
+
+    grads: PyTree  # still multiplied by `scale`
+    scale: LossScale
+    inner_state: PyTree
+    params: PyTree
+    extra: dict[str, Any]  # arguments that are trees of arrays
+
+
+class _Result(NamedTuple):
+    """Outputs of a step."""
+
+    out: PyTree  # updates or parameters
+    inner_state: PyTree
+    updates_finite: Any = None  # boolean scalar; None if updates are not checked
+
+
+class Decision(NamedTuple):
+    """Whether a step is taken, and the function from its result to the next state."""
+
+    take: jax.Array
+    finish: Callable[[PyTree, Any], Any]
+
+
+Check = Callable[[PyTree, PyTree], jax.Array]
+"""Decides, from the parameters and inner state before and after a step, whether it may be kept."""
+
+
+class SkippingUpdate(ParameterUpdate):
+    """`update` of a transformation that takes or skips whole steps. On a skipped step the updates are -0.0."""
+
+    overwrites = True
+
+    def __init__(self, inner: Transformation, check: Check | None = None):
+        self.inner = inner
+        self._check = check
+        # Built once, for steps without extra arguments that `jax.jit` cannot receive.
+        self._built = {build: build(inner, {}, check) for build in (_update, _update_and_apply)}
+
+    @abc.abstractmethod
+    def _decide(self, grads: PyTree, state: Any, extra: dict[str, Any]) -> Decision:
+        """Decides on a step from its gradients, which may be scaled, and from extra arguments."""
+
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        updates, gradient = split_state(updates, MASKED)
+        if gradient is not None and params is None:
+            raise ValueError(
+                "There is float8 state among the gradients, which replaces the old state: update needs the parameters. "
+                "For example: tx.update(grads, opt_state, params)."
+            )
+        # Without state among the gradients, the inner optimizer sees the state among the parameters.
+        params, old = (params, None) if gradient is None else split_state(params, MASKED)
+        zeros = zero_float0(updates)
+        with explain_step_errors(updates, updates if params is None else params):
+            new_updates, after = self._take_or_skip(_update, zeros, NoOpLossScale(), state, params, extra)
+        # Adding the difference to float8 state gives the next state, up to rounding.
+        difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
+        return join_state(restore_float0(updates, new_updates, zeros), difference), after
+
+    def step(self, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
+        return self.step_scaled(grads, NoOpLossScale(), state, params, extra)
+
+    def step_scaled(
+        self, grads: PyTree, scale: LossScale, state: Any, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, Any]:
+        """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
+        (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
+        new_params, after = self._take_or_skip(_update_and_apply, grads, scale, state, params, extra)
+        return join_state(new_params, overwrite_state(old, gradient, state, after)), after
+
+    def _take_or_skip(
+        self,
+        build: Callable[..., Callable[[jax.Array, _Operands], _Result]],
+        grads: PyTree,
+        scale: LossScale,
+        state: Any,
+        params: PyTree,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, Any]:
+        """Returns the updates or parameters of a step, and the next state."""
+        take, finish = self._decide(grads, state, extra)
+        is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
+        arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
+        others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
+        take_or_skip = build(self.inner, others, self._check) if others else self._built[build]
+        out, *rest = take_or_skip(take, _Operands(grads, scale, state.inner_state, params, arrays))
+        return out, finish(*rest)
+
+
+def _update(
+    inner: Transformation, others: dict[str, Any], check: Check | None
+) -> Callable[[jax.Array, _Operands], _Result]:
+    update = with_extra_args(inner).update
+
+    @jax.jit  # skip needs its shapes too
+    def take(operands: _Operands) -> _Result:
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra | others)
+        return _Result(updates, keep_dtypes(operands.inner_state, inner_state))
+
+    def skip(operands: _Operands) -> _Result:
+        updates = jax.eval_shape(take, operands).out
+        return _Result(jax.tree.map(_negative_zeros, updates), operands.inner_state)
+
+    def compare(operands: _Operands, new: _Result) -> tuple[PyTree, PyTree]:
+        if operands.params is None:
+            return (skip(operands).out, operands.inner_state), (new.out, new.inner_state)
+        return (operands.params, operands.inner_state), (optax.apply_updates(operands.params, new.out), new.inner_state)
+
+    return _make_skippable(inner, take, skip, check and (lambda *args: check(*compare(*args))))
+
+
+def _update_and_apply(
+    inner: Transformation, others: dict[str, Any], check: Check | None
+) -> Callable[[jax.Array, _Operands], _Result]:
+    @jax.jit
+    def take(operands: _Operands) -> _Result:
+        params = operands.params
+        like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
+        params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
+        return _Result(params, keep_dtypes(operands.inner_state, inner_state))
+
+    def skip(operands: _Operands) -> _Result:
+        return _Result(operands.params, operands.inner_state)
+
+    return _make_skippable(inner, take, skip, check and (lambda operands, new: check(skip(operands)[:2], new[:2])))
+
+
+def _make_skippable(
+    inner: Transformation,
+    take: Callable[[_Operands], _Result],
+    skip: Callable[[_Operands], _Result],
+    check: Callable[[_Operands, _Result], jax.Array] | None,
+) -> Callable[[jax.Array, _Operands], _Result]:
+    """Builds the function `(decision, operands)` that takes a step or skips it, as its platform does fastest."""
+
+    # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
+    # forms trace it once.
+    stores_half = isinstance(inner.update, ParameterUpdate)  # the step stores half-precision parameters in its own way
+
+    def branch(decision: jax.Array, operands: _Operands) -> _Result:
+        if check is None:
+            return lax.cond(decision, take, skip, operands)
+        # XLA makes one pass of the step and the check, which writes nothing, and computes the step again in the branch.
+        # To keep its results until they are checked would need three more copies of the parameters in memory.
+        finite = check(operands, take(operands))
+        return lax.cond(decision & finite, take, skip, operands)._replace(updates_finite=finite | ~decision)
+
+    def select(decision: jax.Array, operands: _Operands) -> _Result:
+        new = take(operands)
+        if check is None:
+            return select_tree(decision, new, skip(operands))
+        finite = check(operands, new)
+        return select_tree(decision & finite, new, skip(operands))._replace(updates_finite=finite | ~decision)
+
+    def take_or_skip(decision: jax.Array, operands: _Operands) -> _Result:
+        sizes = (leaf.size if is_half(leaf) else -leaf.size for leaf in jax.tree.leaves(operands.grads))
+        branching = ("cpu", "tpu") if stores_half or sum(sizes) > 0 else ("cpu",)  # if they are mostly half precision
+        return lax.platform_dependent(decision, operands, **dict.fromkeys(branching, branch), default=select)
+
+    # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
+    eager = jax.jit(take_or_skip, inline=True)
+    return lambda decision, operands: (take_or_skip if isinstance(decision, Tracer) else eager)(decision, operands)
+
+
+def _as_wide(grad: Any, param: Any) -> Any:
+    """Upcasts a half-precision gradient to the dtype of a wider parameter."""
+    return lax.convert_element_type(grad, param.dtype) if is_half(grad) and not is_half(param) else grad
+
+
+def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an update that changes no parameter; +0.0 would change -0.0 to +0.0."""
+    if jnp.issubdtype(update.dtype, jnp.complexfloating):
+        zero = complex(-0.0, -0.0)
+    else:
+        zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
+    return lax.full_like(update, zero)  # keeps the sharding; both branches of the cond must have the same one
