@@ -5,14 +5,20 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
+import optax
+
 import jmp_policy as jmp
 from benchmarks import autocast as _autocast
 from benchmarks._compiled import count_parameters
+from benchmarks._loss import cross_entropy
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
-from benchmarks._optimizer_updates import half_optimizers
+from benchmarks._optimizer_updates import ADAMW, half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
 from benchmarks.architectures._programs import by_hand as architecture_by_hand
 from benchmarks.small_state import describe_params, small_state_optimizers, update_program
+from examples.gpt.gpt_linen import GPT
 from examples.gpt.model import GPTConfig
 
 PARAMETERS = 10**8
@@ -83,6 +89,23 @@ def optimizer(size: int = PARAMETERS) -> Iterator[Row]:
             yield Row((half, name), entry, over, unit=4 * count_parameters(made.params))
 
 
+def checks(size: int = PARAMETERS, gpt: GPTConfig | None = None) -> Iterator[Row]:
+    """A whole step by `optim.minimize` in float16 that also checks its updates or skips spikes, over one without."""
+    scale, made = jmp.DynamicLossScale(), Steps(size)
+    of_gpt = functools.partial(minimized_gpt, gpt or GPTConfig(width=768, depth=12, heads=12, context=256))
+    plain = jmp.optim.loss_scaled(ADAMW, scale)
+    others = {
+        "check='updates'": jmp.optim.loss_scaled(ADAMW, scale, check="updates"),
+        "skip_spikes": jmp.optim.loss_scaled(jmp.optim.skip_spikes(ADAMW), scale),
+        "skip_spikes(of='loss')": jmp.optim.loss_scaled(jmp.optim.skip_spikes(ADAMW, of="loss"), scale),
+        "clip_by_global_norm": jmp.optim.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), ADAMW), scale),
+    }
+    for model, make in {"MLP": made.minimized, "GPT": of_gpt}.items():
+        over = Entry(f"checks, {model}: gradients", functools.partial(make, plain))
+        for name, tx in others.items():
+            yield Row((model, name), Entry(f"checks, {model}: {name}", functools.partial(make, tx)), over)
+
+
 def half_optimizer(size: int = PARAMETERS) -> Iterator[Row]:
     """A whole step by `optim.minimize`, over bfloat16 parameters, with and without a check."""
     made = Steps(size, HALF_POLICY)
@@ -113,3 +136,14 @@ def small_state(given: tuple[int, int] = (4096, 6), whole: int = 6 * 4096**2) ->
     for name, tx in small_state_optimizers().items():
         entry = Entry(f"small state, whole step: {name}", functools.partial(made.minimized, tx))
         yield Row(("whole step", name), entry, unit=count_parameters(made.params))
+
+
+def minimized_gpt(config: GPTConfig, tx: optax.GradientTransformation, batch: int = 4) -> Program:
+    """A step of the example's GPT in float16 by `optim.minimize`, on shapes."""
+    model = jmp.with_policy(GPT(config), "mixed_float16")
+    tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+    inputs = jnp.zeros((batch, config.context), jnp.int32)
+    params = jax.eval_shape(lambda key: model.init(key, inputs)["params"], jax.random.key(0))
+    loss_fn = lambda params, x: cross_entropy(model.apply({"params": params}, x[:, :-1]), x[:, 1:])
+    step = jax.jit(jmp.optim.minimize(loss_fn, tx), donate_argnums=(0, 1))
+    return Program(step, (params, jax.eval_shape(tx.init, params), tokens))

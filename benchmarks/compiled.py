@@ -22,7 +22,7 @@ import jax
 
 from benchmarks._compiled import Figures, figures, products
 from benchmarks._compiled_formats import float8, int8, int8_static
-from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
+from benchmarks._compiled_steps import Entry, Row, autocast, checks, half_optimizer, optimizer, small_state, zero_cost
 from benchmarks._results import ResultTable, hash_sources, list_versions
 from benchmarks._targets import TARGETS, Target
 
@@ -63,6 +63,11 @@ TABLES = {
     ),
     "optimizer": Table(
         "A train step of 100 M float32 parameters, in multiples of their bytes", ("compute", "step"), optimizer
+    ),
+    "checks": Table(
+        "A float16 train step of 100 M parameters that checks more, over one that checks gradients",
+        ("model", "also"),
+        checks,
     ),
     "half": Table(
         "A train step of 100 M bfloat16 parameters, in multiples of 4 bytes each", ("optimizer",), half_optimizer

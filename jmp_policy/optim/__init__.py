@@ -7,7 +7,7 @@ Non-finite steps:
 - `skip_spikes` skips steps with unusually large gradients or losses; its state is a `SpikeState`.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
-- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep`.
+- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep` with a `BadGradient` per parameter.
 
 Gradients:
 
@@ -27,7 +27,7 @@ import typing as _typing
 from .._base import load_lazily as _load_lazily
 from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._skipped_step import SkippedStep as SkippedStep, find_origin as find_origin
+from ._skipped_step import BadGradient as BadGradient, SkippedStep as SkippedStep, find_origin as find_origin
 from ._step import step as step
 from ._stuck import raise_if_stuck as raise_if_stuck
 from ._transformation import LossScaledState as LossScaledState
@@ -92,7 +92,7 @@ else:  # most training loops need only the steps
         _SOURCES,
         globals(),
         internal=_INTERNAL,
-        unlisted="KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState SkippedStep "
-        "SpikeState SplitWeightsState StateReport StochasticRoundingState",
+        unlisted="BadGradient KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState "
+        "SkippedStep SpikeState SplitWeightsState StateReport StochasticRoundingState",
         elsewhere={"pmean": "sharding.pmean"},
     )

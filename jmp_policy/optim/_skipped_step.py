@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._base import PyTree, is_array, split_state, warn_user
 from ..gradients import value_and_grad
-from ..loss_scale import DynamicLossScale, LossScale, find_nodes, get_loss_scale, strip_variables
+from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, find_nodes, get_loss_scale, strip_variables
 from ..modules import find_adapter
+from ._skipping import SkippingUpdate
+from ._step import list_trained
 from ._transformation import LossScaledState, Transformation, check_transformation
 
 if TYPE_CHECKING:
@@ -25,6 +28,30 @@ else:
 
 Counts = Mapping[str, tuple[int, int]]  # elements that are not finite and all elements of arrays, by path
 _MOST_LISTED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class BadGradient:
+    """A parameter whose gradient is not finite.
+
+    Attributes:
+      path: the names of the parameter, joined by `/`.
+      bad: the number of elements of its gradient that are not finite.
+      size: the number of all elements.
+      frozen: whether the optimizer does not train it, as `optax.set_to_zero` in `optax.partition`.
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.optim.BadGradient("head/kernel", 2, 8, frozen=True))
+    'head/kernel (2 of 8, frozen)'
+    """
+
+    path: str
+    bad: int
+    size: int
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the parameter'} ({self.bad} of {self.size}{', frozen' if self.frozen else ''})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +66,7 @@ class SkippedStep:
         overflowed, under a dynamic scale that can still fall.
       bad_params: the parameters that are not finite themselves, by path, with the number of elements that are not
         finite and of all elements.
-      bad_grads: likewise the parameters whose gradients are not finite.
+      parameters: those whose gradients are not finite, in the order of the backward pass.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx, params = jmp.optim.skip_nonfinite(optax.adam(0.1)), jnp.ones(2)
@@ -53,7 +80,7 @@ class SkippedStep:
     origin: "NonfiniteOrigin"
     is_search: bool
     bad_params: Counts
-    bad_grads: Counts
+    parameters: tuple[BadGradient, ...]
 
     def __str__(self) -> str:
         search = "; the loss scale was too high, which is normal at the start" if self.is_search else ""
@@ -65,11 +92,11 @@ class SkippedStep:
         sentences = [f"Step{self._number} was skipped. {self.origin.describe()}"]
         if self.bad_params:
             sentences.append(describe_bad_params(self.bad_params))
-        if self.bad_grads:
-            sentences.append(
-                f"Parameters whose gradients are not finite: {_format_counts(self.bad_grads)}. Each of them skips the "
-                "step, also one that the optimizer does not train: for that one, jax.lax.stop_gradient in the loss."
-            )
+        if self.parameters:
+            listed = _join([str(each) for each in self.parameters], most=5)
+            sentences.append(f"Parameters whose gradients are not finite, in the order of the backward pass: {listed}.")
+        if any(each.frozen for each in self.parameters):
+            sentences.append("A frozen one skips the step too: put jax.lax.stop_gradient around it in the loss.")
         return " ".join(sentences)
 
     @property
@@ -88,21 +115,23 @@ def count_nonfinite(tree: PyTree) -> PyTree:
 def read_counts(counts: PyTree) -> Counts:
     is_count = lambda node: isinstance(node, tuple) and len(node) == 2 and all(map(is_array, node))
     keyed = jax.tree_util.tree_leaves_with_path(counts, is_leaf=is_count)
-    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed)
-    return {name: (int(bad), int(size)) for name, (_, (bad, size)) in zip(names, keyed, strict=True) if int(bad)}
+    return {_name(path): (int(bad), int(size)) for path, (bad, size) in keyed if int(bad)}
 
 
-def _format_counts(counts: Counts) -> str:
-    listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
-    return ", ".join(listed[:_MOST_LISTED]) + (
-        f" and {len(listed) - _MOST_LISTED} more" if listed[_MOST_LISTED:] else ""
-    )
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _join(listed: list[str], most: int) -> str:
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if listed[most:] else "")
 
 
 def describe_bad_params(counts: Counts) -> str:
+    listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
     return (
-        f"Parameters that are not finite themselves: {_format_counts(counts)}. No step repairs them: restore a "
-        "checkpoint. A step with finite gradients can have made them so, if its update overflowed."
+        f"Parameters that are not finite themselves: {_join(listed, _MOST_LISTED)}. No step repairs them: restore a "
+        "checkpoint. A step with finite gradients can have made them so, if its update overflowed: loss_scaled(..., "
+        "check='updates') skips it."
     )
 
 
@@ -156,11 +185,14 @@ def find_origin(
     check_transformation(tx)
     is_static = lambda node: isinstance(node, _Static)
 
+    def differentiate(params: PyTree, scale: LossScale) -> Callable[..., Any]:
+        adapter = find_adapter(params)
+        transform: Any = (adapter and adapter.value_and_grad) or value_and_grad
+        return transform(loss_fn, has_aux=has_aux, loss_scale=scale)
+
     def search(params: PyTree, scale: LossScale, given: Any) -> tuple[NonfiniteOrigin, PyTree, PyTree]:
         args, kwargs = jax.tree.map(lambda x: x.value if is_static(x) else x, given, is_leaf=is_static)
-        adapter = find_adapter(params)
-        differentiate: Any = (adapter and adapter.value_and_grad) or value_and_grad
-        differentiated = differentiate(loss_fn, has_aux=has_aux, loss_scale=scale)
+        differentiated = differentiate(params, scale)
         # The loss comes first: a nan of the forward pass need not be among the values that the gradient reads.
         select = lambda out: (out[0][0] if has_aux else out[0], out[1])
         (_, grads), origin = search_nonfinite(differentiated, select, checks=False)(params, *args, **kwargs)
@@ -171,6 +203,8 @@ def find_origin(
         # XLA:CPU compiles the search in three quarters of the time without optimizations.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(search, out_shardings=sharding, compiler_options=options)
+
+    described: dict[Any, list[tuple[str, bool]]] = {}  # the parameters, by the types of the arguments
 
     def find(params: PyTree, old_state: PyTree, *args: Any, **kwargs: Any) -> SkippedStep | None:
         given = jax.tree.map(lambda leaf: leaf if is_array(leaf) else _Static(leaf), (args, kwargs))
@@ -191,15 +225,60 @@ def find_origin(
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, given))]
         mesh = next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
         everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        found, *counts = compile_for(everywhere)(params, scale, given)
+        found, param_counts, grad_counts = compile_for(everywhere)(params, scale, given)
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
             _warn_of_other_scale(old_state, scale)
             return None
         search = _is_search(origin, scale.adjust(jnp.bool_(False)))
-        return SkippedStep(_count_steps(old_state), origin, search, *map(read_counts, counts))
+        bad_grads = read_counts(grad_counts)
+        key = jax.tree.structure((params, given)), *map(jax.typeof, jax.tree.leaves((params, given)))
+        if bad_grads and key not in described:
+            # Unscaled, each gradient is the output of its own part of the backward pass.
+            take_grads = lambda params: differentiate(params, NoOpLossScale())(params, *args, **kwargs)[1]
+            described[key] = _describe_gradients(take_grads, params, tx)
+        parameters = tuple(
+            BadGradient(name, *bad_grads[name], frozen) for name, frozen in described.get(key, ()) if name in bad_grads
+        )
+        return SkippedStep(_count_steps(old_state), origin, search, read_counts(param_counts), parameters)
 
     return find
+
+
+def _describe_gradients(
+    take_grads: Callable[[PyTree], PyTree], params: PyTree, tx: Transformation
+) -> list[tuple[str, bool]]:
+    """Lists the parameters and whether they are frozen, in the order in which the backward pass makes gradients."""
+    program, made = jax.make_jaxpr(take_grads, return_shape=True)(params)
+    grads = split_state(strip_variables(made))[0]
+    inner: Any = tx
+    while isinstance(inner.update, SkippingUpdate):
+        inner = inner.update.inner
+    frozen = {
+        name: not is_trained for name, is_trained in zip(_list_names(grads), list_trained(inner, grads), strict=True)
+    }
+    names = zip(_list_names(strip_variables(made)), _order_outputs(program.jaxpr), strict=True)
+    return [(name, frozen[name]) for name, _ in sorted(names, key=lambda pair: pair[1]) if name in frozen]
+
+
+def _list_names(tree: PyTree) -> list[str]:
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _order_outputs(program: Any) -> list[tuple[int, ...]]:
+    """Returns the place of each output of a jaxpr among its equations, and inside of an equation that calls another."""
+    from .._jaxpr import sub_jaxprs
+
+    made = {out: (i, k) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
+
+    @functools.cache
+    def order_inside(i: int) -> list[tuple[int, ...]]:
+        eqn = program.eqns[i]
+        bodies = [body.program for body in sub_jaxprs(eqn) if len(body.program.outvars) == len(eqn.outvars)]
+        return _order_outputs(bodies[0]) if bodies else [()] * len(eqn.outvars)
+
+    found = [None if isinstance(atom, Literal) else made.get(atom) for atom in program.outvars]
+    return [() if at is None else (at[0], *order_inside(at[0])[at[1]]) for at in found]
 
 
 @jax.tree_util.register_static

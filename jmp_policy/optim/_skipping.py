@@ -155,7 +155,10 @@ def _make_skippable(
 
     # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
     # forms trace it once.
-    stores_half = isinstance(inner.update, ParameterUpdate)  # the step stores half-precision parameters in its own way
+    innermost: Any = inner.update
+    while isinstance(innermost, SkippingUpdate):
+        innermost = innermost.inner.update
+    stores_half = isinstance(innermost, ParameterUpdate)  # the step stores half-precision parameters in its own way
 
     def branch(decision: jax.Array, operands: _Operands) -> _Result:
         if check is None:

@@ -68,7 +68,7 @@ def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> No
     leaves = jax.tree.leaves_with_path(params)
     if not any(is_half(leaf) for _, leaf in leaves) or keeps_small_updates(state):
         return
-    trained = zip(leaves, _list_trained(tx, params, state), strict=True)
+    trained = zip(leaves, list_trained(tx, params), strict=True)
     path, leaf = next((pair for pair, is_trained in trained if is_trained and is_half(pair[1])), ((), None))
     if leaf is None:
         return
@@ -82,13 +82,15 @@ def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> No
     )
 
 
-def _list_trained(tx: Transformation, params: PyTree, state: PyTree) -> list[bool]:
+def list_trained(tx: Transformation, params: PyTree) -> list[bool]:
     """Returns for each parameter if its update depends on gradients; it does not if `optax.partition` freezes it."""
     try:
-        program = jax.make_jaxpr(lambda grads: tx.update(grads, state, params)[0])(params).jaxpr
+        state = jax.eval_shape(tx.init, params)
+        take = lambda grads, state, params: with_extra_args(tx).update(grads, state, params)[0]
+        program = jax.make_jaxpr(take)(params, state, params).jaxpr
     except Exception:  # it needs more arguments, or an axis that only the step has
         return [True] * len(jax.tree.leaves(params))
-    reached = set(program.invars)
+    reached = set(program.invars[: len(jax.tree.leaves(params))])
     for eqn in program.eqns:
         if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)

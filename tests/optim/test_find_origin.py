@@ -93,7 +93,7 @@ def test_an_nnx_model_with_dropout_and_running_statistics_is_differentiated_by_i
     model.layers[0].scale[...] = model.layers[0].scale[...].at[0].set(jnp.nan)
     skip = find(model, SCALE, jnp.ones((4, 2)))
     assert skip.bad_params == {"layers/0/scale": (1, 2)}
-    assert set(skip.bad_grads) >= {"layers/0/scale", "layers/0/bias"}
+    assert {each.path for each in skip.parameters} >= {"layers/0/scale", "layers/0/bias"}
     assert "not finite themselves: layers/0/scale (1 of 2). No step repairs them" in skip.describe()
 
 
@@ -114,6 +114,7 @@ def test_arguments_that_are_no_arrays_are_passed_on_and_another_scale_traces_not
     nan = GOOD.at[0].set(jnp.nan)
     skip = find(params, jmp.DynamicLossScale(4.0), x=nan, inverted=True, name="a")
     assert (skip.origin.argument, skip.origin.kind) == ("x", "nan")
+    assert find(params, jmp.DynamicLossScale(8.0), x=nan, inverted=True, name="a").parameters == skip.parameters
     assert len(traces) == first
 
 
@@ -127,10 +128,32 @@ def test_parameters_with_bad_gradients_are_named_also_frozen_ones():
         lambda p: jnp.sum(p["w"]) + jnp.sum(jnp.sqrt(p["frozen"])), jmp.optim.skip_nonfinite(inner)
     )
     skip = find({"w": jnp.ones(3), "frozen": jnp.float32([0.0, 1.0])}, jmp.NoOpLossScale())
-    assert (skip.bad_params, skip.bad_grads) == ({}, {"frozen": (1, 2)})
-    assert (
-        "gradients are not finite: frozen (1 of 2). Each of them skips the step, also one that the" in skip.describe()
-    )
+    assert (skip.bad_params, skip.parameters) == ({}, (jmp.optim.BadGradient("frozen", 1, 2, frozen=True),))
+    assert "of the backward pass: frozen (1 of 2, frozen). A frozen one skips the step too: put jax" in skip.describe()
+
+
+def _layers_of(count):
+    return {f"layer{i}": {"b": jnp.zeros(2), "w": jnp.eye(2)} for i in range(count)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_bad_gradients_are_in_the_order_of_the_backward_pass(wrap):
+    """The loss overflows at the top, and the gradients of all layers below are not finite."""
+
+    @wrap
+    def deep_loss(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.sum(jnp.sqrt(x - x))
+
+    tx = jmp.optim.loss_scaled(optax.sgd(0.1), SCALE)
+    params = _layers_of(7)
+    skip = jmp.optim.find_origin(deep_loss, tx)(params, tx.init(params), GOOD[None])
+    assert [each.path[:6] for each in skip.parameters] == [f"layer{i}" for i in range(6, -1, -1) for _ in "bw"]
+    assert {each.path for each in skip.parameters[:2]} == {"layer6/w", "layer6/b"}
+    assert "in the order of the backward pass: layer6/b (2 of 2), layer6/w (4 of 4)," in skip.describe()
+    assert "layer4/b (2 of 2) and 9 more." in skip.describe()
 
 
 @pytest.mark.slow
