@@ -15,6 +15,7 @@ from ._ends import (
     ObservedCall as ObservedCall,
     check_function as check_function,
     find_real_shape as find_real_shape,
+    find_signature as find_signature,
     keep_changes as keep_changes,
     name_arguments as name_arguments,
     name_results as name_results,

@@ -41,10 +41,12 @@ if _typing.TYPE_CHECKING:
     # fmt: off
     from ._explain import explain  # noqa: F401
     from ._first_nonfinite import search_nonfinite  # noqa: F401
+    from ._origin import say_what_happened  # noqa: F401
     from ._remedies import reaches_pole  # noqa: F401
     from ._tune import check_budget, name_metric, tune  # noqa: F401
-    from ._tune_search import Ranking, Subject, Trial, TrialLog, is_loss  # noqa: F401
+    from ._tune_search import Ranking, Subject, Trial, TrialLog, find_smallest_set, is_loss  # noqa: F401
     from ._tuning import CHOSEN, Tuning  # noqa: F401
+    from ._widened import list_half_scopes, widen  # noqa: F401
     # fmt: on
     # isort: on
 else:  # `optim` uses one of these and should not load the others
@@ -66,10 +68,12 @@ else:  # `optim` uses one of these and should not load the others
     _INTERNAL = {
         "_explain": "explain",
         "_first_nonfinite": "search_nonfinite",
+        "_origin": "say_what_happened",
         "_remedies": "reaches_pole",
         "_tune": "check_budget name_metric tune",
-        "_tune_search": "Ranking Subject Trial TrialLog is_loss",
+        "_tune_search": "Ranking Subject Trial TrialLog find_smallest_set is_loss",
         "_tuning": "CHOSEN Tuning",
+        "_widened": "list_half_scopes widen",
     }
     _MOVED = "Certificate Divergence OutputErrors ScopeErrors Worst certify diverge record"
     __getattr__, __dir__ = _load_lazily(

@@ -187,18 +187,18 @@ class NonfiniteOrigin(_OriginFields):
                 "A result was not finite, but all were when the program ran again to find the origin. The second "
                 "run is compiled separately and may round differently, and GPUs do not sum in a fixed order."
             )
-        sentences = [_say_what_happened(self)]
+        sentences = [say_what_happened(self)]
         cause = self.cause
         if cause is not None:
             is_nan = self.kind == "nan"
             how = "It was made of infinities." if is_nan else "Its zero is the reciprocal of an earlier infinity."
-            sentences.append(f"{how} {_say_what_happened(cause)}")
+            sentences.append(f"{how} {say_what_happened(cause)}")
         root = cause or self
         remedy = find_remedy(_read_words(root), root.kind, root.operands, is_cause=cause is not None)
         return escape_controls(" ".join(filter(None, [*sentences, remedy])))
 
 
-def _say_what_happened(one: NonfiniteOrigin) -> str:
+def say_what_happened(one: NonfiniteOrigin) -> str:
     kind = {"nan": "A nan", "inf": "An infinity"}[one.kind]
     if one.argument and one.argument != A_CONSTANT:
         return f"{kind} came in with argument `{one.argument}`."

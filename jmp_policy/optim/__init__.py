@@ -7,7 +7,8 @@ Non-finite steps:
 - `skip_spikes` skips steps with unusually large gradients or losses; its state is a `SpikeState`.
 - `step` updates and applies, `minimize` builds a whole training step.
 - `raise_if_stuck` raises an error if training is stuck.
-- `find_origin` finds the origin of a skipped step on the host, as a `SkippedStep` with a `BadGradient` per parameter.
+- `find_origin` makes an `OriginFinder`, which finds the origin of a skipped step on the host, as a `SkippedStep` with a
+  `BadGradient` per parameter, and judges it: a `Verdict`. `SkipLog` stores verdicts in a file.
 
 Gradients:
 
@@ -25,9 +26,10 @@ Half-precision parameters:
 import typing as _typing
 
 from .._base import load_lazily as _load_lazily
+from ._find_origin import OriginFinder as OriginFinder, find_origin as find_origin
 from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._skipped_step import BadGradient as BadGradient, SkippedStep as SkippedStep, find_origin as find_origin
+from ._skipped_step import BadGradient as BadGradient, SkippedStep as SkippedStep
 from ._step import step as step
 from ._stuck import raise_if_stuck as raise_if_stuck
 from ._transformation import LossScaledState as LossScaledState
@@ -44,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from ._minimize import minimize as minimize
     from ._quantize_state import quantize_state as quantize_state
     from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
+    from ._skip_log import SkipLog as SkipLog
     from ._skip_spikes import SpikeState as SpikeState, skip_spikes as skip_spikes
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
     from ._stochastic_rounding import (
@@ -52,6 +55,7 @@ if _typing.TYPE_CHECKING:
         kahan as kahan,
         stochastic_rounding as stochastic_rounding,
     )
+    from ._verdict import Verdict as Verdict
 
     # for other packages of the library
     # isort: off
@@ -73,9 +77,11 @@ else:  # most training loops need only the steps
         "_minimize": "minimize",
         "_quantize_state": "quantize_state",
         "_quantized_update": "QuantizedMomentsState",
+        "_skip_log": "SkipLog",
         "_skip_spikes": "SpikeState skip_spikes",
         "_state_report": "MomentRow StateReport state_report",
         "_stochastic_rounding": "KahanState StochasticRoundingState kahan stochastic_rounding",
+        "_verdict": "Verdict",
     }
     _INTERNAL = {
         "_half_parameters": "Storage",
@@ -92,7 +98,7 @@ else:  # most training loops need only the steps
         _SOURCES,
         globals(),
         internal=_INTERNAL,
-        unlisted="BadGradient KahanState LossScaledState MasterWeightsState MomentRow QuantizedMomentsState "
-        "SkippedStep SpikeState SplitWeightsState StateReport StochasticRoundingState",
+        unlisted="BadGradient KahanState LossScaledState MasterWeightsState MomentRow OriginFinder "
+        "QuantizedMomentsState SkippedStep SpikeState SplitWeightsState StateReport StochasticRoundingState Verdict",
         elsewhere={"pmean": "sharding.pmean"},
     )

@@ -120,7 +120,8 @@ class _Settings(NamedTuple):
 def _find_limit(state: SpikeState, settings: _Settings) -> jax.Array:
     """Returns the largest statistic that is not a spike."""
     is_seen = jnp.arange(settings.window) < state.accepted_steps
-    average = lambda x: jnp.sum(x, where=is_seen) / jnp.clip(state.accepted_steps, 1, settings.window)
+    count = jnp.sum(is_seen, dtype=jnp.float32)
+    average = lambda x: jnp.sum(x, where=is_seen) / jnp.maximum(count, 1.0)
     mean = average(state.history)
     deviation = jnp.sqrt(average(jnp.square(state.history - mean)))
     return mean + settings.factor * jnp.maximum(deviation, _SMALLEST_DEVIATION * jnp.abs(mean))

@@ -1,0 +1,56 @@
+"""`SkipLog`: a file of the skipped steps of a run."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+from .._base import JsonLog
+from ._verdict import Verdict
+
+
+class SkipLog:
+    """A file with one line of JSON for each skipped step: when, which batch, and the verdict.
+
+    A line that a crash has cut off is removed when the file is opened again, and the log goes on after it.
+
+    Args:
+      path: the file. It is created if it does not exist.
+
+    Raises:
+      ValueError: the file is not a log of skipped steps, or a line in the middle is damaged. It is not changed.
+
+    >>> import tempfile, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> find = jmp.optim.find_origin(lambda w, x: jnp.sum(w / x), tx := jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    >>> params, batch = jnp.ones(2), jnp.float32([2.0, jnp.inf])
+    >>> log = jmp.optim.SkipLog(tempfile.mkdtemp() + "/skips.jsonl")
+    >>> log.add(find.verdict(params, tx.init(params), jnp.float32([jnp.nan, 1.0])), batch="shard-3/1207")
+    >>> [(entry["batch"], entry["kind"], entry["place"]) for entry in log.read()]
+    [('shard-3/1207', 'data', 'x')]
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._file = JsonLog(Path(path), {"log": "skipped steps"}, "skipped steps", "SkipLog({!r})", "skips")
+        if self._file.read(_parse) is None:
+            self._file.start()
+
+    def add(self, verdict: Verdict, batch: Any = None, **more: Any) -> None:
+        """Appends a line.
+
+        Args:
+          verdict: from `find.verdict`.
+          batch: how the caller names the batch: a number, a string, or other JSON.
+          **more: other JSON values to store, such as `epoch=3`.
+        """
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._file.add({"time": now, "batch": batch, **verdict.to_dict(), **more})
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns all entries: the fields of `Verdict.to_dict`, `batch`, and `time` in UTC."""
+        return self._file.read(_parse) or []
+
+
+def _parse(header: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if header != {"log": "skipped steps"}:
+        raise ValueError
+    return lines

@@ -1,0 +1,328 @@
+"""The verdict on a skipped step: what is at fault, from replays on the host."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._base import PyTree, cast_floating, is_floating, is_half
+from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, find_nodes, stays_finite, strip_variables
+from ..modules import force_full_precision
+from ..policy import PolicyMap, get_policy, make_map
+from ..report import make_finite, make_plain
+from ._find_origin import Given, OriginFinder, count_steps, find_inner, unwrap
+from ._gradients import global_norm
+from ._input_ranges import find_suspects, name_leaves
+from ._replay import (
+    Replay,
+    count_differences,
+    find_inner_state,
+    find_trained,
+    hide_infinite_starts,
+    make_state,
+    replay,
+    take_step,
+    update,
+)
+from ._skip_spikes import SpikeState
+from ._skipped_step import count_nonfinite, read_counts
+from ._transformation import LossScaledState
+
+if TYPE_CHECKING:
+    from ..numerics import NonfiniteOrigin
+
+Kind = Literal["data", "scale", "format", "model", "state", "spike", "not reproduced"]
+
+_MOST_TRIALS = 24
+_MOST_LISTED = 8
+_SMALLEST_SCALE = 2.0**-24
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What made a step skip; `str` of it is a paragraph.
+
+    Attributes:
+      kind: `"data"`, `"scale"`, `"format"`, `"model"`, `"state"`, `"spike"` or `"not reproduced"`: see
+        `OriginFinder.verdict`.
+      step: the number of the step, from 1; `None` if the optimizer does not count its steps.
+      text: the paragraph.
+      place: the name of the input, parameter or moment, or the path of the operation with its primitive.
+      rows: the rows of the input along its first axis; the first eight.
+      loss_scale: the largest loss scale, by factors of two below that of the step, at which it is finite.
+      value: the largest magnitude of the operation's result in float32, or the gradient norm of a spike.
+      limit: the largest number of the operation's dtype.
+      source: the user's line of the operation, `"/home/me/train.py:12"`.
+      policy_map: the smallest map with which the step is finite, if the search found one.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
+    >>> find = jmp.optim.find_origin(loss_fn, tx := jmp.optim.skip_nonfinite(optax.sgd(0.1)))
+    >>> params = jnp.float32([300.0, 1.0])
+    >>> verdict = find.verdict(params, tx.init(params), jnp.float32([400.0, 300.0]))
+    >>> verdict.kind, verdict.place, verdict.value, verdict.limit
+    ('format', 'mul', 120000.0, 65504.0)
+    """
+
+    kind: Kind
+    step: int | None
+    text: str
+    place: str = ""
+    rows: tuple[int, ...] = ()
+    loss_scale: float | None = None
+    value: float | None = None
+    limit: float | None = None
+    source: str = ""
+    policy_map: PolicyMap | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as dictionaries, lists, strings and finite numbers."""
+        return make_finite(make_plain(self))
+
+
+def judge(finder: OriginFinder, given: Given, old_state: PyTree, times: int) -> Verdict:
+    """Replays a step and returns what is at fault; the first check that finds something decides."""
+    return next(_Case(finder, given, old_state).list_verdicts(times))
+
+
+class _Case:
+    """A step to judge. Each check yields its verdict if it has one."""
+
+    def __init__(self, finder: OriginFinder, given: Given, old_state: PyTree):
+        self._finder, self._given, self._old_state = finder, given, old_state
+        found = find_nodes(old_state, LossScaledState) or find_nodes(old_state, SpikeState)
+        self._state: Any = strip_variables(found[0]) if found else None
+        self._step = count_steps(old_state)
+
+    def list_verdicts(self, times: int) -> Iterator[Verdict]:
+        yield from self._check_state()
+        first = self._replay()
+        for _ in range(times - 1):
+            yield from self._compare(first, self._replay())
+        if first.finite:
+            yield from self._check_finite_step(first)
+        yield from self._check_data(lambda given: self._replay(given).finite)
+        yield from self._check_scale()
+        yield from self._check_operation()
+
+    def _replay(self, given: Given | None = None) -> Replay:
+        return self._finder.compile(replay)(given or self._given)
+
+    def _make(self, kind: Kind, text: str, **fields: Any) -> Verdict:
+        number = "The step" if self._step is None else f"Step {self._step:,}"
+        return Verdict(kind, self._step, f"{number} was skipped because of {text}", **fields)
+
+    def _check_state(self) -> Iterator[Verdict]:
+        count = jax.jit(count_nonfinite)
+        bad = {f"params/{name}".rstrip("/"): counts for name, counts in read_counts(count(self._given.params)).items()}
+        if self._state is not None:
+            state = find_inner_state(self._state)
+            new = jax.eval_shape(lambda given: make_state(self._finder, given), self._given)
+            if jax.tree.structure(new) == jax.tree.structure(state):
+                state = self._finder.compile(hide_infinite_starts)(self._given, state)
+            bad |= {f"opt_state/{name}": counts for name, counts in read_counts(count(state)).items()}
+        for place, (count, size) in bad.items():
+            text = (
+                f"the state: {count} of {size} elements of {place} are not finite. No step repairs them: restore a "
+                "checkpoint from before. A step with finite gradients can have made them so, if its update overflowed, "
+                "which loss_scaled(..., check='updates') skips; or a fault of the machine."
+            )
+            yield self._make("state", text, place=place)
+
+    def _compare(self, one: Replay, other: Replay) -> Iterator[Verdict]:
+        counts = read_counts(self._finder.compile(count_differences)(one, other))
+        if counts:
+            listed = ", ".join(f"{name} ({bad} of {size})" for name, (bad, size) in list(counts.items())[:_MOST_LISTED])
+            text = (
+                f"something that is not reproduced: two runs of one program on the same inputs differ in bits of "
+                f"{listed}. Either the device sums in no fixed order, or it is faulty. Repeat the step with XLA's "
+                "deterministic operations, and on another machine."
+            )
+            yield self._make("not reproduced", text, place=next(iter(counts)))
+
+    def _check_finite_step(self, found: Replay) -> Iterator[Verdict]:
+        """Judges a step whose loss and gradients are finite."""
+        if self._state is not None:
+            decide = self._finder.compile(take_step)
+            spiked, updates_finite = decide(self._given, self._state)
+            if spiked:
+                yield from self._check_data(lambda given: not decide(given, self._state)[0])
+                norm = float(global_norm(found.grads))
+                text = (
+                    f"a spike: loss {float(found.loss):.4g}, gradient norm {norm:.4g}. All numbers are finite, and no "
+                    "input is out of range. Look at the steps before, at the learning rate and at the labels."
+                )
+                yield self._make("spike", text, value=norm)
+            if not updates_finite:
+                yield from self._check_update(found)
+        text = (
+            "something that is not reproduced: loss and gradients of the replay are finite. The gradients of the step "
+            "were taken with another scale, of another batch or loss, or on a machine that failed."
+        )
+        yield self._make("not reproduced", text)
+
+    def _check_update(self, found: Replay) -> Iterator[Verdict]:
+        from ..numerics import search_nonfinite
+
+        state, params = find_inner_state(self._state), find_trained(self._given.params, found.grads)
+        run = lambda *args: update(self._finder, *args)
+        _, origin = jax.jit(search_nonfinite(run, None, checks=False))(found.grads, state, params, found.loss)
+        origin = jax.device_get(origin)
+        wide = lambda tree: cast_floating(tree, jnp.float32)
+        # Hyperparameters were rounded when the state was made.
+        keep = lambda old, new: wide(old) if jnp.ndim(old) or not is_floating(old) else new
+        old = wide(params), jax.tree.map(keep, state, find_inner(self._finder.tx).init(wide(params)))
+        new = jax.jit(run)(wide(found.grads), old[1], old[0], found.loss)
+        half = next((str(x.dtype) for x in jax.tree.leaves((params, state)) if is_half(x)), None)
+        fields = {"place": _name_place(origin), "source": origin.source}
+        if half is not None and stays_finite(old, new):
+            text = (
+                f"the format of the optimizer: loss and gradients are finite, but its update in {half} is not. "
+                f"{_say_where(origin)} In float32 it is finite: loss_scaled(optim.master_weights(tx), scale) keeps "
+                "parameters and moments in float32."
+            )
+            yield self._make("format", text, limit=_find_limit(half), **fields)
+        text = f"the optimizer: loss and gradients are finite, but its update is not. {origin.describe()}"
+        yield self._make("model", text, **fields)
+
+    def _check_data(self, heals: Callable[[Given], Any]) -> Iterator[Verdict]:
+        args, kwargs = unwrap(self._given.arguments)
+        for name, leaf in name_leaves(self._finder.loss_fn, args, kwargs):
+            found = find_suspects(leaf, self._finder.ranges.get(name))
+            if found is None:
+                continue
+            replace = lambda x, leaf=leaf, clipped=found.clipped: clipped if x is leaf else x
+            if heals(self._given._replace(arguments=jax.tree.map(replace, self._given.arguments))):
+                rows = f" (rows {', '.join(map(str, found.rows))})" if found.rows else ""
+                text = (
+                    f"the data: {found.text} in {name}{rows}. With these elements in the range {found.low:.4g} to "
+                    f"{found.high:.4g} the step is taken."
+                )
+                yield self._make("data", text, place=name, rows=found.rows)
+
+    def _check_scale(self) -> Iterator[Verdict]:
+        scale, value = self._given.scale, float(self._given.scale.loss_scale)
+        if isinstance(scale, NoOpLossScale):
+            return
+        floor = float(np.float32(scale.min_loss_scale)) if isinstance(scale, DynamicLossScale) else 1.0
+        is_finite = lambda x: bool(self._replay(self._given._replace(scale=_replace_value(scale, x))).finite)
+        lowest = next((x for x in (floor, _SMALLEST_SCALE) if x < value and is_finite(x)), None)
+        if lowest is None:
+            return
+        good, bad = math.ceil(math.log2(value / lowest)), 0  # halvings
+        while good - bad > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if is_finite(value / 2.0**middle) else (good, middle)
+        best = value / 2.0**good
+        if best < floor:
+            advice = f"The floor is {floor:g}: lower it, with DynamicLossScale(min_loss_scale={best:g})."
+        elif isinstance(scale, DynamicLossScale):
+            advice = "The scale falls by itself: this is normal at the start, and now and then later."
+        else:
+            advice = "It does not change: take policy.loss_scale(), or a smaller StaticLossScale."
+        text = f"the loss scale: the step is not finite at {value:g}, and finite at {best:g}. {advice}"
+        yield self._make("scale", text, loss_scale=best)
+
+    def _check_operation(self) -> Iterator[Verdict]:
+        from ..numerics import list_half_scopes, widen
+
+        found = self._finder.find(self._given, self._old_state)
+        if found is None:
+            yield self._make("not reproduced", "something that another compilation of the step does not reproduce.")
+            return
+        origin = found.origin
+        args, kwargs = unwrap(self._given.arguments)
+        differentiated = self._finder.differentiate(self._given.params, self._given.scale)
+        scopes = list_half_scopes(differentiated, self._given.params, *args, **kwargs)
+        if scopes and self._is_finite_with(lambda fun: widen(force_full_precision(fun)), "wide"):
+            yield self._blame_format(origin.cause or origin, self._find_map(scopes, origin))
+        elif origin.argument and not origin.argument.startswith("a constant"):
+            yield self._make("data", f"the data: {origin.describe()}", place=origin.argument)
+        text = f"the model: the step is not finite in float32 either. {origin.describe()}"
+        yield self._make("model", text, place=_name_place(origin), source=origin.source)
+
+    def _is_finite_with(self, transform: Callable[..., Any], key: Any) -> bool:
+        run = lambda finder, given: replay(finder, given, transform).finite
+        return bool(self._finder.compile(run, key)(self._given))
+
+    def _find_map(self, scopes: list[str], origin: "NonfiniteOrigin") -> PolicyMap | None:
+        """Finds the smallest set of scopes that have to be in float32, the suspicious ones first."""
+        from ..numerics import find_smallest_set, widen
+
+        suspects = [each.path for each in (origin.cause, origin) if each is not None and each.path in scopes]
+        ranked = list(dict.fromkeys([*suspects, *scopes]))
+
+        def measure(kept: frozenset[int]) -> float:
+            chosen = frozenset(ranked[i] for i in kept)
+            is_finite = self._is_finite_with(lambda fun: widen(fun, chosen), ("map", chosen))
+            return 0.0 if is_finite else math.inf
+
+        if measure(frozenset(range(len(ranked)))):  # an epsilon that half precision rounds to zero
+            return None
+        found = find_smallest_set(measure, len(ranked), 0.5, budget=_MOST_TRIALS)
+        half = next((each.dtype for each in (origin.cause, origin) if each and each.dtype in _HALF), "float16")
+        low = get_policy(f"params=float32,compute={half},output=none")
+        kept = [ranked[i] for i in sorted(found.kept)]
+        return make_map(sorted(scopes), kept, low, low.replace(compute_dtype="float32"))
+
+    def _measure_in_float32(self, origin: "NonfiniteOrigin") -> float | None:
+        """Returns the largest magnitude of an operation's result in float32, if the operation is there too."""
+        from ..numerics import collect, widen
+
+        args, kwargs = unwrap(self._given.arguments)
+        differentiated = self._finder.differentiate(self._given.params, self._given.scale)
+        options = {"where": (origin.primitive,), "of": (origin.direction,), "sample": None}
+        observed = collect(widen(differentiated), **options)
+        try:
+            stats = jax.jit(lambda params: observed(params, *args, **kwargs)[1])(self._given.params)
+        except ValueError:  # it has another primitive in float32
+            return None
+        place = origin.source, origin.path
+        return max(
+            (float(row.amax) for row in stats.rows() if row.times and (row.source, row.path) == place), default=None
+        )
+
+    def _blame_format(self, origin: "NonfiniteOrigin", policy_map: PolicyMap | None) -> Verdict:
+        value, limit = self._measure_in_float32(origin) if origin.primitive else None, _find_limit(origin.dtype)
+        text = f"the format: the step is finite in float32. {_say_where(origin)}"
+        if value is not None and limit is not None:
+            text += f" In float32 its largest result is {value:.4g}, and {origin.dtype} ends at {limit:g}."
+        if policy_map is not None and policy_map.rules:
+            rules = {rule.key: str(rule.policy.compute_dtype) for rule in policy_map.rules}
+            text += f" It is finite with PolicyMap({rules}, policy)."
+        elif policy_map is not None:
+            text += " Nothing less than float32 everywhere makes it finite: compute in bfloat16, or scale the inputs."
+        fields = {"place": _name_place(origin), "source": origin.source, "policy_map": policy_map}
+        return self._make("format", text, value=value, limit=limit, **fields)
+
+
+_HALF = ("float16", "bfloat16")
+
+
+def _replace_value(scale: LossScale, value: float) -> LossScale:
+    if not isinstance(scale, DynamicLossScale):
+        return dataclasses.replace(scale, loss_scale=value)  # pyright: ignore[reportArgumentType]
+    leaves, structure = jax.tree.flatten(scale)
+    return structure.unflatten([jnp.float32(value), *leaves[1:]])
+
+
+def _find_limit(dtype: str) -> float | None:
+    return float(jnp.finfo(dtype).max) if dtype.startswith(("float", "bfloat")) else None
+
+
+def _name_place(origin: "NonfiniteOrigin") -> str:
+    return "/".join(filter(None, (origin.path, origin.primitive))) or origin.argument or ""
+
+
+def _say_where(origin: "NonfiniteOrigin") -> str:
+    """Returns a sentence about an operation, without advice."""
+    from ..numerics import say_what_happened
+
+    return say_what_happened(origin)
