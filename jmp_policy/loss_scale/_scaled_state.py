@@ -114,9 +114,11 @@ def _is_finite(x: Any) -> jax.Array:
 
 
 class SkippingState:
-    """Base class of the states of optimizers that skip whole steps."""
+    """Base class of the states of optimizers that skip whole steps, named tuples."""
 
     __slots__ = ()
+    inner_state: Any
+    _replace: Any
 
     @property
     def step_taken(self) -> Any:

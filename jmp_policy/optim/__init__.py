@@ -26,16 +26,14 @@ Half-precision parameters:
 import typing as _typing
 
 from .._base import load_lazily as _load_lazily
-from ._find_origin import OriginFinder as OriginFinder, find_origin as find_origin
 from ._gradients import accumulate as accumulate, clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._skipped_step import BadGradient as BadGradient, SkippedStep as SkippedStep
 from ._step import step as step
-from ._stuck import raise_if_stuck as raise_if_stuck
 from ._transformation import LossScaledState as LossScaledState
 
 if _typing.TYPE_CHECKING:
     from ._cast_state import cast_state as cast_state
+    from ._find_origin import OriginFinder as OriginFinder, find_origin as find_origin
     from ._master_weights import (
         MasterWeightsState as MasterWeightsState,
         SplitWeightsState as SplitWeightsState,
@@ -48,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
     from ._skip_log import SkipLog as SkipLog
     from ._skip_spikes import SpikeState as SpikeState, skip_spikes as skip_spikes
+    from ._skipped_step import BadGradient as BadGradient, SkippedStep as SkippedStep
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
     from ._stochastic_rounding import (
         KahanState as KahanState,
@@ -55,6 +54,7 @@ if _typing.TYPE_CHECKING:
         kahan as kahan,
         stochastic_rounding as stochastic_rounding,
     )
+    from ._stuck import raise_if_stuck as raise_if_stuck
     from ._verdict import Verdict as Verdict
 
     # for other packages of the library
@@ -73,14 +73,17 @@ if _typing.TYPE_CHECKING:
 else:  # most training loops need only the steps
     _SOURCES = {
         "_cast_state": "cast_state",
+        "_find_origin": "OriginFinder find_origin",
         "_master_weights": "MasterWeightsState SplitWeightsState master_params master_weights with_master_params",
         "_minimize": "minimize",
         "_quantize_state": "quantize_state",
         "_quantized_update": "QuantizedMomentsState",
         "_skip_log": "SkipLog",
         "_skip_spikes": "SpikeState skip_spikes",
+        "_skipped_step": "BadGradient SkippedStep",
         "_state_report": "MomentRow StateReport state_report",
         "_stochastic_rounding": "KahanState StochasticRoundingState kahan stochastic_rounding",
+        "_stuck": "raise_if_stuck",
         "_verdict": "Verdict",
     }
     _INTERNAL = {

@@ -26,7 +26,7 @@ from ..loss_scale import (
 from ..modules import find_adapter
 from ._input_ranges import Range, join_range, name_leaves
 from ._skipped_step import BadGradient, SkippedStep, count_nonfinite, is_search, list_names, read_counts
-from ._skipping import SkippingUpdate
+from ._skipping import find_inner
 from ._step import list_trained
 from ._transformation import LossScaledState, Transformation, check_transformation
 
@@ -226,14 +226,6 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
     """
     check_transformation(tx)
     return OriginFinder(loss_fn, tx, has_aux)
-
-
-def find_inner(tx: Transformation) -> Any:
-    """Returns the transformation inside of all that skip steps."""
-    inner: Any = tx
-    while isinstance(inner.update, SkippingUpdate):
-        inner = inner.update.inner
-    return inner
 
 
 def _describe_gradients(

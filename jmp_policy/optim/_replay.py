@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from .._base import PyTree, is_array, is_floating
 from ..loss_scale import all_finite, stays_finite, strip_variables
-from ._find_origin import Given, OriginFinder, find_inner, unwrap
+from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
+from ._skipping import find_inner
 from ._step import step
 from ._transformation import LossScaledState
 

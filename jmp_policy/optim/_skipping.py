@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._base import PyTree, is_half, join_state, split_state
-from ..loss_scale import LossScale, NoOpLossScale, select_tree
+from ..loss_scale import LossScale, NoOpLossScale, SkippingState, select_tree
 from ._step import MASKED, explain_step_errors, keep_dtypes, overwrite_state, restore_float0, step, zero_float0
 from ._transformation import ParameterUpdate, Transformation, with_extra_args
 
@@ -54,11 +54,28 @@ class SkippingUpdate(ParameterUpdate):
         self.inner = inner
         self._check = check
         # Built once, for steps without extra arguments that `jax.jit` cannot receive.
-        self._built = {build: build(inner, {}, check) for build in (_update, _update_and_apply)}
+        self._built = {build: build(find_inner(inner), {}, check) for build in (_update, _update_and_apply)}
 
     @abc.abstractmethod
     def _decide(self, grads: PyTree, state: Any, extra: dict[str, Any]) -> Decision:
         """Decides on a step from its gradients, which may be scaled, and from extra arguments."""
+
+    def decide(self, grads: PyTree, scale: LossScale, state: Any, extra: dict[str, Any]) -> Decision:
+        """Decides on a step together with those inside that skip steps: one branch costs less than one inside another.
+
+        `finish` of the decision takes the state inside of all of them.
+        """
+        own, update = self._decide(grads, state, extra), self.inner.update
+        if not isinstance(update, SkippingUpdate):
+            return own
+        inner = update.decide(scale.unscale(grads), NoOpLossScale(), state.inner_state, extra)
+
+        def finish(inner_state: PyTree, updates_finite: Any) -> Any:
+            reached = own.take if updates_finite is None else own.take & updates_finite
+            new = _select_skipping(reached, inner.finish(inner_state, None), state.inner_state)
+            return own.finish(new, updates_finite)
+
+        return Decision(own.take & inner.take, finish)
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         updates, gradient = split_state(updates, MASKED)
@@ -97,13 +114,33 @@ class SkippingUpdate(ParameterUpdate):
         extra: dict[str, Any],
     ) -> tuple[PyTree, Any]:
         """Returns the updates or parameters of a step, and the next state."""
-        take, finish = self._decide(grads, state, extra)
+        take, finish = self.decide(grads, scale, state, extra)
         is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
         arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
         others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
-        take_or_skip = build(self.inner, others, self._check) if others else self._built[build]
-        out, *rest = take_or_skip(take, _Operands(grads, scale, state.inner_state, params, arrays))
+        take_or_skip = build(find_inner(self.inner), others, self._check) if others else self._built[build]
+        inner_state = state.inner_state
+        while isinstance(inner_state, SkippingState):
+            inner_state = inner_state.inner_state
+        out, *rest = take_or_skip(take, _Operands(grads, scale, inner_state, params, arrays))
         return out, finish(*rest)
+
+
+def find_inner(tx: Transformation) -> Any:
+    """Returns the transformation inside of all that skip steps."""
+    inner: Any = tx
+    while isinstance(inner.update, SkippingUpdate):
+        inner = inner.update.inner
+    return inner
+
+
+def _select_skipping(reached: jax.Array, new: Any, old: Any) -> Any:
+    """Selects between states of transformations that skip steps. The state inside of all of them is that of `new`."""
+    if not isinstance(new, SkippingState):
+        return new
+    inner_state = _select_skipping(reached, new.inner_state, old.inner_state)
+    fields = select_tree(reached, new._replace(inner_state=None), old._replace(inner_state=None))
+    return fields._replace(inner_state=inner_state)
 
 
 def _update(
@@ -155,10 +192,7 @@ def _make_skippable(
 
     # Built once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that both
     # forms trace it once.
-    innermost: Any = inner.update
-    while isinstance(innermost, SkippingUpdate):
-        innermost = innermost.inner.update
-    stores_half = isinstance(innermost, ParameterUpdate)  # the step stores half-precision parameters in its own way
+    stores_half = isinstance(inner.update, ParameterUpdate)  # the step stores half-precision parameters in its own way
 
     def branch(decision: jax.Array, operands: _Operands) -> _Result:
         if check is None:

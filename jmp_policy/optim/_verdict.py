@@ -14,7 +14,7 @@ from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, find_nodes,
 from ..modules import force_full_precision
 from ..policy import PolicyMap, get_policy, make_map
 from ..report import make_finite, make_plain
-from ._find_origin import Given, OriginFinder, count_steps, find_inner, unwrap
+from ._find_origin import Given, OriginFinder, count_steps, unwrap
 from ._gradients import global_norm
 from ._input_ranges import find_suspects, name_leaves
 from ._replay import (
@@ -30,6 +30,7 @@ from ._replay import (
 )
 from ._skip_spikes import SpikeState
 from ._skipped_step import count_nonfinite, read_counts
+from ._skipping import find_inner
 from ._transformation import LossScaledState
 
 if TYPE_CHECKING:
