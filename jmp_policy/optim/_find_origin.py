@@ -182,13 +182,24 @@ class OriginFinder:
         shapes = given.params, given.arguments
         key = jax.tree.structure(shapes), *map(jax.typeof, jax.tree.leaves(shapes))
         if key not in self._described:
-            args, kwargs = unwrap(given.arguments)
-            # Unscaled, each gradient is the output of its own part of the backward pass.
-            differentiated = self.differentiate(given.params, NoOpLossScale())
-            take_grads = lambda params: differentiated(params, *args, **kwargs)[1]
-            self._described[key] = _describe_gradients(take_grads, given.params, self.tx)
+            self._described[key] = self._describe_gradients(given)
         named = [(name, frozen) for name, frozen in self._described[key] if name in counts]
         return tuple(BadGradient(name, counts[name][0], counts[name][1], frozen) for name, frozen in named)
+
+    def _describe_gradients(self, given: Given) -> list[tuple[str, bool]]:
+        """Lists the parameters and whether they are frozen, in the order in which the backward pass makes gradients."""
+
+        def take_grads(given: Given) -> PyTree:
+            args, kwargs = unwrap(given.arguments)
+            # Unscaled, each gradient is the output of its own part of the backward pass.
+            return strip_variables(self.differentiate(given.params, NoOpLossScale())(given.params, *args, **kwargs)[1])
+
+        program, grads = jax.make_jaxpr(take_grads, return_shape=True)(given)
+        rest = split_state(grads)[0]
+        trained = zip(list_names(rest), list_trained(find_inner(self.tx), rest), strict=True)
+        frozen = {name: not is_trained for name, is_trained in trained}
+        names = zip(list_names(grads), _order_outputs(program.jaxpr), strict=True)
+        return [(name, frozen[name]) for name, _ in sorted(names, key=lambda pair: pair[1]) if name in frozen]
 
 
 def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool = False) -> OriginFinder:
@@ -226,18 +237,6 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
     """
     check_transformation(tx)
     return OriginFinder(loss_fn, tx, has_aux)
-
-
-def _describe_gradients(
-    take_grads: Callable[[PyTree], PyTree], params: PyTree, tx: Transformation
-) -> list[tuple[str, bool]]:
-    """Lists the parameters and whether they are frozen, in the order in which the backward pass makes gradients."""
-    program, made = jax.make_jaxpr(take_grads, return_shape=True)(params)
-    grads = split_state(strip_variables(made))[0]
-    trained = zip(list_names(grads), list_trained(find_inner(tx), grads), strict=True)
-    frozen = {name: not is_trained for name, is_trained in trained}
-    names = zip(list_names(strip_variables(made)), _order_outputs(program.jaxpr), strict=True)
-    return [(name, frozen[name]) for name, _ in sorted(names, key=lambda pair: pair[1]) if name in frozen]
 
 
 def _order_outputs(program: Any) -> list[tuple[int, ...]]:

@@ -50,9 +50,11 @@ class Suspects(NamedTuple):
 
     text: str
     rows: tuple[int, ...]
-    low: float
-    high: float
-    clipped: Any  # the input with these elements in the range
+    repaired: Any  # the input with a good row in the place of each bad one, or clipped to the range
+
+    def describe(self, name: str) -> str:
+        rows = f" (row{'s' * (len(self.rows) > 1)} {', '.join(map(str, self.rows))})" if self.rows else ""
+        return f"{self.text} in {name}{rows}"
 
 
 def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
@@ -69,15 +71,18 @@ def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
         return None
     worst = wide[is_bad]
     if np.isfinite(worst).all():
-        extreme = worst[np.abs(worst).argmax()]
-        text = f"{is_bad.sum()} of {array.size} elements are out of range, such as {extreme:.4g},"
+        text = f"{is_bad.sum()} of {array.size} elements are outside of {low:.4g} to {high:.4g}, such as "
+        text += f"{worst[np.abs(worst).argmax()]:.4g},"
     else:
         text = f"{(~np.isfinite(worst)).sum()} of {array.size} elements are not finite"
-    rows = np.flatnonzero(is_bad.reshape(array.shape[0], -1).any(1)) if array.ndim else np.array([], int)
-    clipped = np.clip(np.nan_to_num(wide, nan=low), low, high).astype(array.dtype)
+    is_bad_row = is_bad.reshape(array.shape[0], -1).any(1) if array.ndim else np.array([True])
+    repaired = np.clip(np.nan_to_num(wide, nan=low), low, high).astype(array.dtype)
+    if not is_bad_row.all():
+        repaired[is_bad_row] = array[is_bad_row.argmin()]
     if isinstance(leaf, jax.Array):
-        clipped = jax.device_put(clipped, leaf.sharding)
-    return Suspects(text, tuple(map(int, rows[:_MOST_ROWS])), low, high, clipped)
+        repaired = jax.device_put(repaired, leaf.sharding)
+    rows = np.flatnonzero(is_bad_row)[:_MOST_ROWS] if array.ndim else ()
+    return Suspects(text, tuple(map(int, rows)), repaired)
 
 
 def _find_range_of_most(wide: np.ndarray) -> tuple[float, float]:

@@ -91,9 +91,9 @@ def find_inner_state(state: Any) -> PyTree:
 
 def find_trained(params: PyTree, grads: PyTree) -> PyTree:
     """Returns the parameters that have gradients: of an nnx model, its `nnx.Param`s."""
-    params = strip_variables(params)
-    if jax.tree.structure(params) == jax.tree.structure(grads):
-        return params
+    stripped = strip_variables(params)
+    if jax.tree.structure(stripped) == jax.tree.structure(grads):
+        return stripped
     from flax import nnx
 
     return strip_variables(nnx.state(params, nnx.Param))

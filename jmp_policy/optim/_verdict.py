@@ -195,18 +195,16 @@ class _Case:
 
     def _check_data(self, heals: Callable[[Given], Any]) -> Iterator[Verdict]:
         args, kwargs = unwrap(self._given.arguments)
-        for name, leaf in name_leaves(self._finder.loss_fn, args, kwargs):
-            found = find_suspects(leaf, self._finder.ranges.get(name))
-            if found is None:
-                continue
-            replace = lambda x, leaf=leaf, clipped=found.clipped: clipped if x is leaf else x
-            if heals(self._given._replace(arguments=jax.tree.map(replace, self._given.arguments))):
-                rows = f" (rows {', '.join(map(str, found.rows))})" if found.rows else ""
-                text = (
-                    f"the data: {found.text} in {name}{rows}. With these elements in the range {found.low:.4g} to "
-                    f"{found.high:.4g} the step is taken."
-                )
-                yield self._make("data", text, place=name, rows=found.rows)
+        named = name_leaves(self._finder.loss_fn, args, kwargs)
+        found = [(name, leaf, find_suspects(leaf, self._finder.ranges.get(name))) for name, leaf in named]
+        suspects = [(name, leaf, suspect) for name, leaf, suspect in found if suspect is not None]
+        for chosen in [*([each] for each in suspects), suspects][: len(suspects) + (len(suspects) > 1)]:
+            repaired = {id(leaf): suspect.repaired for _, leaf, suspect in chosen}
+            arguments = jax.tree.map(lambda x, new=repaired: new.get(id(x), x), self._given.arguments)
+            if heals(self._given._replace(arguments=arguments)):
+                texts = " and ".join(suspect.describe(name) for name, _, suspect in chosen)
+                text = f"the data: {texts}. Without them the step is taken."
+                yield self._make("data", text, place=chosen[0][0], rows=chosen[0][2].rows)
 
     def _check_scale(self) -> Iterator[Verdict]:
         scale, value = self._given.scale, float(self._given.scale.loss_scale)
@@ -277,12 +275,15 @@ class _Case:
         """Returns the largest magnitude of an operation's result in float32, if the operation is there too."""
         from ..numerics import collect, widen
 
-        args, kwargs = unwrap(self._given.arguments)
-        differentiated = self._finder.differentiate(self._given.params, self._given.scale)
         options = {"where": (origin.primitive,), "of": (origin.direction,), "sample": None}
-        observed = collect(widen(differentiated), **options)
+
+        def measure(given: Given) -> Any:
+            args, kwargs = unwrap(given.arguments)
+            differentiated = widen(self._finder.differentiate(given.params, given.scale))
+            return collect(differentiated, **options)(given.params, *args, **kwargs)[1]
+
         try:
-            stats = jax.jit(lambda params: observed(params, *args, **kwargs)[1])(self._given.params)
+            stats = jax.jit(measure)(self._given)
         except ValueError:  # it has another primitive in float32
             return None
         place = origin.source, origin.path

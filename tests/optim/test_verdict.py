@@ -1,0 +1,398 @@
+"""`find_origin(...).verdict` names what made a step skip: 60 planted faults, ten of each kind."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import make_mesh
+
+import jmp_policy as jmp
+from jmp_policy import optim
+
+POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
+TX = optim.loss_scaled(optax.adam(1e-3), jmp.DynamicLossScale(2.0**4))
+WIDTH, ROWS = 8, 8
+
+
+def _draw(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _batch(seed: int = 0) -> dict[str, np.ndarray]:
+    x, y = _draw(seed, ROWS, WIDTH), _draw(seed + 100, ROWS, WIDTH)
+    return {"x": x, "y": y, "gain": np.float32(1), "t": np.float32(1)}
+
+
+def _loss(out: Any, batch: Any) -> Any:
+    with jax.named_scope("guard"):
+        guard = jnp.log(batch["t"])
+    return jnp.mean(jnp.square((out.astype(jnp.float32) - batch["y"]) * batch["gain"])) + guard
+
+
+def _layer(w: Any, h: Any) -> Any:
+    return h.astype(jnp.float16) @ w.astype(jnp.float16)
+
+
+def _plain(params: Any, x: Any) -> Any:
+    with jax.named_scope("first"):
+        h = jnp.tanh(_layer(params["first"]["kernel"], x))
+    with jax.named_scope("second"):
+        return _layer(params["second"]["kernel"], h)
+
+
+def _scanned(params: Any, x: Any) -> Any:
+    def run(h, w):
+        with jax.named_scope("first"):
+            return jnp.tanh(_layer(w, h)).astype(jnp.float32), None
+
+    h, _ = jax.lax.scan(run, x, jnp.stack([params["first"]["kernel"]] * 2))
+    with jax.named_scope("second"):
+        return _layer(params["second"]["kernel"], h)
+
+
+def _sharded_loss(params: Any, batch: Any) -> Any:
+    mesh, split = make_mesh((2,), ("data",)), PartitionSpec("data")
+    specs = {"x": split, "y": split, "gain": PartitionSpec(), "t": PartitionSpec()}
+    put = lambda name: NamedSharding(mesh, specs[name])
+    batch = {name: jax.device_put(leaf, put(name)) for name, leaf in batch.items()}
+    run = lambda params, batch: jax.lax.pmean(_loss(_plain(params, batch["x"]), batch), "data")
+    return jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), specs), out_specs=PartitionSpec())(params, batch)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.tanh(nn.Dense(WIDTH, use_bias=False, name="first")(x))
+        return nn.Dense(WIDTH, use_bias=False, name="second")(h)
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        linear = functools.partial(nnx.Linear, WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+        self.first, self.second = linear(), linear()
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+@dataclasses.dataclass
+class Family:
+    """A loss in one API, with its parameters and the path of the second layer's weights."""
+
+    loss_fn: Callable[..., Any]
+    make: Callable[[], Any]
+    with_map: Callable[[Any], Callable[..., Any]] | None = None
+    find: Any = None
+
+
+def _arrays() -> Any:
+    return {name: {"kernel": jnp.asarray(_draw(i, WIDTH, WIDTH)) / 3} for i, name in enumerate(("first", "second"))}
+
+
+def _linen_loss(policy: Any) -> Callable[..., Any]:
+    return lambda params, batch: _loss(jmp.with_policy(Linen(), policy).apply({"params": params}, batch["x"]), batch)
+
+
+def _nnx_loss(model: Any, batch: Any) -> Any:
+    return _loss(model(batch["x"]), batch)
+
+
+FAMILIES = {
+    "plain": Family(lambda params, batch: _loss(_plain(params, batch["x"]), batch), _arrays),
+    "scan": Family(lambda params, batch: _loss(_scanned(params, batch["x"]), batch), _arrays),
+    "remat": Family(jax.checkpoint(lambda params, batch: _loss(_plain(params, batch["x"]), batch)), _arrays),
+    "shard_map": Family(_sharded_loss, _arrays),
+    "linen": Family(_linen_loss(POLICY), _arrays, _linen_loss),
+    "nnx": Family(_nnx_loss, lambda: jmp.with_policy(Nnx(), POLICY)),
+}
+
+
+def _change_second(params: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """Changes the weights of the second layer."""
+    if isinstance(params, nnx.Module):
+        params.second.kernel[...] = change(params.second.kernel[...])
+        return params
+    return params | {"second": {"kernel": change(params["second"]["kernel"])}}
+
+
+def _trained(params: Any) -> Any:
+    return nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else params
+
+
+def _judge(family: Family, params: Any, state: Any, batch: Any, **options: Any) -> Any:
+    family.find = family.find or optim.find_origin(family.loss_fn, TX)
+    found = family.find.verdict(params, state, batch, **options)
+    assert found.to_dict() | {"kind": found.kind, "text": str(found)} == found.to_dict()
+    return found
+
+
+def _with_scale(state: Any, scale: float) -> Any:
+    return state._replace(loss_scale=jmp.DynamicLossScale(scale))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_planted_fault_of_each_kind_is_found(name):
+    """Forty-two of the sixty: data twice, and each other kind, in six APIs."""
+    family = FAMILIES[name]
+    make = lambda: (params := family.make(), TX.init(_trained(params)))
+    for bad, row in ((np.nan, 3), (-np.inf, 5)):
+        batch = _batch()
+        batch["x"][row, 1] = bad
+        found = _judge(family, *make(), batch)
+        assert (found.kind, found.place, found.rows) == ("data", "batch['x']", (row,)), str(found)
+    params, state = make()
+    found = _judge(family, params, _with_scale(state, 2.0**24), _batch())
+    assert (found.kind, found.place) == ("scale", "")
+    finite = lambda scale: _judge(family, params, _with_scale(state, scale), _batch()).kind
+    assert (finite(found.loss_scale), finite(2 * found.loss_scale)) == ("not reproduced", "scale")
+    found = _judge(family, *make(), _batch() | {"t": np.float32(0)})
+    assert (found.kind, found.place) == ("model", "guard/log"), str(found)
+    assert "test_verdict.py" in found.source
+    params, state = make()
+    params = _change_second(params, lambda w: w.at[1, 2].set(jnp.nan))
+    found = _judge(family, params, state, _batch())
+    assert (found.kind, found.place) == ("state", "params/second/kernel"), str(found)
+    assert "1 of 64 elements of params/second/kernel are not finite" in str(found)
+    found = _judge(family, *make(), _batch(), times=4)
+    assert found.kind == "not reproduced"
+    assert "loss and gradients of the replay are finite" in str(found)
+    _assert_format_is_found(family, *make())
+
+
+def _assert_format_is_found(family: Family, params: Any, state: Any) -> None:
+    params = _change_second(params, lambda w: jnp.full_like(w, 6e4))
+    batch = _batch() | {"gain": np.float32(1e-4)}
+    found = _judge(family, params, state, batch)
+    assert (found.kind, found.place, found.limit) == ("format", "second/dot_general", 65504.0), str(found)
+    assert 65504 < found.value < 1e7, str(found)
+    assert [rule.key for rule in found.policy_map.rules] == ["second"], str(found)
+    assert "PolicyMap({'second': 'float32'}, policy)" in str(found)
+    # the map is right: the model under it is finite
+    rules = jmp.PolicyMap({"second": "p=f32,c=f32,o=f32"}, POLICY)
+    if isinstance(params, nnx.Module):
+        healed = jmp.with_policy(Nnx(), rules)
+        nnx.update(healed, nnx.state(params, nnx.Param))
+        assert jmp.all_finite(jmp.nnx.value_and_grad(_nnx_loss, loss_scale=state)(healed, batch))
+    elif family.with_map is not None:
+        assert jmp.all_finite(jmp.value_and_grad(family.with_map(rules), loss_scale=state)(params, batch))
+
+
+PLAIN = FAMILIES["plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1e3, -30.0])
+def test_inputs_out_of_the_range_of_watched_batches_are_data(factor):
+    find = optim.find_origin(PLAIN.loss_fn, TX)
+    for seed in range(3):
+        find.watch(_batch(seed) | {"x": jnp.asarray(_batch(seed)["x"])})
+    params, batch = _arrays(), _batch()
+    batch["x"] *= np.float32(factor)  # all rows, so that no row is out of the range of the others
+    batch["y"][4] = 1e38
+    found = find.verdict(params, TX.init(params), batch)
+    assert (found.kind, found.place, found.rows) == ("data", "batch['y']", (4,)), str(found)
+    assert "1e+38" in str(found)
+
+
+@pytest.mark.slow
+def test_token_ids_out_of_the_watched_range_are_data():
+    def loss_fn(params, ids):
+        return jnp.sum(params.at[ids].get(mode="fill"))
+
+    find = optim.find_origin(loss_fn, TX)
+    find.watch(np.array([[0, 9], [3, 4]]))
+    params = jnp.ones((10, 4))
+    found = find.verdict(params, TX.init(params), np.array([[0, 1], [2, 77]]))
+    assert (found.kind, found.place, found.rows) == ("data", "ids", (1,)), str(found)
+    assert "outside of 0 to 9, such as 77, in ids (row 1)" in str(found)
+
+
+@pytest.mark.slow
+def test_moments_of_any_optimizer_are_state():
+    names = {"adam": "0/mu/second/kernel", "chain": "1/0/nu/second/kernel", "trace": "0/trace/second/kernel"}
+    makers = {
+        "adam": optax.adam(1e-3),
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        "trace": optax.sgd(1e-3, momentum=0.9),
+    }
+    for name, inner in makers.items():
+        tx, params = optim.loss_scaled(inner, jmp.DynamicLossScale(4.0)), _arrays()
+        state = tx.init(params)
+        plant = lambda path, leaf, name=name: (
+            leaf.at[0, 0].set(jnp.inf)
+            if jax.tree_util.keystr(path, simple=True, separator="/") == names[name]
+            else leaf
+        )
+        planted = jax.tree_util.tree_map_with_path(plant, state.inner_state)
+        found = optim.find_origin(PLAIN.loss_fn, tx).verdict(params, state._replace(inner_state=planted), _batch())
+        assert (found.kind, found.place) == ("state", f"opt_state/{names[name]}"), str(found)
+    # the best value so far begins infinite, and is no fault
+    tx = optim.skip_nonfinite(optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()))
+    found = optim.find_origin(PLAIN.loss_fn, tx).verdict(_arrays(), tx.init(_arrays()), _batch())
+    assert found.kind == "not reproduced", str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scale", "expected", "text"),
+    [
+        (jmp.StaticLossScale(2.0**22), 2.0**17, "It does not change: take policy.loss_scale(), or a smaller Static"),
+        (jmp.DynamicLossScale(2.0**22, min_loss_scale=2.0**20), 2.0**17, "The floor is 1.04858e+06: lower it, with"),
+        (jmp.DynamicLossScale(2.0**22, hysteresis=2), 2.0**17, "The scale falls by itself"),
+        (jmp.DynamicLossScale(3.0 * 2.0**19), 3.0 * 2.0**15, "not finite at 1.57286e+06, and finite at 98304"),
+    ],
+)
+def test_any_loss_scale_is_blamed(scale, expected, text):
+    tx = optim.loss_scaled(optax.sgd(1e-3), scale)
+    loss_fn = lambda w: jnp.sum(w.astype(jnp.float16).astype(jnp.float32)) / 2.1  # a cotangent of 0.476 times the scale
+    found = optim.find_origin(loss_fn, tx).verdict(jnp.ones(3), tx.init(jnp.ones(3)))
+    assert (found.kind, found.loss_scale) == ("scale", expected), str(found)
+    assert found.loss_scale / 2.1 < 65504 <= 2 * found.loss_scale / 2.1
+    assert text in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The parameter")
+@pytest.mark.parametrize(
+    ("inner", "params", "coefficient", "place"),
+    [
+        (optax.adam(1e-3), jnp.ones(3, jnp.float16), 0.0, "div"),  # eps=1e-8 is zero
+        (optax.inject_hyperparams(optax.adam)(1e-3), jnp.ones(3, jnp.bfloat16), 1.0, "div"),  # b2=0.999 is one
+        (optax.sgd(1e4), jnp.full(3, 6e4, jnp.float16), -1.0, "add"),  # 60000 + 10000
+    ],
+)
+def test_updates_that_half_precision_loses_are_of_the_format(inner, params, coefficient, place):
+    tx = optim.skip_nonfinite(inner, check="updates")
+    loss_fn = lambda w: coefficient * jnp.sum(w.astype(jnp.float32))
+    state = tx.init(params)
+    assert not jax.jit(optim.minimize(loss_fn, tx))(params, state)[1].updates_finite
+    found = optim.find_origin(loss_fn, tx).verdict(params, state)
+    assert (found.kind, found.place) == ("format", place), str(found)
+    assert f"the format of the optimizer: loss and gradients are finite, but its update in {params.dtype}" in str(found)
+
+
+@pytest.mark.slow
+def test_an_epsilon_that_half_precision_loses_is_of_the_format():
+    model = jmp.with_policy(lambda w, x: x / (jnp.abs(w * 0) + jnp.asarray(1e-9, w.dtype)), POLICY)
+    loss_fn = lambda w, x: jnp.sum(model(w, x)) * 1e-12
+    params, x = jnp.ones(3), jnp.ones(3)
+    find = optim.find_origin(loss_fn, tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    found = find.verdict(params, tx.init(params), x)
+    assert (found.kind, found.place, found.policy_map) == ("format", "div", None), str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss_fn", "inner", "place"),
+    [
+        (lambda w, x: jnp.sum(jnp.sqrt(jnp.sum(w * 0))), optax.sgd(0.1), "div"),
+        (lambda w, x: jnp.sum(jnp.exp(w * 1e3)), optax.sgd(0.1), "exp"),
+        (lambda w, x: jnp.linalg.norm(w - w), optax.sgd(0.1), "div"),
+        (lambda w, x: jnp.sum(w * x), optax.sgd(lambda count: jnp.sqrt(count - 1.0)), "sqrt"),
+    ],
+    ids=["sqrt", "exp", "norm", "schedule"],
+)
+def test_faults_that_float32_has_too_are_of_the_model(loss_fn, inner, place):
+    tx, params = optim.loss_scaled(inner, jmp.DynamicLossScale(2.0), check="updates"), jnp.ones(3)
+    found = optim.find_origin(loss_fn, tx).verdict(params, tx.init(params), jnp.ones(3))
+    assert found.kind == "model", str(found)
+    assert place in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loss", "gradient", "gradient of a model", "a skipped step"])
+def test_runs_that_differ_are_not_reproduced(where):
+    """A callback stands for a machine that computes something else each time."""
+    numbers = itertools.count(1)
+    flip = lambda: jax.pure_callback(lambda: np.float32(next(numbers)), jax.ShapeDtypeStruct((), np.float32))
+
+    def loss_fn(params, batch):
+        noise = jax.lax.stop_gradient(flip())
+        if where == "loss":
+            return PLAIN.loss_fn(params, batch) + noise
+        h = params["first"]["kernel"] * noise
+        bad = jnp.log(batch["t"]) if where == "a skipped step" else 0.0
+        return PLAIN.loss_fn(params | {"first": {"kernel": h}}, batch) + jnp.sum(h) + bad
+
+    params = _arrays()
+    batch = _batch() | {"t": np.float32(0 if where == "a skipped step" else 1)}
+    found = optim.find_origin(loss_fn, TX).verdict(params, TX.init(params), batch)
+    assert found.kind == "not reproduced", str(found)
+    expected = {"loss": "loss", "a skipped step": "gradients/first/kernel"}.get(where, "gradients/first/kernel")
+    assert found.place == expected
+    assert "two runs of one program on the same inputs differ in bits of" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "linen", "nnx", "shard_map"])
+def test_twenty_clean_replays_agree(name):
+    family = FAMILIES[name]
+    params = family.make()
+    found = _judge(family, params, TX.init(_trained(params)), _batch(1), times=20)
+    assert found.kind == "not reproduced"
+    assert "differ" not in str(found)
+
+
+@pytest.mark.slow
+def test_a_spike_is_of_the_data_if_they_explain_it():
+    tx = optim.loss_scaled(optim.skip_spikes(optax.sgd(1e-3), window=8, warmup=3), jmp.DynamicLossScale(4.0))
+    loss_fn = lambda w, x: jnp.mean(jnp.square(x @ w))
+    find, step = optim.find_origin(loss_fn, tx), jax.jit(optim.minimize(loss_fn, tx))
+    params = jnp.ones(WIDTH)
+    state = tx.init(params)
+    for seed in range(6):
+        find.watch(_draw(seed, ROWS, WIDTH))
+        params, state, _ = step(params, state, _draw(seed, ROWS, WIDTH))
+    x = _draw(7, ROWS, WIDTH)
+    x[2] *= 1e3
+    assert not step(params, state, x)[1].step_taken
+    found = find.verdict(params, state, x)
+    assert (found.kind, found.place, found.rows) == ("data", "x", (2,)), str(found)
+    found = find.verdict(100 * params, state, _draw(7, ROWS, WIDTH))
+    assert found.kind == "spike"
+    assert "gradient norm" in str(found)
+    alone = optim.skip_spikes(optax.sgd(1e-3), window=8, warmup=3)
+    found = optim.find_origin(loss_fn, alone).verdict(100 * params, state.inner_state, _draw(7, ROWS, WIDTH))
+    assert found.kind == "spike"
+
+
+def test_a_verdict_needs_a_run():
+    find = optim.find_origin(PLAIN.loss_fn, TX)
+    with pytest.raises(
+        ValueError, match=r"times must be at least 1, got 0\. For example: find\.verdict\(\.\.\., times=2"
+    ):
+        find.verdict({}, TX.init({}), {}, times=0)
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_log_survives_a_crash_in_the_middle_of_a_line(tmp_path, cut):
+    path = tmp_path / "skips.jsonl"
+    log = optim.SkipLog(path)
+    verdict = optim.Verdict("data", 3, "the data", place="x", rows=(1, 2), value=float("inf"))
+    for batch in (7, "shard-3/12", {"epoch": 1}):
+        log.add(verdict, batch=batch, loss=0.5)
+    path.write_bytes(path.read_bytes()[:-cut])
+    again = optim.SkipLog(str(path))
+    again.add(verdict, batch="later")
+    entries = optim.SkipLog(path).read()
+    assert [entry["batch"] for entry in entries] == [7, "shard-3/12", "later"]
+    assert {"kind": "data", "step": 3, "rows": [1, 2], "value": None, "loss": 0.5}.items() <= entries[0].items()
+
+
+def test_a_log_does_not_overwrite_other_files(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine\n")
+    with pytest.raises(ValueError, match=r"is not a file of skipped steps, or is damaged.*SkipLog\('skips\.jsonl'\)"):
+        optim.SkipLog(path)
+    assert path.read_text() == "mine\n"
