@@ -89,7 +89,7 @@ class Trainer:
         state = jmp.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(config))
         # Flax starts with a Python integer. The array of the next step would compile the step a second time.
         self.state = state.replace(step=jnp.zeros((), jnp.int32))
-        self._loss_fn, self._find_origin = jax.jit(loss_fn), jmp.optim.find_origin(loss_fn, state.tx)
+        self._loss_fn, self._find = jax.jit(loss_fn), jmp.optim.find_origin(loss_fn, state.tx)
         self._train_step = jax.jit(train_step, donate_argnums=0)
         self._observe = jax.jit(jmp.numerics.collect(lambda *args: compute_grads(*args)[1], of=OBSERVED))
 
@@ -106,10 +106,13 @@ class Trainer:
         """Audits the train step without running it."""
         return jmp.numerics.audit(self._train_step)(self.state, windows)
 
-    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
-        """Finds the operation that made the gradients of a skipped step not finite, from its batch and its scale."""
-        skip = self._find_origin(self.state.params, scale, windows)
-        return jmp.numerics.NonfiniteOrigin.empty() if skip is None else skip.origin
+    def judge(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.optim.Verdict:
+        """Says what is at fault in the step that was just skipped, from its batch and its scale."""
+        return self._find.verdict(self.state.params, self.opt_state._replace(loss_scale=scale), windows)
+
+    def watch(self, windows: jax.typing.ArrayLike) -> None:
+        """Notes the range of a batch that was good."""
+        self._find.watch(windows)
 
     def observe(self, windows: jax.typing.ArrayLike) -> jmp.numerics.Stats:
         """Measures the matmuls and gradients of the step, and leaves the state as it is."""

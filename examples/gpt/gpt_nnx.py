@@ -89,6 +89,7 @@ class Trainer:
                 nnx.update(part, shard_state(nnx.state(part)))
             return loss
 
+        self._find = jmp.optim.find_origin(loss_fn, self.optimizer.tx)
         self._train_step = nnx.jit(train_step)
         self._observe = nnx.jit(jmp.numerics.collect(lambda *args: compute_grads(*args)[1], of=OBSERVED))
 
@@ -105,9 +106,13 @@ class Trainer:
         """Audits the train step without running it."""
         return jmp.numerics.audit(self._train_step)(self.model, self.optimizer, windows)
 
-    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
-        """Finds the operation that made the gradients of a skipped step not finite."""
-        return _find_origin(self.model, windows, scale)
+    def judge(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.optim.Verdict:
+        """Says what is at fault in the step that was just skipped."""
+        return self._find.verdict(self.model, self.opt_state._replace(loss_scale=scale), windows)
+
+    def watch(self, windows: jax.typing.ArrayLike) -> None:
+        """Notes the range of a batch that was good."""
+        self._find.watch(windows)
 
     def observe(self, windows: jax.typing.ArrayLike) -> jmp.numerics.Stats:
         """Measures the matmuls and gradients of the step."""
@@ -137,9 +142,3 @@ class Trainer:
 @functools.partial(jax.jit, static_argnums=0)
 def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, others: nnx.State, windows: jax.typing.ArrayLike) -> jax.Array:
     return loss_fn(nnx.merge(graphdef, params, others), windows)
-
-
-@nnx.jit
-def _find_origin(model: GPT, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.numerics.NonfiniteOrigin:
-    grad_fn = jmp.nnx.value_and_grad(loss_fn, loss_scale=scale)
-    return jmp.numerics.first_nonfinite(grad_fn)(model, windows)[1]

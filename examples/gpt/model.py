@@ -67,7 +67,7 @@ def make_trainer(api: str, config: TrainerConfig) -> "Trainer":
 
 
 def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraArgs:
-    """Returns AdamW on clipped gradients, with the loss scale around it.
+    """Returns AdamW on clipped gradients, around which spikes and non-finite steps are skipped.
 
     The learning rate rises over the warm-up and then falls with the square root of the step. It does not depend on the
     last step, so a run can be continued for longer than planned.
@@ -79,7 +79,7 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraAr
 
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.01))
     loss_scale = config.policy.loss_scale() if config.loss_scale is None else config.loss_scale
-    return jmp.optim.loss_scaled(adamw, loss_scale)
+    return jmp.optim.loss_scaled(jmp.optim.skip_spikes(adamw), loss_scale)
 
 
 def causal_attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -111,9 +111,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def read_scaling(opt_state: Any) -> dict[str, Any]:
-    """Reads `loss_scale` and `skipped_steps` of an optimizer's state back from the device."""
+    """Reads `loss_scale` and `skipped_steps` of an optimizer's state back from the device. Spikes count too."""
     found = jax.device_get(jmp.metrics(opt_state))
-    return {"loss_scale": float(found["loss_scale"]), "skipped_steps": int(found["skipped_steps"])}
+    skipped = int(found["skipped_steps"]) + int(found.get("spike_steps", 0))
+    return {"loss_scale": float(found["loss_scale"]), "skipped_steps": skipped}
 
 
 def measure_bits_per_byte(

@@ -158,7 +158,7 @@ class Run:
         scale = policy.loss_scale()
         if isinstance(scale, jmp.DynamicLossScale):
             scale = jmp.DynamicLossScale(period=GROWTH_PERIOD)
-        self.first_scale, self.policy, self.origin = float(jmp.metrics(scale)["loss_scale"]), policy, ""
+        self.first_scale, self.policy, self.verdict = float(jmp.metrics(scale)["loss_scale"]), policy, ""
         self.trainer = make_trainer(config.api, TrainerConfig(policy, config.model, config.seed, loss_scale=scale))
         reference = TrainerConfig(FLOAT32, config.model, config.seed)
         self.reference = make_trainer(config.api, reference) if policy != FLOAT32 else None
@@ -172,9 +172,8 @@ class Run:
             # Each process draws all parameters and keeps its part: a run begins with the same bits on every mesh.
             self.state = place_state(self.state, mesh)
             self.validation = [make_batch(batch.__getitem__, batch.shape, mesh) for batch in windows]
-        self.metrics, self.numerics, self.origins = (
-            folder / f"{name}.jsonl" for name in ("metrics", "numerics", "origins")
-        )
+        self.metrics, self.numerics = (folder / f"{name}.jsonl" for name in ("metrics", "numerics"))
+        self.skips = jmp.optim.SkipLog(folder / "skips.jsonl") if is_first() else None
         self.checkpoints = open_checkpoints(folder)
 
     @property
@@ -207,8 +206,10 @@ class Run:
         if step:
             state = restore_checkpoint(self.checkpoints, step, self.state)
             self.state = state if self.mesh is None else place_state(state, self.mesh)
-        for file in (self.metrics, self.numerics, self.origins):
+        for file in (self.metrics, self.numerics):
             truncate_lines(file, step)
+        if self.skips:
+            self.skips.truncate(step)
         write_config(self.folder, self.config)
         return step
 
@@ -243,7 +244,9 @@ class Run:
             record["float32_loss"] = float(self.reference.step(windows)) / NATS_PER_BIT
         append_line(self.metrics, record)
         if after["skipped_steps"] > before["skipped_steps"]:
-            self.explain_skip(step, windows, scale, is_suspect(loss, scale))
+            self.explain_skip(step, windows, scale)
+        else:
+            self.trainer.watch(windows)
         if step % PRINT_EVERY == 0:
             losses = format_loss(loss, record.get("float32_loss"))
             say(f"step {step}: loss {losses}, scale {after['loss_scale']:g}, skipped {after['skipped_steps']}")
@@ -257,30 +260,22 @@ class Run:
 
         return draw(slice(None)) if self.mesh is None else make_batch(draw, (batch_size, context + 1), self.mesh)
 
-    def explain_skip(self, step: int, windows: jax.typing.ArrayLike, scale: jmp.LossScale, suspect: bool) -> None:
-        """Prints why a step was skipped; finds the operation that was not finite if a smaller scale would not help.
-
-        A skipped step leaves the parameters as they were, so a separate function can repeat it. With the search inside
-        of the train step, compiling would take several times as long.
-        """
-        if not suspect:
-            was, now = (float(jmp.metrics(state)["loss_scale"]) for state in (scale, self.trainer.opt_state))
-            say(f"step {step} skipped: gradients overflowed at loss scale {was:g}, which is now {now:g}")
-            return
-        origin = copy_to_all(self.trainer.find_origin(windows, scale), self.mesh)
-        names = ("kind", "primitive", "source", "function", "path", "direction", "argument")
-        record = {name: getattr(origin, name) for name in names}
-        append_line(self.origins, {"step": step, **record, "description": origin.describe()})
-        if self.origin != origin.describe():  # a run that is stuck has one origin for all of its steps
-            self.origin = origin.describe()
-            say(f"step {step} skipped: {origin}")
+    def explain_skip(self, step: int, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> None:
+        """Replays a skipped step, which left the parameters as they were; prints the verdict and logs it."""
+        verdict = self.trainer.judge(windows, scale)
+        if self.skips:
+            self.skips.add(verdict, batch=step - 1, step=step)
+        reason = verdict.text.partition("because")[2]
+        if self.verdict != reason:  # a run that is stuck has one for all of its steps
+            self.verdict = reason
+            say(f"step {step} skipped because{reason}")
 
     def evaluate(self, step: int) -> None:
         """Measures the validation loss; raises a FloatingPointError if training is stuck."""
         try:
             jmp.optim.raise_if_stuck(self.trainer.opt_state)
         except FloatingPointError as error:
-            raise FloatingPointError(f"{error} {self.origin}".strip()) from None
+            raise FloatingPointError(f"{error} The last step was skipped because{self.verdict}") from None
         measure = lambda trainer: measure_bits_per_byte(trainer.loss_fn, trainer.params, self.validation)
         record = {"step": step, "validation_loss": measure(self.trainer)}
         if self.reference:
@@ -340,12 +335,6 @@ def say(text: str) -> None:
 def format_loss(loss: float, expected: float | None) -> str:
     """Writes a loss, with the one in float32 if there is one."""
     return f"{loss:.3f}" if expected is None else f"{loss:.3f} (float32 {expected:.3f})"
-
-
-def is_suspect(loss: float, scale: jmp.LossScale) -> bool:
-    """True if a smaller loss scale would not have saved a step: the loss is not finite, or the scale cannot fall."""
-    floor = scale.min_loss_scale if isinstance(scale, jmp.DynamicLossScale) else math.inf
-    return not math.isfinite(loss) or float(jmp.metrics(scale)["loss_scale"]) <= floor
 
 
 def draw_loss(metrics: Path, policy: jmp.Policy, first_scale: float, bigram: float) -> Figure:

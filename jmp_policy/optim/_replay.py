@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._base import PyTree, is_array, is_floating
+from .._base import PyTree, at_least_float32, is_array, is_floating, split_state
 from ..loss_scale import all_finite, stays_finite, strip_variables
 from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
@@ -64,6 +64,23 @@ def hide_infinite_starts(finder: OriginFinder, given: Given, old: PyTree) -> PyT
     return jax.tree.map(hide, make_state(finder, given), old)
 
 
+LARGE_PARAM = 10_000.0
+"""An element of a parameter is suspicious if it is this many times as large as the median element."""
+
+
+def clip_large_params(finder: OriginFinder, given: Given) -> tuple[PyTree, PyTree]:
+    """Returns the parameters with zeros for elements that are far too large, and their number in each array."""
+
+    def find(x: Any) -> jax.Array:
+        size = jnp.abs(x).astype(at_least_float32(x.dtype))
+        median = jnp.median(size)
+        return (median > 0) & (size > LARGE_PARAM * median)
+
+    clip = lambda x: jnp.where(find(x), jnp.zeros_like(x), x) if is_floating(x) and x.size else x
+    count = lambda x: (jnp.sum(find(x), dtype=jnp.uint32), jnp.uint32(x.size)) if is_floating(x) and x.size else None
+    return jax.tree.map(clip, given.params), jax.tree.map(count, strip_variables(split_state(given.params)[0]))
+
+
 def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array, jax.Array]:
     """Returns whether `skip_spikes` skips a step, and whether its update leaves finite parameters and state."""
     loss, grads, _ = replay(finder, given)
@@ -71,7 +88,8 @@ def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array
     _, after = step(finder.tx, grads, state, params, value=loss)
     spiked = jnp.array(False)
     while isinstance(after, LossScaledState | SpikeState):
-        spiked = spiked | ~after.accepted if isinstance(after, SpikeState) else spiked
+        # Not `~after.accepted`: of a state after the step, whose counters went on, this spike may be accepted.
+        spiked = spiked | (after.consecutive_spikes > 0) if isinstance(after, SpikeState) else spiked
         after = after.inner_state
     old = params, find_inner_state(state)
     return spiked, stays_finite(old, update(finder, grads, old[1], params, loss))

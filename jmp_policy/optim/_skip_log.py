@@ -30,7 +30,8 @@ class SkipLog:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._file = JsonLog(Path(path), {"log": "skipped steps"}, "skipped steps", "SkipLog({!r})", "skips")
+        self._path = Path(path)
+        self._file = _open(self._path)
         if self._file.read(_parse) is None:
             self._file.start()
 
@@ -40,14 +41,28 @@ class SkipLog:
         Args:
           verdict: from `find.verdict`.
           batch: how the caller names the batch: a number, a string, or other JSON.
-          **more: other JSON values to store, such as `epoch=3`.
+          **more: other JSON values to store, such as `epoch=3`. A `step` replaces that of the verdict.
         """
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._file.add({"time": now, "batch": batch, **verdict.to_dict(), **more})
 
+    def truncate(self, step: int) -> None:
+        """Drops the entries of later steps, for a run that goes on from a checkpoint of `step`, and logs them again."""
+        entries, new = self.read(), self._path.with_name(f"{self._path.name}.tmp")
+        log = _open(new)
+        log.start()
+        for entry in entries:
+            if entry["step"] is None or entry["step"] <= step:
+                log.add(entry)
+        new.replace(self._path)
+
     def read(self) -> list[dict[str, Any]]:
         """Returns all entries: the fields of `Verdict.to_dict`, `batch`, and `time` in UTC."""
         return self._file.read(_parse) or []
+
+
+def _open(path: Path) -> JsonLog:
+    return JsonLog(path, {"log": "skipped steps"}, "skipped steps", "SkipLog({!r})", "skips")
 
 
 def _parse(header: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

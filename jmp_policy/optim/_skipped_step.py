@@ -19,6 +19,11 @@ else:
 Counts = Mapping[str, tuple[int, int]]  # elements that are not finite and all elements of arrays, by path
 _MOST_LISTED = 8
 
+NO_STEP_REPAIRS = (
+    "No step repairs them: restore a checkpoint. A step with finite gradients can have made them so, if its update "
+    "overflowed, which loss_scaled(..., check='updates') skips."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class BadGradient:
@@ -122,11 +127,7 @@ def _join(listed: list[str], most: int) -> str:
 
 def describe_bad_params(counts: Counts) -> str:
     listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
-    return (
-        f"Parameters that are not finite themselves: {_join(listed, _MOST_LISTED)}. No step repairs them: restore a "
-        "checkpoint. A step with finite gradients can have made them so, if its update overflowed: loss_scaled(..., "
-        "check='updates') skips it."
-    )
+    return f"Parameters that are not finite themselves: {_join(listed, _MOST_LISTED)}. {NO_STEP_REPAIRS}"
 
 
 def is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:

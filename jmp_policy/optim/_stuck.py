@@ -1,7 +1,7 @@
 """`raise_if_stuck`: tells the host that training only skips steps, or has accepted spikes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,9 @@ from ._skipped_step import count_nonfinite, describe_bad_params, read_counts
 from ._transformation import LossScaledState
 
 
-def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) -> None:
+def raise_if_stuck(
+    state: PyTree, params: PyTree = None, *, patience: int = 10, verdict: Callable[[], object] | None = None
+) -> None:
     """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
 
     Call it on the host, every few hundred steps: it reads a few scalars, and so waits for the device.
@@ -29,6 +31,8 @@ def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) 
       patience: the number of skips in a row after which a scale that does not change is stuck. If the loop adjusts
         dynamic scales itself, beside `skip_nonfinite`, use more than their number of backoffs, 24 from the default
         ceiling.
+      verdict: returns the verdict on the last skipped step, `lambda: find.verdict(params, old_state, batch)`. It is
+        called if training is stuck, and the error ends with it.
 
     Raises:
       FloatingPointError: training is stuck.
@@ -52,7 +56,8 @@ def raise_if_stuck(state: PyTree, params: PyTree = None, *, patience: int = 10) 
         listed = ", ".join(str(i[0] if len(i) == 1 else i) for i in texts)
         text = f"{len(texts)} of {math.prod(shape)} models are stuck: {listed}. Of the first: {text}"
     bad = read_counts(count_nonfinite(params))
-    raise FloatingPointError(f"{text} {describe_bad_params(bad)}" if bad else text)
+    parts = [text, describe_bad_params(bad) if bad else "", "" if verdict is None else str(verdict())]
+    raise FloatingPointError(" ".join(filter(None, parts)))
 
 
 def _explain_stuck(nodes: list[Any], patience: int) -> Iterator[str]:
@@ -86,8 +91,8 @@ def _explain_skips(found: LossScaledState, patience: int) -> str:
         return ""
     return (
         f"{start} gradients were not finite. The loss scale is {value} and {where}, so the model or its data makes the "
-        "infinities, or another scale does. jmp_policy.optim.find_origin(loss_fn, tx)(params, opt_state, batch) finds "
-        "the operation and the parameters; a policy that computes in bfloat16 has the range of float32. value_and_grad "
+        "infinities, or another scale does. jmp_policy.optim.find_origin(loss_fn, tx).verdict(params, opt_state, "
+        "batch) says which; a policy that computes in bfloat16 has the range of float32. value_and_grad "
         "must scale by this state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state), not by a constant such as "
         "policy.loss_scale()."
     )

@@ -18,7 +18,9 @@ from ._find_origin import Given, OriginFinder, count_steps, unwrap
 from ._gradients import global_norm
 from ._input_ranges import find_suspects, name_leaves
 from ._replay import (
+    LARGE_PARAM,
     Replay,
+    clip_large_params,
     count_differences,
     find_inner_state,
     find_trained,
@@ -29,7 +31,7 @@ from ._replay import (
     update,
 )
 from ._skip_spikes import SpikeState
-from ._skipped_step import count_nonfinite, read_counts
+from ._skipped_step import NO_STEP_REPAIRS, count_nonfinite, read_counts
 from ._skipping import find_inner
 from ._transformation import LossScaledState
 
@@ -109,7 +111,9 @@ class _Case:
             yield from self._compare(first, self._replay())
         if first.finite:
             yield from self._check_finite_step(first)
-        yield from self._check_data(lambda given: self._replay(given).finite)
+        heals = lambda given: self._replay(given).finite
+        yield from self._check_data(heals)
+        yield from self._check_large_params(heals)
         yield from self._check_scale()
         yield from self._check_operation()
 
@@ -130,12 +134,20 @@ class _Case:
                 state = self._finder.compile(hide_infinite_starts)(self._given, state)
             bad |= {f"opt_state/{name}": counts for name, counts in read_counts(count(state)).items()}
         for place, (count, size) in bad.items():
-            text = (
-                f"the state: {count} of {size} elements of {place} are not finite. No step repairs them: restore a "
-                "checkpoint from before. A step with finite gradients can have made them so, if its update overflowed, "
-                "which loss_scaled(..., check='updates') skips; or a fault of the machine."
-            )
+            text = f"the state: {count} of {size} elements of {place} are not finite. {NO_STEP_REPAIRS}"
             yield self._make("state", text, place=place)
+
+    def _check_large_params(self, heals: Callable[[Given], Any]) -> Iterator[Verdict]:
+        """Blames a parameter with single elements that are far larger than the others, as of a flipped bit."""
+        clipped, counts = self._finder.compile(clip_large_params)(self._given)
+        bad = read_counts(counts)
+        if bad and heals(self._given._replace(params=clipped)):
+            name, (count, size) = next(iter(bad.items()))
+            text = (
+                f"the state: {count} of {size} elements of params/{name} are more than {LARGE_PARAM:,.0f} times as large "
+                "as the median one. Without them the step is taken. A bit may have flipped: restore a checkpoint."
+            )
+            yield self._make("state", text, place=f"params/{name}".rstrip("/"))
 
     def _compare(self, one: Replay, other: Replay) -> Iterator[Verdict]:
         counts = read_counts(self._finder.compile(count_differences)(one, other))
@@ -154,7 +166,9 @@ class _Case:
             decide = self._finder.compile(take_step)
             spiked, updates_finite = decide(self._given, self._state)
             if spiked:
-                yield from self._check_data(lambda given: not decide(given, self._state)[0])
+                heals = lambda given: not decide(given, self._state)[0]
+                yield from self._check_data(heals)
+                yield from self._check_large_params(heals)
                 norm = float(global_norm(found.grads))
                 text = (
                     f"a spike: loss {float(found.loss):.4g}, gradient norm {norm:.4g}. All numbers are finite, and no "

@@ -70,8 +70,12 @@ class TableTrainer:
     def audit(self, windows) -> jmp.numerics.AuditReport:
         return jmp.numerics.audit(_step)(self.state, windows)
 
-    def find_origin(self, windows, scale) -> jmp.numerics.NonfiniteOrigin:
-        return _find_origin(self.params, windows, scale)
+    def judge(self, windows, scale) -> jmp.optim.Verdict:
+        find = jmp.optim.find_origin(_loss_fn, _optimizer(scale))
+        return find.verdict(self.params, self.opt_state._replace(loss_scale=scale), windows)
+
+    def watch(self, windows) -> None:
+        pass
 
     def observe(self, windows) -> jmp.numerics.Stats:
         return _observe(self.params, windows)[1]
@@ -96,12 +100,6 @@ def _step(state, windows):
     loss, grads = jmp.value_and_grad(_loss_fn, loss_scale=scale)(state["params"], windows)
     params, opt_state = jmp.optim.step(_optimizer(scale), grads, state["opt_state"], state["params"])
     return loss, {"params": params, "opt_state": opt_state}
-
-
-@jax.jit
-def _find_origin(table, windows, scale):
-    grad_fn = jmp.value_and_grad(_loss_fn, loss_scale=scale)
-    return jmp.numerics.first_nonfinite(grad_fn)(table, windows)[1]
 
 
 _observe = jax.jit(jmp.numerics.collect(jax.grad(_loss_fn), of="results"))
