@@ -107,7 +107,7 @@ class Trainer:
         return jmp.numerics.audit(self._train_step)(self.state, windows)
 
     def judge(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.optim.Verdict:
-        """Says what is at fault in the step that was just skipped, from its batch and its scale."""
+        """Finds the fault of the step that was just skipped, from its batch and its scale."""
         return self._find.verdict(self.state.params, self.opt_state._replace(loss_scale=scale), windows)
 
     def watch(self, windows: jax.typing.ArrayLike) -> None:

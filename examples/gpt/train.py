@@ -159,6 +159,7 @@ class Run:
         if isinstance(scale, jmp.DynamicLossScale):
             scale = jmp.DynamicLossScale(period=GROWTH_PERIOD)
         self.first_scale, self.policy, self.verdict = float(jmp.metrics(scale)["loss_scale"]), policy, ""
+        self.last_skip = 0
         self.trainer = make_trainer(config.api, TrainerConfig(policy, config.model, config.seed, loss_scale=scale))
         reference = TrainerConfig(FLOAT32, config.model, config.seed)
         self.reference = make_trainer(config.api, reference) if policy != FLOAT32 else None
@@ -266,9 +267,9 @@ class Run:
         if self.skips:
             self.skips.add(verdict, batch=step - 1, step=step)
         reason = verdict.text.partition("because")[2]
-        if self.verdict != reason:  # a run that is stuck has one for all of its steps
-            self.verdict = reason
+        if self.verdict != reason or self.last_skip != step - 1:  # a run that is stuck says it once
             say(f"step {step} skipped because{reason}")
+        self.verdict, self.last_skip = reason, step
 
     def evaluate(self, step: int) -> None:
         """Measures the validation loss; raises a FloatingPointError if training is stuck."""

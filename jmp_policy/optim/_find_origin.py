@@ -66,7 +66,7 @@ class OriginFinder:
         return self.find(self.take(params, old_state, args, kwargs), old_state)
 
     def verdict(self, params: PyTree, old_state: PyTree, *args: Any, times: int = 2, **kwargs: Any) -> Verdict:
-        """Replays a skipped step and says what is at fault.
+        """Replays a skipped step and finds the fault.
 
         The checks are in this order, and the first that finds something decides:
 
@@ -208,8 +208,8 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
     """Finds the origin of a skipped step on the host, at no cost to the training step.
 
     A skipped step does not change the parameters, so its batch and the state before it are enough to repeat it. The
-    search is a program of its own, compiled in the first call. `find` names the operation, and `find.verdict` what is
-    at fault: the data, the loss scale, the format, the model, the state, or the machine.
+    search is a program of its own, compiled in the first call. `find` names the operation. `find.verdict` tells whether
+    the data, the loss scale, the format, the model, the state or the machine is at fault.
 
     Args:
       loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.

@@ -35,7 +35,10 @@ def join_range(leaf: Any, old: Range | None) -> Range | None:
         low, high = _find_range(leaf)
     else:
         low, high = np.fmin.reduce(leaf, axis=None), np.fmax.reduce(leaf, axis=None)
-    return (low, high) if old is None else (jnp.minimum(old[0], low), jnp.maximum(old[1], high))
+    if old is None:
+        return low, high
+    numpy: Any = jnp if any(isinstance(x, jax.Array) for x in (low, *old)) else np
+    return numpy.minimum(old[0], low), numpy.maximum(old[1], high)
 
 
 @jax.jit
@@ -71,8 +74,9 @@ def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
         return None
     worst = wide[is_bad]
     if np.isfinite(worst).all():
-        text = f"{is_bad.sum()} of {array.size} elements are outside of {low:.4g} to {high:.4g}, such as "
-        text += f"{worst[np.abs(worst).argmax()]:.4g},"
+        spell = (lambda x: f"{x:.4g}") if is_floating(leaf) else (lambda x: str(int(x)))
+        text = f"{is_bad.sum()} of {array.size} elements are outside of {spell(low)} to {spell(high)}, such as "
+        text += f"{spell(worst[np.abs(worst).argmax()])},"
     else:
         text = f"{(~np.isfinite(worst)).sum()} of {array.size} elements are not finite"
     is_bad_row = is_bad.reshape(array.shape[0], -1).any(1) if array.ndim else np.array([True])

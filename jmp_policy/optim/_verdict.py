@@ -1,4 +1,4 @@
-"""The verdict on a skipped step: what is at fault, from replays on the host."""
+"""The verdict on a skipped step, from replays on the host."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ _SMALLEST_SCALE = 2.0**-24
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What made a step skip; `str` of it is a paragraph.
+    """Reason of a skipped step; `str` of it is a paragraph.
 
     Attributes:
       kind: `"data"`, `"scale"`, `"format"`, `"model"`, `"state"`, `"spike"` or `"not reproduced"`: see
@@ -91,7 +91,7 @@ class Verdict:
 
 
 def judge(finder: OriginFinder, given: Given, old_state: PyTree, times: int) -> Verdict:
-    """Replays a step and returns what is at fault; the first check that finds something decides."""
+    """Replays a step and returns the verdict of the first check that finds a fault."""
     return next(_Case(finder, given, old_state).list_verdicts(times))
 
 
@@ -121,8 +121,7 @@ class _Case:
         return self._finder.compile(replay)(given or self._given)
 
     def _make(self, kind: Kind, text: str, **fields: Any) -> Verdict:
-        number = "The step" if self._step is None else f"Step {self._step:,}"
-        return Verdict(kind, self._step, f"{number} was skipped because of {text}", **fields)
+        return Verdict(kind, self._step, f"The step was skipped because of {text}", **fields)
 
     def _check_state(self) -> Iterator[Verdict]:
         count = jax.jit(count_nonfinite)
@@ -144,8 +143,8 @@ class _Case:
         if bad and heals(self._given._replace(params=clipped)):
             name, (count, size) = next(iter(bad.items()))
             text = (
-                f"the state: {count} of {size} elements of params/{name} are more than {LARGE_PARAM:,.0f} times as large "
-                "as the median one. Without them the step is taken. A bit may have flipped: restore a checkpoint."
+                f"the state: {count} of {size} elements of params/{name} are more than {LARGE_PARAM:,.0f} times as "
+                "large as the median one. Without them the step is taken. A bit may have flipped: restore a checkpoint."
             )
             yield self._make("state", text, place=f"params/{name}".rstrip("/"))
 
