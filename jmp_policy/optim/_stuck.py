@@ -56,7 +56,9 @@ def raise_if_stuck(
         listed = ", ".join(str(i[0] if len(i) == 1 else i) for i in texts)
         text = f"{len(texts)} of {math.prod(shape)} models are stuck: {listed}. Of the first: {text}"
     bad = read_counts(count_nonfinite(params))
-    parts = [text, describe_bad_params(bad) if bad else "", "" if verdict is None else str(verdict())]
+    ask = "raise_if_stuck(opt_state, params) tells whether an update has destroyed the parameters."
+    parts = [text, describe_bad_params(bad) if bad else "", ask if params is None else ""]
+    parts.append("" if verdict is None else str(verdict()))
     raise FloatingPointError(" ".join(filter(None, parts)))
 
 
