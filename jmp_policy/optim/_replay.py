@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from .._base import PyTree, at_least_float32, is_array, is_floating, split_state
-from ..loss_scale import all_finite, stays_finite, strip_variables
+from ..loss_scale import SkippingState, all_finite, stays_finite, strip_variables
 from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
-from ._skipping import find_inner
+from ._skipping import find_inner, find_inner_state
 from ._step import step
-from ._transformation import LossScaledState
 
 
 class Replay(NamedTuple):
@@ -87,7 +86,7 @@ def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array
     params = find_trained(given.params, grads)
     _, after = step(finder.tx, grads, state, params, value=loss)
     spiked = jnp.array(False)
-    while isinstance(after, LossScaledState | SpikeState):
+    while isinstance(after, SkippingState):
         # Not `~after.accepted`: of a state after the step, whose counters went on, this spike may be accepted.
         spiked = spiked | (after.consecutive_spikes > 0) if isinstance(after, SpikeState) else spiked
         after = after.inner_state
@@ -98,13 +97,6 @@ def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array
 def update(finder: OriginFinder, grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> PyTree:
     """Returns the new parameters and the new inner state of a step that is not skipped."""
     return step(find_inner(finder.tx), grads, state, params, value=loss)
-
-
-def find_inner_state(state: Any) -> PyTree:
-    """Returns the state inside of all that skip steps."""
-    while isinstance(state, LossScaledState | SpikeState):
-        state = state.inner_state
-    return state
 
 
 def find_trained(params: PyTree, grads: PyTree) -> PyTree:

@@ -119,10 +119,7 @@ class SkippingUpdate(ParameterUpdate):
         arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
         others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
         take_or_skip = build(find_inner(self.inner), others, self._check) if others else self._built[build]
-        inner_state = state.inner_state
-        while isinstance(inner_state, SkippingState):
-            inner_state = inner_state.inner_state
-        out, *rest = take_or_skip(take, _Operands(grads, scale, inner_state, params, arrays))
+        out, *rest = take_or_skip(take, _Operands(grads, scale, find_inner_state(state), params, arrays))
         return out, finish(*rest)
 
 
@@ -132,6 +129,13 @@ def find_inner(tx: Transformation) -> Any:
     while isinstance(inner.update, SkippingUpdate):
         inner = inner.update.inner
     return inner
+
+
+def find_inner_state(state: Any) -> PyTree:
+    """Returns the state inside of all that skip steps."""
+    while isinstance(state, SkippingState):
+        state = state.inner_state
+    return state
 
 
 def _select_skipping(reached: jax.Array, new: Any, old: Any) -> Any:

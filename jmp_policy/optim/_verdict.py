@@ -22,7 +22,6 @@ from ._replay import (
     Replay,
     clip_large_params,
     count_differences,
-    find_inner_state,
     find_trained,
     hide_infinite_starts,
     make_state,
@@ -32,7 +31,7 @@ from ._replay import (
 )
 from ._skip_spikes import SpikeState
 from ._skipped_step import NO_STEP_REPAIRS, count_nonfinite, read_counts
-from ._skipping import find_inner
+from ._skipping import find_inner, find_inner_state
 from ._transformation import LossScaledState
 
 if TYPE_CHECKING:
