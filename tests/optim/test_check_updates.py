@@ -213,7 +213,7 @@ def test_a_run_of_bad_updates_is_stuck_at_any_scale():
     )
     for scale in (state.loss_scale, SCALE):
         with pytest.raises(FloatingPointError, match=text):
-            jmp.optim.raise_if_stuck(state._replace(loss_scale=scale))
+            jmp.optim.raise_if_stuck(state._replace(loss_scale=scale), jnp.ones(2))
     jmp.optim.raise_if_stuck(state, patience=13)
 
 
