@@ -198,11 +198,18 @@ def find_scaled_state(state: PyTree) -> Any:
 
 
 def list_skipping(state: PyTree) -> list[Any]:
-    """Lists the states of all optimizers in a state that skip steps, outermost first, without their inner states."""
-    is_skipping = lambda node: isinstance(node, SkippingState)
-    found: list[Any] = list(filter(is_skipping, jax.tree.leaves(state, is_leaf=is_skipping)))
-    inner = [each for node in found for each in list_skipping(node.inner_state)]
-    return [strip_variables(node._replace(inner_state=None)) for node in found] + inner
+    """Lists the states of all optimizers in a state that skip steps, outermost first, without their inner states.
+
+    It looks only where one may be: the state of an optimizer may be large.
+    """
+    nodes = [state] if isinstance(state, SkippingState) else find_nodes(state, SkippingState)
+    found: list[Any] = []
+    while nodes:
+        node: Any = nodes.pop(0)
+        found.append(strip_variables(node._replace(inner_state=None)))
+        inner = getattr(node.inner_state, "inner_opt_state", node.inner_state)  # of `optax.MultiSteps`
+        nodes += [inner] if isinstance(inner, SkippingState) else []
+    return found
 
 
 def metrics(state: PyTree, params: PyTree = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from .._base import PyTree, describe
-from ..loss_scale import LossScale, ScaledState, SkippingState, has_scaled_state, list_skipping, register_loss_scales
+from ..loss_scale import LossScale, ScaledState, SkippingState, find_nodes, has_scaled_state, register_loss_scales
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 
@@ -105,13 +105,14 @@ class LossScaledState(_LossScaledFields, ScaledState):
 
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LossScaledState) or is_outside(node))
         for node in filter(is_outside, nodes):
-            if has_scaled_state(node):
+            inside = find_nodes(node, SkippingState)
+            if any(isinstance(each, ScaledState) for each in inside):
                 raise ValueError(
                     f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation with the "
                     f"state {type(node).__name__}, which advances when they skip a step. For example: "
                     f"loss_scaled({right_nestings[type(node)]}, policy.loss_scale())."
                 )
-            if not isinstance(node, optax.MultiStepsState) and list_skipping(node):
+            if inside and not isinstance(node, optax.MultiStepsState):
                 raise ValueError(
                     "skip_spikes goes outside of all but loss_scaled, skip_nonfinite and MultiSteps, but one is inside "
                     f"of a transformation with the state {type(node).__name__}: it would measure changed gradients, or "
