@@ -273,10 +273,8 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Measures the validation loss; raises a FloatingPointError if training is stuck."""
-        try:
-            jmp.optim.raise_if_stuck(self.trainer.opt_state)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"{error} The last step was skipped because{self.verdict}") from None
+        last = f"The last skipped step was so because{self.verdict}"
+        jmp.optim.raise_if_stuck(self.trainer.opt_state, verdict=(lambda: last) if self.verdict else None)
         measure = lambda trainer: measure_bits_per_byte(trainer.loss_fn, trainer.params, self.validation)
         record = {"step": step, "validation_loss": measure(self.trainer)}
         if self.reference:

@@ -125,6 +125,16 @@ class SkippingState:
         """Whether the last step was taken, a boolean scalar array."""
         raise NotImplementedError
 
+    @property
+    def inner_taken(self) -> Any:
+        """Whether a skipping optimizer inside took the last step, a boolean scalar array; True if there is none."""
+        inner = look_inside(self.inner_state)
+        if inner is None:
+            return True
+        # Between its steps, the decision inside of `optax.MultiSteps` is that of the last one.
+        waiting = getattr(self.inner_state, "mini_step", 0) != 0
+        return inner.step_taken if waiting is False else inner.step_taken | waiting
+
 
 class ScaledState(SkippingState):
     """Base class of `optim.LossScaledState`: the loss scale and the skipped steps beside the state of an optimizer."""
@@ -197,6 +207,13 @@ def find_scaled_state(state: PyTree) -> Any:
     return strip_variables(found[0]._replace(inner_state=None))  # no caller reads it, and it may be large
 
 
+def look_inside(state: Any) -> Any:
+    """Returns the skipping state in the state of an optimizer, also of `optax.MultiSteps`, or None."""
+    while state is not None and not isinstance(state, SkippingState):
+        state = getattr(state, "inner_opt_state", getattr(state, "inner_state", None))
+    return state
+
+
 def list_skipping(state: PyTree) -> list[Any]:
     """Lists the states of all optimizers in a state that skip steps, outermost first, without their inner states.
 
@@ -207,8 +224,8 @@ def list_skipping(state: PyTree) -> list[Any]:
     while nodes:
         node: Any = nodes.pop(0)
         found.append(strip_variables(node._replace(inner_state=None)))
-        inner = getattr(node.inner_state, "inner_opt_state", node.inner_state)  # of `optax.MultiSteps`
-        nodes += [inner] if isinstance(inner, SkippingState) else []
+        inner = look_inside(node.inner_state)
+        nodes += [] if inner is None else [inner]
     return found
 
 

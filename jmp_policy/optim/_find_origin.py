@@ -98,8 +98,10 @@ class OriginFinder:
         """
         from ._verdict import judge  # loads most of the library
 
-        if times < 1:
-            raise ValueError(f"times must be at least 1, got {times!r}. For example: find.verdict(..., times=2).")
+        if not isinstance(times, int) or times < 1:
+            raise ValueError(
+                f"times must be an integer of at least 1, got {times!r}. For example: find.verdict(..., times=2)."
+            )
         return judge(self, self.take(params, old_state, args, kwargs), old_state, times)
 
     def watch(self, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +142,8 @@ class OriginFinder:
     def differentiate(self, params: PyTree, scale: LossScale, fun: Callable[..., Any] | None = None) -> Any:
         """Returns the function of params and batch that returns the loss and true gradients."""
         adapter = find_adapter(params)
-        transform: Any = (adapter and adapter.value_and_grad) or value_and_grad
+        transform: Any = adapter and adapter.value_and_grad
+        transform = transform or functools.partial(value_and_grad, allow_int=True)
         return transform(fun or self.loss_fn, has_aux=self.has_aux, loss_scale=scale)
 
     def find(self, given: Given, old_state: PyTree) -> SkippedStep | None:
@@ -269,6 +272,10 @@ class _Static:
     """An argument that is not an array."""
 
     value: Any
+    kind: type = dataclasses.field(init=False)  # True is not 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", type(self.value))
 
 
 def _warn_of_other_scale(old_state: PyTree, scale: LossScale) -> None:

@@ -38,7 +38,7 @@ def join_range(leaf: Any, old: Range | None) -> Range | None:
     if old is None:
         return low, high
     numpy: Any = jnp if any(isinstance(x, jax.Array) for x in (low, *old)) else np
-    return numpy.minimum(old[0], low), numpy.maximum(old[1], high)
+    return numpy.fmin(old[0], low), numpy.fmax(old[1], high)
 
 
 @jax.jit
@@ -52,6 +52,7 @@ class Suspects(NamedTuple):
     """Elements of an input that are not finite or out of range."""
 
     text: str
+    is_finite: bool
     rows: tuple[int, ...]
     repaired: Any  # the input with a good row in the place of each bad one, or clipped to the range
 
@@ -73,7 +74,8 @@ def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
     if not is_bad.any() or math.isnan(low):
         return None
     worst = wide[is_bad]
-    if np.isfinite(worst).all():
+    is_finite = bool(np.isfinite(worst).all())
+    if is_finite:
         spell = (lambda x: f"{x:.4g}") if is_floating(leaf) else (lambda x: str(int(x)))
         text = f"{is_bad.sum()} of {array.size} elements are outside of {spell(low)} to {spell(high)}, such as "
         text += f"{spell(worst[np.abs(worst).argmax()])},"
@@ -86,7 +88,7 @@ def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
     if isinstance(leaf, jax.Array):
         repaired = jax.device_put(repaired, leaf.sharding)
     rows = np.flatnonzero(is_bad_row)[:_MOST_ROWS] if array.ndim else ()
-    return Suspects(text, tuple(map(int, rows)), repaired)
+    return Suspects(text, is_finite, tuple(map(int, rows)), repaired)
 
 
 def _find_range_of_most(wide: np.ndarray) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from .._base import AxisName, PyTree, describe, split_state, vary
 from ..loss_scale import (
     LossScale,
     NoOpLossScale,
-    SkippingState,
     all_finite,
     has_scaled_state,
     register_loss_scales,
@@ -29,7 +28,7 @@ class LossScaledUpdate(SkippingUpdate):
 
     def __init__(self, inner: Transformation, axis_name: AxisName | None, checks_updates: bool):
         super().__init__(inner, self._check_updates if checks_updates else None)
-        self._axis_name = axis_name
+        self.axis_name = axis_name
 
     def _decide(self, grads: PyTree, state: LossScaledState, extra: dict[str, Any]) -> Decision:
         if not isinstance(state, LossScaledState):
@@ -51,7 +50,7 @@ class LossScaledUpdate(SkippingUpdate):
                 (state.consecutive_skips + skipped) * skipped,
                 updates_finite,
             )
-            if updates_finite is None and not isinstance(inner_state, SkippingState):
+            if updates_finite is None and new.inner_taken is True:
                 return new
             # A step that is skipped with finite gradients says nothing of the scale.
             scale = select_tree(~finite | new.step_taken, new.loss_scale, state.loss_scale)
@@ -64,9 +63,9 @@ class LossScaledUpdate(SkippingUpdate):
 
     def _agree(self, finite: jax.Array) -> jax.Array:
         """True if `finite` is true on all devices along the axes."""
-        if self._axis_name is None:
+        if self.axis_name is None:
             return finite
-        return lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
+        return lax.pmin(vary(finite, self.axis_name).astype(jnp.int32), self.axis_name) == 1
 
 
 if TYPE_CHECKING:

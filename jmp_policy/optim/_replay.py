@@ -1,5 +1,7 @@
 """The programs that repeat a step for a verdict."""
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from .._base import PyTree, at_least_float32, is_array, is_floating, split_state
-from ..loss_scale import SkippingState, all_finite, stays_finite, strip_variables
+from ..loss_scale import NoOpLossScale, all_finite, list_skipping, stays_finite, strip_variables
 from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
-from ._skipping import find_inner, find_inner_state
-from ._step import step
+from ._skipping import SkippingUpdate, find_inner, find_inner_state
+from ._step import MASKED, step
 
 
 class Replay(NamedTuple):
@@ -35,7 +37,7 @@ def count_differences(finder: OriginFinder, one: Replay, other: Replay) -> PyTre
     """Counts the elements of each array whose bits differ."""
 
     def count(x: Any, y: Any) -> Any:
-        if not is_array(x):
+        if not is_array(x) or x.dtype == jax.dtypes.float0:
             return None
         return jnp.sum(_read_bits(x) != _read_bits(y), dtype=jnp.uint32), jnp.uint32(x.size)
 
@@ -54,7 +56,7 @@ def _read_bits(x: Any) -> jax.Array:
 def make_state(finder: OriginFinder, given: Given) -> PyTree:
     """Returns a new state of the optimizer inside of all that skip steps."""
     grads = jax.eval_shape(lambda given: replay(finder, given).grads, given)
-    return find_inner(finder.tx).init(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), grads))
+    return find_inner(finder.tx).init(find_trained(given.params, grads))
 
 
 def hide_infinite_starts(finder: OriginFinder, given: Given, old: PyTree) -> PyTree:
@@ -68,12 +70,12 @@ LARGE_PARAM = 10_000.0
 
 
 def clip_large_params(finder: OriginFinder, given: Given) -> tuple[PyTree, PyTree]:
-    """Returns the parameters with zeros for elements that are far too large, and their number in each array."""
+    """Returns the parameters with zeros for infinite and far too large elements, and their number in each array."""
 
     def find(x: Any) -> jax.Array:
         size = jnp.abs(x).astype(at_least_float32(x.dtype))
         median = jnp.median(size)
-        return (median > 0) & (size > LARGE_PARAM * median)
+        return jnp.isinf(size) | ((median > 0) & (size > LARGE_PARAM * median))
 
     clip = lambda x: jnp.where(find(x), jnp.zeros_like(x), x) if is_floating(x) and x.size else x
     count = lambda x: (jnp.sum(find(x), dtype=jnp.uint32), jnp.uint32(x.size)) if is_floating(x) and x.size else None
@@ -83,27 +85,36 @@ def clip_large_params(finder: OriginFinder, given: Given) -> tuple[PyTree, PyTre
 def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array, jax.Array]:
     """Returns whether `skip_spikes` skips a step, and whether its update leaves finite parameters and state."""
     loss, grads, _ = replay(finder, given)
-    params = find_trained(given.params, grads)
-    _, after = step(finder.tx, grads, state, params, value=loss)
-    spiked = jnp.array(False)
-    while isinstance(after, SkippingState):
-        # Not `~after.accepted`: of a state after the step, whose counters went on, this spike may be accepted.
-        spiked = spiked | (after.consecutive_spikes > 0) if isinstance(after, SpikeState) else spiked
-        after = after.inner_state
+    params, grads = find_trained(given.params, grads), split_state(grads, MASKED)[0]
     old = params, find_inner_state(state)
-    return spiked, stays_finite(old, update(finder, grads, old[1], params, loss))
+    new = update(finder, grads, old[1], params, loss)
+    decision = _without_axes(finder.tx).update.decide(grads, NoOpLossScale(), state, {"value": loss})
+    before, after = list_skipping(state), list_skipping(decision.finish(new[1], None))
+    pairs = [(x, y) for x, y in zip(before, after, strict=True) if isinstance(x, SpikeState)]
+    # Not `accepted`: of a state after the step, whose counters went on, this spike may be accepted.
+    spiked = [y.consecutive_spikes > x.consecutive_spikes for x, y in pairs]
+    return functools.reduce(jnp.logical_or, spiked, jnp.array(False)), stays_finite(old, new)
 
 
-def update(finder: OriginFinder, grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> PyTree:
+def _without_axes(tx: Any) -> Any:
+    """Returns an optimizer that decides outside of `shard_map`, where arrays are whole."""
+    if not isinstance(tx.update, SkippingUpdate):
+        return tx
+    update = copy.copy(tx.update)
+    update.inner, update.axis_name = _without_axes(update.inner), None
+    return tx._replace(update=update)
+
+
+def update(finder: OriginFinder, grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
     """Returns the new parameters and the new inner state of a step that is not skipped."""
     return step(find_inner(finder.tx), grads, state, params, value=loss)
 
 
 def find_trained(params: PyTree, grads: PyTree) -> PyTree:
-    """Returns the parameters that have gradients: of an nnx model, its `nnx.Param`s."""
+    """Returns the parameters that have gradients, without float8 state: of an nnx model, its `nnx.Param`s."""
     stripped = strip_variables(params)
-    if jax.tree.structure(stripped) == jax.tree.structure(grads):
-        return stripped
-    from flax import nnx
+    if jax.tree.structure(stripped) != jax.tree.structure(grads):
+        from flax import nnx
 
-    return strip_variables(nnx.state(params, nnx.Param))
+        stripped = strip_variables(nnx.state(params, nnx.Param))
+    return split_state(stripped, MASKED)[0]

@@ -1,11 +1,12 @@
 """`SkipLog`: a file of the skipped steps of a run."""
 
 import datetime
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from .._base import JsonLog
+from .._base import JsonLog, describe
 from ._verdict import Verdict
 
 
@@ -41,10 +42,25 @@ class SkipLog:
         Args:
           verdict: from `find.verdict`.
           batch: how the caller names the batch: a number, a string, or other JSON.
-          **more: other JSON values to store, such as `epoch=3`. A `step` replaces that of the verdict.
+          **more: other JSON values to store, such as `epoch=3`. A `step` replaces that of the verdict. Scalars of NumPy
+            and JAX become numbers, and a number that is not finite `None`.
+
+        Raises:
+          TypeError: `verdict` is not a `Verdict`, or a value is not JSON.
+          ValueError: a name is that of another entry.
         """
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._file.add({"time": now, "batch": batch, **verdict.to_dict(), **more})
+        if not isinstance(verdict, Verdict):
+            given = describe(verdict)
+            raise TypeError(
+                f"SkipLog.add takes a Verdict, got {given}. For example: log.add(find.verdict(...), batch=7)."
+            )
+        now, entry = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), verdict.to_dict()
+        for name in more.keys() & ({"time", "checksum", *entry} - {"step"}):
+            raise ValueError(
+                f"SkipLog stores {name!r} itself. Choose another name, for example: log.add(verdict, my_{name}=...)."
+            )
+        text = json.dumps({"batch": batch, **more}, default=_read_scalar)
+        self._file.add({"time": now, **entry, **json.loads(text, parse_constant=lambda _: None)})
 
     def truncate(self, step: int) -> None:
         """Drops the entries of later steps, for a run that goes on from a checkpoint of `step`, and logs them again."""
@@ -59,6 +75,12 @@ class SkipLog:
     def read(self) -> list[dict[str, Any]]:
         """Returns all entries: the fields of `Verdict.to_dict`, `batch`, and `time` in UTC."""
         return self._file.read(_parse) or []
+
+
+def _read_scalar(value: Any) -> Any:
+    if not hasattr(value, "item") or getattr(value, "size", 1) != 1:
+        raise TypeError(f"SkipLog stores JSON, got {describe(value)}. For example: log.add(verdict, batch=7).")
+    return value.item()
 
 
 def _open(path: Path) -> JsonLog:

@@ -56,8 +56,8 @@ class SpikeState(_SpikeFields, SkippingState):
     @property
     def step_taken(self) -> jax.Array:
         """Whether the last step was taken, a boolean scalar."""
-        is_skipping = isinstance(self.inner_state, SkippingState)
-        return self.accepted & self.inner_state.step_taken if is_skipping else self.accepted
+        inner = self.inner_taken
+        return self.accepted if inner is True else self.accepted & inner
 
 
 class SpikeUpdate(SkippingUpdate):
@@ -65,7 +65,7 @@ class SpikeUpdate(SkippingUpdate):
 
     def __init__(self, inner: Transformation, statistic: Statistic, settings: "_Settings", axis_name: AxisName | None):
         super().__init__(inner)
-        self._statistic, self._settings, self._axis_name = statistic, settings, axis_name
+        self._statistic, self._settings, self.axis_name = statistic, settings, axis_name
 
     def _decide(self, grads: PyTree, state: SpikeState, extra: dict[str, Any]) -> Decision:
         if not isinstance(state, SpikeState):
@@ -83,11 +83,13 @@ class SpikeUpdate(SkippingUpdate):
 
         def finish(inner_state: PyTree, updates_finite: None) -> SpikeState:
             del updates_finite
+            is_skipping = isinstance(inner_state, SkippingState)
+            taken = accepted & inner_state.step_taken if is_skipping else accepted
             history = state.history.at[state.accepted_steps % state.history.size].set(measured)
             return SpikeState(
                 inner_state,
-                jnp.where(accepted, history, state.history),
-                count(state.accepted_steps, accepted),
+                jnp.where(taken, history, state.history),
+                count(state.accepted_steps, taken),
                 accepted,
                 count(state.spike_steps, ~accepted),
                 jnp.where(is_spike, state.consecutive_spikes + 1, 0),
@@ -99,7 +101,7 @@ class SpikeUpdate(SkippingUpdate):
 
     def _measure(self, grads: PyTree, extra: dict[str, Any]) -> jax.Array:
         if self._statistic == "grad_norm":
-            return global_norm(grads, self._axis_name)
+            return global_norm(grads, self.axis_name)
         loss = extra.get("value")
         if loss is None or jnp.shape(loss) != ():
             raise ValueError(
@@ -107,7 +109,7 @@ class SpikeUpdate(SkippingUpdate):
                 "optim.minimize passes it. For example: optim.step(tx, grads, opt_state, params, value=loss)."
             )
         loss = jnp.asarray(loss)
-        return loss if self._axis_name is None else lax.pmean(vary(loss, self._axis_name), self._axis_name)
+        return loss if self.axis_name is None else lax.pmean(vary(loss, self.axis_name), self.axis_name)
 
 
 class _Settings(NamedTuple):
@@ -119,7 +121,7 @@ class _Settings(NamedTuple):
 
 def _find_limit(state: SpikeState, settings: _Settings) -> jax.Array:
     """Returns the largest statistic that is not a spike."""
-    is_seen = jnp.arange(settings.window) < state.accepted_steps
+    is_seen = jnp.arange(settings.window, dtype=jnp.int32) < state.accepted_steps
     count = jnp.sum(is_seen, dtype=jnp.float32)
     average = lambda x: jnp.sum(x, where=is_seen) / jnp.maximum(count, 1.0)
     mean = average(state.history)
@@ -147,7 +149,10 @@ def skip_spikes(
 
     It goes directly inside of `loss_scaled` or `skip_nonfinite`, where it measures true gradients:
     `loss_scaled(skip_spikes(chain(clip, adamw)), scale)`. Around `MultiSteps` it judges each microbatch, and inside,
-    `loss_scaled(MultiSteps(skip_spikes(adamw), k), scale)`, their mean.
+    `loss_scaled(MultiSteps(skip_spikes(adamw), k), scale)`, the mean of their gradients, or the last of their losses.
+
+    It decides in the step. So in nnx the batch statistics that the loss function wrote have advanced: select them by
+    `optimizer.opt_state.step_taken`. `linen.TrainState` does.
 
     Args:
       tx: the transformation to wrap.
@@ -181,8 +186,8 @@ def skip_spikes(
     (-0.5, 1)
     """
     check_transformation(tx, "tx")
+    _check_settings(of, _Settings(factor, window, 1 if warmup is None else warmup, max_consecutive))
     settings = _Settings(factor, window, window // 2 if warmup is None else warmup, max_consecutive)
-    _check_settings(of, settings)
 
     def init(params: PyTree) -> SpikeState:
         inner_state = tx.init(split_state(params, MASKED)[0])
@@ -200,8 +205,11 @@ def _check_settings(of: str, settings: _Settings) -> None:
         raise ValueError(f"of must be 'grad_norm' or 'loss', got {of!r}. For example: skip_spikes(tx, of='grad_norm').")
     smallest = _Settings(factor=0, window=2, warmup=1, max_consecutive=1)
     for name, value, least in zip(settings._fields, settings, smallest, strict=True):
-        if not value >= least or (name == "factor" and not value > 0):
+        is_factor = name == "factor"
+        is_number = isinstance(value, int | float if is_factor else int) and not isinstance(value, bool)
+        if not is_number or not value >= least or not value > 0:
+            wanted = "a positive number" if is_factor else f"an integer of at least {least}"
             raise ValueError(
-                f"{name} must be {'positive' if name == 'factor' else f'at least {least}'}, got {value!r}. "
+                f"{name} must be {wanted}, got {value!r}. "
                 "For example: skip_spikes(tx, factor=6.0, window=128, warmup=64, max_consecutive=10)."
             )

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from .._base import PyTree, is_half, join_state, split_state
+from .._base import AxisName, PyTree, is_half, join_state, split_state
 from ..loss_scale import LossScale, NoOpLossScale, SkippingState, select_tree
 from ._step import MASKED, explain_step_errors, keep_dtypes, overwrite_state, restore_float0, step, zero_float0
 from ._transformation import ParameterUpdate, Transformation, with_extra_args
@@ -49,6 +49,7 @@ class SkippingUpdate(ParameterUpdate):
     """`update` of a transformation that takes or skips whole steps. On a skipped step the updates are -0.0."""
 
     overwrites = True
+    axis_name: AxisName | None = None
 
     def __init__(self, inner: Transformation, check: Check | None = None):
         self.inner = inner

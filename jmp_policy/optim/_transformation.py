@@ -92,8 +92,9 @@ class LossScaledState(_LossScaledFields, ScaledState):
     @property
     def step_taken(self) -> jax.Array:
         """Whether the last step was taken, a boolean scalar."""
-        taken = self.grads_finite if self.updates_finite is None else self.grads_finite & self.updates_finite
-        return taken & self.inner_state.step_taken if isinstance(self.inner_state, SkippingState) else taken
+        taken, inner = self.grads_finite, self.inner_taken
+        taken = taken if self.updates_finite is None else taken & self.updates_finite
+        return taken if inner is True else taken & inner
 
     @staticmethod
     def _check_outermost(state: PyTree, *, in_step: bool) -> None:
@@ -112,7 +113,7 @@ class LossScaledState(_LossScaledFields, ScaledState):
                     f"state {type(node).__name__}, which advances when they skip a step. For example: "
                     f"loss_scaled({right_nestings[type(node)]}, policy.loss_scale())."
                 )
-            if inside and not isinstance(node, optax.MultiStepsState):
+            if inside and not isinstance(getattr(node, "inner_opt_state", None), SkippingState):
                 raise ValueError(
                     "skip_spikes goes outside of all but loss_scaled, skip_nonfinite and MultiSteps, but one is inside "
                     f"of a transformation with the state {type(node).__name__}: it would measure changed gradients, or "

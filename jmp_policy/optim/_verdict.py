@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import PyTree, cast_floating, is_floating, is_half
+from .._base import PyTree, cast_floating, is_floating, is_half, split_state
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, find_nodes, stays_finite, strip_variables
 from ..modules import force_full_precision
 from ..policy import PolicyMap, get_policy, make_map
 from ..report import make_finite, make_plain
 from ._find_origin import Given, OriginFinder, count_steps, unwrap
 from ._gradients import global_norm
-from ._input_ranges import find_suspects, name_leaves
+from ._input_ranges import Suspects, find_suspects, name_leaves
 from ._replay import (
     LARGE_PARAM,
     Replay,
@@ -31,7 +31,8 @@ from ._replay import (
 )
 from ._skip_spikes import SpikeState
 from ._skipped_step import NO_STEP_REPAIRS, count_nonfinite, read_counts
-from ._skipping import find_inner, find_inner_state
+from ._skipping import SkippingUpdate, find_inner, find_inner_state
+from ._step import MASKED
 from ._transformation import LossScaledState
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class _Case:
         if first.finite:
             yield from self._check_finite_step(first)
         heals = lambda given: self._replay(given).finite
+        yield from self._check_data(heals, lambda suspect: not suspect.is_finite)
+        yield from self._check_scale(halvings=1)  # any change of the batch may help a step that just overflows
         yield from self._check_data(heals)
         yield from self._check_large_params(heals)
         yield from self._check_scale()
@@ -124,8 +127,10 @@ class _Case:
 
     def _check_state(self) -> Iterator[Verdict]:
         count = jax.jit(count_nonfinite)
-        bad = {f"params/{name}".rstrip("/"): counts for name, counts in read_counts(count(self._given.params)).items()}
-        if self._state is not None:
+        # An infinity may be meant, as in a mask: `_check_large_params` looks whether it does harm.
+        nans = jax.tree.map(_keep_nans, strip_variables(self._given.params))
+        bad = {f"params/{name}".rstrip("/"): counts for name, counts in read_counts(count(nans)).items()}
+        if self._state is not None and isinstance(self._finder.tx.update, SkippingUpdate):
             state = find_inner_state(self._state)
             new = jax.eval_shape(lambda given: make_state(self._finder, given), self._given)
             if jax.tree.structure(new) == jax.tree.structure(state):
@@ -141,11 +146,13 @@ class _Case:
         bad = read_counts(counts)
         if bad and heals(self._given._replace(params=clipped)):
             name, (count, size) = next(iter(bad.items()))
+            place = f"params/{name}".rstrip("/")
             text = (
-                f"the state: {count} of {size} elements of params/{name} are more than {LARGE_PARAM:,.0f} times as "
-                "large as the median one. Without them the step is taken. A bit may have flipped: restore a checkpoint."
+                f"the state: {count} of {size} elements of {place} are infinite, or more than {LARGE_PARAM:,.0f} times "
+                "as large as the median one. Without them the step is taken. An update may have overflowed, or a bit "
+                "flipped: restore a checkpoint."
             )
-            yield self._make("state", text, place=f"params/{name}".rstrip("/"))
+            yield self._make("state", text, place=place)
 
     def _compare(self, one: Replay, other: Replay) -> Iterator[Verdict]:
         counts = read_counts(self._finder.compile(count_differences)(one, other))
@@ -160,7 +167,7 @@ class _Case:
 
     def _check_finite_step(self, found: Replay) -> Iterator[Verdict]:
         """Judges a step whose loss and gradients are finite."""
-        if self._state is not None:
+        if self._state is not None and isinstance(self._finder.tx.update, SkippingUpdate):
             decide = self._finder.compile(take_step)
             spiked, updates_finite = decide(self._given, self._state)
             if spiked:
@@ -170,7 +177,7 @@ class _Case:
                 norm = float(global_norm(found.grads))
                 text = (
                     f"a spike: loss {float(found.loss):.4g}, gradient norm {norm:.4g}. All numbers are finite, and no "
-                    "input is out of range. Look at the steps before, at the learning rate and at the labels."
+                    "input explains it. Look at the steps before, at the learning rate and at the labels."
                 )
                 yield self._make("spike", text, value=norm)
             if not updates_finite:
@@ -185,31 +192,35 @@ class _Case:
         from ..numerics import search_nonfinite
 
         state, params = find_inner_state(self._state), find_trained(self._given.params, found.grads)
-        run = lambda *args: update(self._finder, *args)
-        _, origin = jax.jit(search_nonfinite(run, None, checks=False))(found.grads, state, params, found.loss)
+        run, grads = lambda *args: update(self._finder, *args), split_state(found.grads, MASKED)[0]
+        _, origin = jax.jit(search_nonfinite(run, None, checks=False))(grads, state, params, found.loss)
         origin = jax.device_get(origin)
         wide = lambda tree: cast_floating(tree, jnp.float32)
         # Hyperparameters were rounded when the state was made.
         keep = lambda old, new: wide(old) if jnp.ndim(old) or not is_floating(old) else new
-        old = wide(params), jax.tree.map(keep, state, find_inner(self._finder.tx).init(wide(params)))
-        new = jax.jit(run)(wide(found.grads), old[1], old[0], found.loss)
+        fresh = find_inner(self._finder.tx).init(wide(params))
+        is_alike = jax.tree.structure(fresh) == jax.tree.structure(state)  # master weights are not
+        old = wide(params), jax.tree.map(keep, state, fresh) if is_alike else fresh
+        new = jax.jit(run)(wide(grads), old[1], old[0], found.loss)
         half = next((str(x.dtype) for x in jax.tree.leaves((params, state)) if is_half(x)), None)
         fields = {"place": _name_place(origin), "source": origin.source}
         if half is not None and stays_finite(old, new):
             text = (
                 f"the format of the optimizer: loss and gradients are finite, but its update in {half} is not. "
-                f"{_say_where(origin)} In float32 it is finite: loss_scaled(optim.master_weights(tx), scale) keeps "
-                "parameters and moments in float32."
+                f"{_say_where(origin)} With parameters and moments in float32 it is finite, as with "
+                "loss_scaled(optim.master_weights(tx), scale)."
             )
             yield self._make("format", text, limit=_find_limit(half), **fields)
         text = f"the optimizer: loss and gradients are finite, but its update is not. {origin.describe()}"
         yield self._make("model", text, **fields)
 
-    def _check_data(self, heals: Callable[[Given], Any]) -> Iterator[Verdict]:
+    def _check_data(
+        self, heals: Callable[[Given], Any], is_meant: Callable[[Suspects], bool] = lambda suspect: True
+    ) -> Iterator[Verdict]:
         args, kwargs = unwrap(self._given.arguments)
         named = name_leaves(self._finder.loss_fn, args, kwargs)
         found = [(name, leaf, find_suspects(leaf, self._finder.ranges.get(name))) for name, leaf in named]
-        suspects = [(name, leaf, suspect) for name, leaf, suspect in found if suspect is not None]
+        suspects = [(name, leaf, suspect) for name, leaf, suspect in found if suspect is not None and is_meant(suspect)]
         for chosen in [*([each] for each in suspects), suspects][: len(suspects) + (len(suspects) > 1)]:
             repaired = {id(leaf): suspect.repaired for _, leaf, suspect in chosen}
             arguments = jax.tree.map(lambda x, new=repaired: new.get(id(x), x), self._given.arguments)
@@ -218,20 +229,23 @@ class _Case:
                 text = f"the data: {texts}. Without them the step is taken."
                 yield self._make("data", text, place=chosen[0][0], rows=chosen[0][2].rows)
 
-    def _check_scale(self) -> Iterator[Verdict]:
+    def _check_scale(self, halvings: int | None = None) -> Iterator[Verdict]:
+        """Tries smaller scales: that many halvings, or down to the floor and then to the smallest useful scale."""
         scale, value = self._given.scale, float(self._given.scale.loss_scale)
         if isinstance(scale, NoOpLossScale):
             return
-        floor = float(np.float32(scale.min_loss_scale)) if isinstance(scale, DynamicLossScale) else 1.0
+        floor = float(np.float32(scale.min_loss_scale)) if isinstance(scale, DynamicLossScale) else 0.0
         is_finite = lambda x: bool(self._replay(self._given._replace(scale=_replace_value(scale, x))).finite)
-        lowest = next((x for x in (floor, _SMALLEST_SCALE) if x < value and is_finite(x)), None)
+        least = (max(floor, 1.0), _SMALLEST_SCALE) if halvings is None else (max(floor, value / 2.0**halvings),)
+        lowest = next((x for x in least if x < value and is_finite(x)), None)
         if lowest is None:
             return
-        good, bad = math.ceil(math.log2(value / lowest)), 0  # halvings
+        halved = lambda times: max(value / 2.0**times, lowest)
+        good, bad = math.ceil(math.log2(value / lowest)), 0
         while good - bad > 1:
             middle = (good + bad) // 2
-            good, bad = (middle, bad) if is_finite(value / 2.0**middle) else (good, middle)
-        best = value / 2.0**good
+            good, bad = (middle, bad) if is_finite(halved(middle)) else (good, middle)
+        best = halved(good)
         if best < floor:
             advice = f"The floor is {floor:g}: lower it, with DynamicLossScale(min_loss_scale={best:g})."
         elif isinstance(scale, DynamicLossScale):
@@ -317,6 +331,12 @@ class _Case:
 
 
 _HALF = ("float16", "bfloat16")
+
+
+def _keep_nans(x: Any) -> Any:
+    """Replaces infinities by zeros."""
+    has_infinities = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.where(jnp.isinf(x), jnp.zeros_like(x), x) if has_infinities else x
 
 
 def _replace_value(scale: LossScale, value: float) -> LossScale:

@@ -144,6 +144,16 @@ def test_the_loss_decides_if_asked_and_minimize_passes_it():
         params, state = optim.step(tx, jnp.full(2, grad), state, params, value=jnp.float32(loss))
     assert params.tolist() == [-2.0, -2.0]
     assert int(jmp.metrics(state)["spike_steps"]) == 2
+    outer = state.inner_state
+    assert (int(outer.accepted_steps), int(outer.inner_state.accepted_steps)) == (3, 3)  # of steps that were taken
+
+
+def test_it_runs_with_64_bits_and_strict_promotion():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        tx, params = optim.loss_scaled(SHORT(SGD), SCALE), jnp.ones(2)
+        state = tx.init(params)
+        after = jax.eval_shape(functools.partial(optim.step, tx), params, state, params)[1]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == types(state)
 
 
 @pytest.mark.parametrize("extra", [{}, {"value": jnp.ones(2)}])
@@ -161,6 +171,12 @@ def test_around_multi_steps_it_judges_microbatches_and_inside_their_mean():
     inside, state = _run(optim.skip_nonfinite(optax.MultiSteps(SHORT(SGD), 2)), grads)
     assert inside == [False, True, False, True, False, False, False, True]  # the mean is
     assert (int(jmp.metrics(state)["spike_steps"]), bool(state.step_taken)) == (1, True)
+    _, state = _run(optim.loss_scaled(optax.MultiSteps(SHORT(SGD), 2), SCALE), [1.0, 1.0, 1.0, 1.0, 1.0, 300.0])
+    assert not state.step_taken
+    assert int(state.loss_scale.counter) == 5
+    find = optim.find_origin(lambda w: 300.0 * w, optim.loss_scaled(optax.MultiSteps(SHORT(SGD), 2), SCALE))
+    _, before = _run(find.tx, [1.0] * 5)
+    assert find.verdict(jnp.zeros(()), before).kind == "spike"
 
 
 CHAIN, ONES = optax.chain(optax.clip_by_global_norm(1.0), SHORT(SGD)), jnp.ones(2)
@@ -177,11 +193,14 @@ SLOW_ONES = optax.LookaheadParams.init_synced(ONES)
         (lambda: SHORT(optim.skip_nonfinite(SGD)).init(ONES), r"go outside of skip_spikes, .*scaled\(skip_spikes"),
         (lambda: optim.kahan(SHORT(SGD)), "kahan goes inside of loss_scaled, skip_spikes, master"),
         (lambda: SHORT(SGD, of="norm"), r"of must be 'grad_norm' or 'loss', got 'norm'\. For example: skip_spikes\("),
-        (lambda: SHORT(SGD, factor=0.0), r"factor must be positive, got 0\.0\. For example: skip_spikes\("),
-        (lambda: SHORT(SGD, factor=np.nan), "factor must be positive, got nan"),
-        (lambda: SHORT(SGD, window=1), "window must be at least 2, got 1"),
-        (lambda: SHORT(SGD, warmup=0), "warmup must be at least 1, got 0"),
-        (lambda: SHORT(SGD, max_consecutive=0), "max_consecutive must be at least 1, got 0"),
+        (lambda: SHORT(SGD, window=8.5), r"window must be an integer of at least 2, got 8\.5"),
+        (lambda: SHORT(SGD, factor=None), "factor must be a positive number, got None"),
+        (lambda: optim.loss_scaled(optax.MultiSteps(CHAIN, 2), SCALE).init(ONES), "state MultiStepsState: it would"),
+        (lambda: SHORT(SGD, factor=0.0), r"factor must be a positive number, got 0\.0\. For example: skip_spikes\("),
+        (lambda: SHORT(SGD, factor=np.nan), "factor must be a positive number, got nan"),
+        (lambda: SHORT(SGD, window=1), "window must be an integer of at least 2, got 1"),
+        (lambda: SHORT(SGD, warmup=0), "warmup must be an integer of at least 1, got 0"),
+        (lambda: SHORT(SGD, max_consecutive=0), "max_consecutive must be an integer of at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_wrong_nestings_and_settings_are_errors(make, text):
