@@ -122,12 +122,12 @@ class SkippingState:
 
     @property
     def step_taken(self) -> Any:
-        """Whether the last step was taken, a boolean scalar array."""
+        """True if the last step was taken, as a boolean scalar array."""
         raise NotImplementedError
 
     @property
     def inner_taken(self) -> Any:
-        """Whether a skipping optimizer inside took the last step, a boolean scalar array; True if there is none."""
+        """True if a skipping optimizer inside took the last step, as a boolean scalar array, or if there is none."""
         inner = look_inside(self.inner_state)
         if inner is None:
             return True

@@ -47,7 +47,7 @@ class SkipLog:
 
         Raises:
           TypeError: `verdict` is not a `Verdict`, or a value is not JSON.
-          ValueError: a name is that of another entry.
+          ValueError: a name is taken.
         """
         if not isinstance(verdict, Verdict):
             given = describe(verdict)

@@ -55,7 +55,7 @@ class SpikeState(_SpikeFields, SkippingState):
 
     @property
     def step_taken(self) -> jax.Array:
-        """Whether the last step was taken, a boolean scalar."""
+        """True if the last step was taken, as a boolean scalar."""
         inner = self.inner_taken
         return self.accepted if inner is True else self.accepted & inner
 
@@ -139,7 +139,7 @@ def skip_spikes(
     max_consecutive: int = 10,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips steps whose gradient norm or loss is far above those of the last steps.
+    """Skips steps with a gradient norm or loss far above those of the last steps.
 
     A step is skipped if its statistic is above the mean plus `factor` standard deviations of the last `window` accepted
     steps, or is not finite. Like a non-finite step under `loss_scaled`, it keeps every bit of parameters and inner

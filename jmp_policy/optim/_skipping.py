@@ -35,7 +35,7 @@ class _Result(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether a step is taken, and the function from its result to the next state."""
+    """Decision on a step, and the function from its result to the next state."""
 
     take: jax.Array
     finish: Callable[[PyTree, Any], Any]
@@ -140,7 +140,7 @@ def find_inner_state(state: Any) -> PyTree:
 
 
 def _select_skipping(reached: jax.Array, new: Any, old: Any) -> Any:
-    """Selects between states of transformations that skip steps. The state inside of all of them is that of `new`."""
+    """Selects between states of transformations that skip steps; keeps the innermost state of `new`."""
     if not isinstance(new, SkippingState):
         return new
     inner_state = _select_skipping(reached, new.inner_state, old.inner_state)

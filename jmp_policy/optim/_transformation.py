@@ -91,7 +91,7 @@ class LossScaledState(_LossScaledFields, ScaledState):
 
     @property
     def step_taken(self) -> jax.Array:
-        """Whether the last step was taken, a boolean scalar."""
+        """True if the last step was taken, as a boolean scalar."""
         taken, inner = self.grads_finite, self.inner_taken
         taken = taken if self.updates_finite is None else taken & self.updates_finite
         return taken if inner is True else taken & inner
