@@ -70,12 +70,13 @@ class OriginFinder:
 
         The checks are in this order, and the first that finds something decides:
 
-        1. *state*: a parameter is not finite, or an element of the optimizer's state that is finite in a new one.
+        1. *state*: a parameter is nan, or an element of the optimizer's state is not finite that is finite in a new one.
         2. *not reproduced*: `times` runs of one program differ in bits, or no replay skips the step.
         3. *data*: elements of an input are not finite, or outside of the range that `watch` has seen, or in a row that
-           is 100 times as large as the median row; and the step is taken with good rows in their place.
-        4. *state* again: elements of a parameter are 10,000 times as large as the median one, as after a flipped bit;
-           and the step is taken without them.
+           is 100 times as large as the median row; and the step is taken with good rows in their place. If half the
+           loss scale is enough for finite elements, it is the *scale*.
+        4. *state* again: elements of a parameter are infinite, or 10,000 times as large as the median one, as after a
+           flipped bit; and the step is taken without them.
         5. *scale*: the step is finite at a smaller loss scale.
         6. *format*: the step is finite in float32. `tune`'s search finds the smallest map that makes it so.
         7. *model*: it is not finite in float32 either.
