@@ -70,7 +70,7 @@ class OriginFinder:
 
         The checks are in this order, and the first that finds something decides:
 
-        1. *state*: a parameter is nan, or an element of the optimizer's state is not finite that is finite in a new one.
+        1. *state*: a parameter is nan, or a moment is not finite that is finite in a new state of the optimizer.
         2. *not reproduced*: `times` runs of one program differ in bits, or no replay skips the step.
         3. *data*: elements of an input are not finite, or outside of the range that `watch` has seen, or in a row that
            is 100 times as large as the median row; and the step is taken with good rows in their place. If half the
