@@ -217,7 +217,7 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
 
     Args:
       loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with `has_aux`, as in `optim.minimize`.
-      tx: the optimizer of the training step: `optim.loss_scaled` or `optim.skip_nonfinite`.
+      tx: the optimizer of the training step: `optim.loss_scaled`, `optim.skip_nonfinite` or `optim.skip_spikes`.
       has_aux: whether `loss_fn` returns auxiliary data.
 
     Returns:

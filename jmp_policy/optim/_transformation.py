@@ -70,8 +70,8 @@ class LossScaledState(_LossScaledFields, ScaledState):
       inner_state: the state of the wrapped transformation.
       loss_scale: the loss scale of the next step.
       grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
-      skipped_steps: the number of skipped steps, an int32 scalar.
-      consecutive_skips: the number of skipped steps since the last finite one, an int32 scalar.
+      skipped_steps: the number of steps that were skipped because they were not finite, an int32 scalar.
+      consecutive_skips: the number of them since the last finite step, an int32 scalar.
       updates_finite: with `check="updates"` whether the last step would have left parameters and state finite, a
         boolean scalar; true if its gradients were not finite. `None` otherwise.
 

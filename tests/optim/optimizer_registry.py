@@ -99,6 +99,30 @@ def by_update(tx: Any, grads: Any, state: Any, params: Any, **extra: Any) -> tup
 WAYS = {"step": by_step, "update": by_update}
 
 
+def _sum_of_squares(params: Any) -> jax.Array:
+    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params))
+
+
+EXTRA: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "reduce_on_plateau": lambda grads: {"value": jnp.float32(1)},
+    "lbfgs": lambda grads: {"value": jnp.float32(1), "grad": grads, "value_fn": _sum_of_squares},
+}
+"""The extra arguments of optimizers that need some."""
+
+
+def start_all(txs: dict[str, Any]) -> dict[str, Any]:
+    """The parameters and the state of each optimizer of the registry."""
+    start = lambda name: optax.LookaheadParams.init_synced(params_of()) if name == "lookahead" else params_of()
+    return {name: (start(name), tx.init(start(name))) for name, tx in txs.items()}
+
+
+def step_all(txs: dict[str, Any], way: str, carries: dict[str, Any], grads: Any, **more: Any) -> dict[str, Any]:
+    """One step of each optimizer, for a program of all of them."""
+    extra = {name: EXTRA.get(name, lambda grads: {})(grads) | more for name in txs}
+    run = lambda name: WAYS[way](txs[name], grads, carries[name][1], carries[name][0], **extra[name])
+    return {name: run(name) for name in txs}
+
+
 def _raw(leaf: Any) -> np.ndarray:
     is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

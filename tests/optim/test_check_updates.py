@@ -1,5 +1,8 @@
 """`check="updates"`: finite gradients whose step would lose parameters or state change nothing either."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from meshes import make_mesh
-from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of, types
-from test_skip_forms import EXTRA, forced
+from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of, start_all, step_all, types
+from test_skip_forms import forced
 
 import jmp_policy as jmp
 
@@ -26,19 +29,6 @@ def poisoned(inner):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _step_all(txs, way, carries, grads, poison):
-    def run(name):
-        extra = EXTRA.get(name, lambda grads: {})(grads) | {"poison": poison}
-        params, state = carries[name]
-        return WAYS[way](txs[name], grads, state, params, **extra)
-
-    return {name: run(name) for name in txs}
-
-
-def _start(name):
-    return optax.LookaheadParams.init_synced(params_of()) if name == "lookahead" else params_of()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "form"), [("step", "branch"), ("step", "select"), ("update", "branch")])
 def test_a_bad_update_leaves_every_bit_and_the_loss_scale(way, form):
@@ -46,12 +36,12 @@ def test_a_bad_update_leaves_every_bit_and_the_loss_scale(way, form):
     make = lambda name: poisoned(OPTIMIZERS[name]())
     with forced(form):
         txs = {name: jmp.optim.loss_scaled(make(name), SCALE, check="updates") for name in OPTIMIZERS}
-        carries = {name: (_start(name), tx.init(_start(name))) for name, tx in txs.items()}
-        step = jax.jit(lambda *args: _step_all(txs, way, *args))
+        carries = start_all(txs)
+        step = jax.jit(functools.partial(step_all, txs, way))
         for seed, (bad, poison) in enumerate(
             [(None, np.nan), (None, 0.0), (None, np.inf), (np.nan, 0.0), (None, 0.0), (None, np.nan)]
         ):
-            after = step(carries, grads_of(seed, bad), jnp.float32(poison))
+            after = step(carries, grads_of(seed, bad), poison=jnp.float32(poison))
             for name in OPTIMIZERS:
                 (params, state), (new_params, new_state) = carries[name], after[name]
                 is_good = bad is None and poison == 0
@@ -74,10 +64,10 @@ def test_without_faults_the_bits_are_those_of_the_default_check():
     results = []
     for check in ("gradients", "updates"):
         txs = {name: make(name, check) for name in OPTIMIZERS}
-        carries = {name: (_start(name), tx.init(_start(name))) for name, tx in txs.items()}
-        step = jax.jit(lambda *args, txs=txs: _step_all(txs, "step", *args))
+        carries = start_all(txs)
+        step = jax.jit(functools.partial(step_all, txs, "step"))
         for seed in range(2):
-            carries = step(carries, grads_of(seed), jnp.float32(0))
+            carries = step(carries, grads_of(seed), poison=jnp.float32(0))
         results.append({name: bits((params, state.inner_state)) for name, (params, state) in carries.items()})
     assert results[0] == results[1]
 
@@ -222,3 +212,15 @@ def test_another_check_is_an_error():
         ValueError, match=r"check must be 'gradients' or 'updates', got 'params'\. For example: loss_sc"
     ):
         jmp.optim.loss_scaled(optax.sgd(0.1), SCALE, check="params")
+
+
+def test_the_default_checks_gradients_alone():
+    """A step without the check has one test of each gradient, and no other."""
+    counts, params = {}, {"b": jnp.ones(2), "w": jnp.ones((2, 2))}
+    for check in ("gradients", "updates"):
+        tx = jmp.optim.loss_scaled(optax.adamw(1e-3), SCALE, check=check)
+        step = jax.jit(functools.partial(jmp.optim.step, tx))
+        text = step.lower(params, tx.init(params), params).as_text()
+        counts[check] = len(re.findall(r"stablehlo\.is_finite .*(tensor<2xf32>|tensor<2x2xf32>)", text))
+    assert counts["gradients"] == 2
+    assert counts["updates"] > 2

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, by_step, grads_of, params_of, types
+from optimizer_registry import METHODS, OPTIMIZERS, bits, by_step, grads_of, start_all, step_all, types
 
 import jmp_policy as jmp
 
@@ -99,31 +99,13 @@ def test_under_vmap_each_example_decides_for_itself(form):
     assert new_state.skipped_steps.tolist() == [1, 0]
 
 
-def _sum_of_squares(params):
-    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params))
-
-
-EXTRA = {
-    "reduce_on_plateau": lambda grads: {"value": jnp.float32(1)},
-    "lbfgs": lambda grads: {"value": jnp.float32(1), "grad": grads, "value_fn": _sum_of_squares},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "form"), [("step", "branch"), ("step", "select"), ("update", "branch")])
 def test_no_optimizer_changes_anything_but_scale_and_counters_on_a_bad_step(way, form):
     """Law 14, in one program for all of them."""
     with forced(form):
         txs = {name: jmp.optim.loss_scaled(make(), jmp.DynamicLossScale()) for name, make in OPTIMIZERS.items()}
-        start = lambda name: optax.LookaheadParams.init_synced(params_of()) if name == "lookahead" else params_of()
-        carries = {name: (start(name), tx.init(start(name))) for name, tx in txs.items()}
-
-        @jax.jit
-        def step(carries, grads):
-            extra = {name: EXTRA.get(name, lambda grads: {})(grads) for name in txs}
-            run = lambda name: WAYS[way](txs[name], grads, carries[name][1], carries[name][0], **extra[name])
-            return {name: run(name) for name in txs}
-
+        carries, step = start_all(txs), jax.jit(functools.partial(step_all, txs, way))
         for seed, bad in enumerate([np.inf, None, np.nan, None, -np.inf]):
             after = step(carries, grads_of(seed, bad))
             for name in txs:

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from meshes import make_mesh
-from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of, types
-from test_skip_forms import EXTRA, forced
+from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, start_all, step_all, types
+from test_skip_forms import forced
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -69,17 +69,9 @@ def test_decisions_are_those_of_levanters_rule(way):
 def test_a_spike_leaves_every_bit_and_the_loss_scale(way, form):
     """Law 14 over the registry, in one program."""
     large = lambda seed: jax.tree.map(lambda x: 1e3 * x, grads_of(seed))
-    start = lambda name: optax.LookaheadParams.init_synced(params_of()) if name == "lookahead" else params_of()
     with forced(form):
         txs = {name: optim.loss_scaled(SHORT(make()), SCALE) for name, make in OPTIMIZERS.items()}
-        carries = {name: (start(name), tx.init(start(name))) for name, tx in txs.items()}
-
-        @jax.jit
-        def step(carries, grads):
-            extra = {name: EXTRA.get(name, lambda grads: {})(grads) for name in txs}
-            run = lambda name: WAYS[way](txs[name], grads, carries[name][1], carries[name][0], **extra[name])
-            return {name: run(name) for name in txs}
-
+        carries, step = start_all(txs), jax.jit(functools.partial(step_all, txs, way))
         for seed, grads in enumerate([grads_of(0), grads_of(1), large(2), grads_of(3), grads_of(4, np.nan), large(5)]):
             after = step(carries, grads)
             for name in txs:
