@@ -37,6 +37,7 @@ from ._memory import (
     INFERRED as INFERRED,
     OBSERVING as OBSERVING,
     REDUCING as REDUCING,
+    REWRITING as REWRITING,
     TRACING as TRACING,
     is_in_full_precision as is_in_full_precision,
     meet_reduce_dtype as meet_reduce_dtype,

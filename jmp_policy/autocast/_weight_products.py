@@ -22,6 +22,7 @@ from ..quant import (
     describe_dot_general,
     dot_general,
     fake_quantize,
+    fits_blocks,
     multiplies_8_bits,
     pad_axes,
     prepare_weight,
@@ -59,8 +60,8 @@ class WeightProduct:
         product = LayerProduct(self.operation, self.quantization, self.accumulate, lambda *x: x, as_tuple=False)
         return _reorder(Multiply(product)(inputs, stored, **dict(self.options)), self.out_order)
 
-    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str) -> str | None:
-        """Returns the reason why the weight is not quantized, or None. Raises if its blocks do not divide it."""
+    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str | None) -> str | None:
+        """Returns the reason why the weight is not quantized, or None. At a place, raises if int4 blocks misfit."""
         shape, inputs = tuple(shapes[self.position][axis] for axis in self.order), shapes[1 - self.position]
         layout = self._find_layout(shape)
         if not self.channels or not self.summed:
@@ -85,9 +86,12 @@ class WeightProduct:
         return Layout(shape[end - self.summed : end], self.channels)
 
 
-def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str) -> str | None:
+def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str | None) -> str | None:
     reason = reason_unquantized(shape, layout, format)
     if reason is None and isinstance(format, Int4):
+        if where is None:
+            fits = fits_blocks(format, layout.length)
+            return None if fits else f"blocks of {format.block_size} do not divide its {layout.length} inputs"
         path = where.strip(" '")
         argument, _, inner = path.partition("/")
         example = (
@@ -122,8 +126,8 @@ class RaggedProduct:
             format = dataclasses.replace(format, act_scale="dynamic")
         return ragged_dot(rows, matrices, sizes, **options, quantization=format)
 
-    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str) -> str | None:
-        """Returns the reason why the weight is not quantized, or None. Raises if its blocks do not divide it."""
+    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str | None) -> str | None:
+        """Returns the reason why the weight is not quantized, or None. At a place, raises if int4 blocks misfit."""
         (rows, inputs), (groups, *others) = shapes[:2]
         outputs = others[0 if self.is_transposed else 1]
         if isinstance(self.quantization, Float8):

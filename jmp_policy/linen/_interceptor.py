@@ -48,6 +48,7 @@ from ._fields import (
     temporarily_set,
     written_dtype,
 )
+from ._own_weights import note_weight
 from ._place import add_paths_to_jit_keys, calling, path_text
 from ._products import multiply_by_policy
 from ._quantized import check_cache, name_misread_weight, read_quantized_param
@@ -265,6 +266,7 @@ def _declare_param(
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
+    note_weight(module, policy, name, value)
     return cast_floating(value, widen_policy(policy).compute_dtype) if reads_in_compute else value
 
 

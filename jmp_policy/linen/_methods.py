@@ -52,6 +52,7 @@ from ._active_policy import (
     read_class_policy,
 )
 from ._interceptor import make_interceptor
+from ._own_weights import call_rewritten, is_rewritten
 from ._place import ModulePlace, calling, is_trial, path_of, path_text
 from ._quantized import has_float8_state, note_quantized_weights, plan_module
 
@@ -235,10 +236,11 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
         nn.intercept_methods(make_interceptor(active)),
         matmul_precision(policy),
         odd_rows,
-        keep_wide_results() as results,
     ):
         try:
-            out = bound(*args, **kwargs)
+            call = functools.partial(_call_and_restore, method, policy)
+            rewrites = is_rewritten(module, given.policy)
+            out = call_rewritten(call, module, args, kwargs) if rewrites else call(module, *args, **kwargs)
         except ScopeParamShapeError as error:
             note_quantized_weights(module, error)
             raise
@@ -247,7 +249,12 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
                 warn_once(active.policy, message)
             for message in active.explain_written_dtypes():
                 warn_once(given.owner, message)
-    return cast_result(policy, results.restore(policy, out))
+    return cast_result(policy, out)
+
+
+def _call_and_restore(method: Callable[..., Any], policy: Policy, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with keep_wide_results() as results:
+        return results.restore(policy, method(module, *args, **kwargs))
 
 
 def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

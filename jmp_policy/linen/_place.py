@@ -75,7 +75,8 @@ def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
 
 def is_trial(module: nn.Module, method_name: str) -> bool:
     """True if Flax only tries the setup of a module: it calls a function on a clone without variables."""
-    return bool(_find_path_around(module)) and not module.path and not hasattr(type(module), method_name)
+    is_bare = not module.path and not module.scope.variables()  # type: ignore[union-attr]
+    return _CALLING.get() is not None and is_bare and not hasattr(type(module), method_name)
 
 
 def explain_unknown(paths: Iterable[str]) -> list[str]:

@@ -14,10 +14,11 @@ from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_mod
 from ..policy import Policy, PolicyMap, match_policy
 from ..quant import LayerFacts, LayerPlan, QuantizedArray, is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
-from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
+from ._decorate import attach_wrapped, decorate_class, find_given_policy
 from ._grad import value_and_grad
 from ._layer_state import find_state
 from ._layer_table import WRITTEN, read_layer
+from ._lift import lift
 from ._methods import find_modules, hook_modules, parse_no_cast
 from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype, plan_again
 from ._products import QuantizedParam

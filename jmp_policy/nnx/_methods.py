@@ -30,6 +30,7 @@ from ..policy import Policy
 from ..quant import warn_of_odd_rows
 from ._cache import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
+from ._own_weights import call_rewritten, is_rewritten
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
@@ -64,6 +65,9 @@ def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
 
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Runs a method of the class without a policy, as the spec of the module says."""
+    if is_rewritten(module, spec):
+        run = lambda module, *args, **kwargs: run_method(module, spec, method, args, kwargs)
+        return call_rewritten(run, module, vars(module).get(_PATH, ""), args, kwargs)
     is_cell = issubclass(spec.base, nnx.RNNCellBase) and getattr(method, "__name__", "") == "__call__"
     carry = (args[0] if args else kwargs.get("carry")) if is_cell else None
 

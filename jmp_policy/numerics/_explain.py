@@ -26,7 +26,6 @@ from .._base import (
 from .._jaxpr import (
     HALF,
     LIST_WEIGHTS,
-    MATMULS,
     Atom,
     Fact,
     Step,
@@ -38,6 +37,7 @@ from .._jaxpr import (
     list_functions,
     walk,
 )
+from ..autocast import OwnWeight, list_own_weights
 from ..modules import (
     FULL_PRECISION,
     WRITTEN,
@@ -125,16 +125,6 @@ def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collect
     return f"left: {ODD_ROWS}" if module.is_layer else f"left: {ODD_ROWS}, or its code is no layer of Flax's"
 
 
-def _describe_own_matmul(module: ModuleInfo, params: PyTree, matmuls: Collection[str]) -> str:
-    """Says that a matmul of a module that is not a layer of Flax stays as it is, under a policy that quantizes."""
-    is_quantized = module.policy is not None and module.policy.quantization is not None and not module.is_layer
-    has_weight = any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(params))
-    return _OWN_MATMUL if is_quantized and has_weight and matmuls and not module.quantization else ""
-
-
-_OWN_MATMUL = "left: its matmul is not that of a layer of Flax's"
-
-
 def _has_float8(dtypes: Collection[str]) -> bool:
     return any(dtype.startswith("float8") for dtype in dtypes)
 
@@ -188,31 +178,34 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
 
 def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) -> Explanation:
     """Returns the explanation of a function of `autocast`: a row per array of its weights."""
-    rows = []
-    for path, array, quantization in weights:
-        size = math.prod(array.shape)
-        kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
-        bytes_of = size * array.dtype.itemsize, size * 4
-        rows.append(ModuleRow(path, kind, policy, "weights", dtypes, (), (), (), *bytes_of, (), quantization))
-    return Explanation(tuple(rows))
+    return Explanation(tuple(_explain_weight(*weight, policy, "weights") for weight in weights))
 
 
-def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
+def _explain_weight(path: str, array: Any, quantization: str, policy: Policy | None, rule: str) -> ModuleRow:
+    """Returns the row of one weight, which code multiplies by that is no layer of Flax's."""
+    kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
+    sizes = _sum_bytes([array], _size_of), _sum_bytes([array], _size_in_float32)
+    return ModuleRow(path, kind, policy, rule, dtypes, (), (), (), *sizes, (), quantization, is_weight=True)
+
+
+def build_explanation(model: ModelInfo, observation: Observation, weights: Sequence[OwnWeight] = ()) -> Explanation:
     """Returns the explanation of a model, from its adapter and from the traced call."""
     assert observation.program is not None
     steps = [(read_path(step.scope), step) for step in walk(observation.program) if step.name != "constant"]
     computed = collect_by_path(steps, list_read_dtypes)
     made = collect_by_path(steps, lambda step: [*map(float_dtype, step.results)])
     summed = collect_by_path(steps, _list_long_sums)
-    multiplied = collect_by_path(steps, lambda step: [step.name] if step.name in MATMULS else [])
     faults = _find_precision_faults(observation.program, steps)
     modules = {**model.modules}
     modules.update((path, _apply_full_precision(modules[path])) for path in observation.widened if path in modules)
     leaking, cast = find_leaks(observation.program, steps, modules)
+    owners = [next(path for path in reversed(list_paths_to(weight.path)) if path in modules) for weight in weights]
+    weights_of = group_by_key(zip(owners, weights, strict=True))
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]
-        own = model.params.get(path, ())
+        own, apart = model.params.get(path, ()), weights_of.get(path, ())
+        arrays = [weight.array for weight in apart]  # have rows of their own
         rows.append(ModuleRow(
             path=path,
             type=module.type.__name__,
@@ -222,16 +215,16 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             input_dtypes=observation.inputs.get(path, ()),
             compute_dtypes=computed.get(path, ()),
             output_dtypes=observation.outputs.get(path, ()),
-            param_bytes=_sum_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
-            float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
+            param_bytes=_sum_bytes(jax.tree.leaves(own), _size_of) - _sum_bytes(arrays, _size_of),
+            float32_bytes=_sum_bytes(own, _size_in_float32) - _sum_bytes(arrays, _size_in_float32),
             leaks_into=leaking.get(path, ()),
-            quantization=_describe_own_matmul(module, own, multiplied.get(path, ()))
-            or describe_weight(module, computed.get(path, ()), made.get(path, ())),
+            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
             output_cast=cast.get(path, ""),
             half_sums=summed.get(path, ()),
             precision_faults=faults.get(path, ()),
             accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip
+        rows += [_explain_weight(*weight, module.policy, module.rule) for weight in apart]
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
 
 
@@ -248,6 +241,14 @@ def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) ->
     """Returns the paths in the order of their first calls, each followed by the modules inside."""
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
     return sorted(modules, key=lambda path: [position[outer] for outer in list_paths_to(path) if outer in modules])
+
+
+def _size_of(dtype: np.dtype) -> int:
+    return dtype.itemsize
+
+
+def _size_in_float32(dtype: np.dtype) -> int:
+    return 4 if is_floating_dtype(dtype) else dtype.itemsize
 
 
 def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> int:
@@ -304,7 +305,8 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     _refuse_shape(inputs, kwargs)
     observation = Observation()
     try:
-        examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
+        with list_own_weights() as weights:
+            examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
     except TypeError as error:
         if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
             raise TypeError(
@@ -312,7 +314,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
                 f"'params', and the call failed: {error}. For example: explain(model, x)."
             ) from error
         raise
-    return build_explanation(examined, observation)
+    return build_explanation(examined, observation, weights)
 
 
 def _refuse_shape(inputs: Args, kwargs: Kwargs) -> None:

@@ -25,7 +25,7 @@ from ..report import (
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow(Plain):
-    """The policy of one module, and the dtypes that were seen there.
+    """The policy of one module, and the dtypes that were seen there; or a weight of a module's own code.
 
     Attributes:
       path: the module names joined by `/`; the root's is the empty string.
@@ -34,7 +34,8 @@ class ModuleRow(Plain):
       rule: where the policy came from: the key of a map's rule, `"default"` where no rule covers the module, `"its own
         policy"`, `"inherited"` from the module around it, `"author's dtype"`, `"force_full_precision"`, or the empty
         string without a policy.
-      param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own.
+      param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own. So does each parameter
+        of two or more axes under a quantized policy, in a module that is no layer of Flax's.
       input_dtypes: the dtypes of the arrays it was called with, before any cast.
       compute_dtypes: the dtypes that the operations in its own code read; conversions do not count.
       output_dtypes: the dtypes of the arrays it returned, after any cast.
@@ -54,6 +55,7 @@ class ModuleRow(Plain):
       precision_faults: sentences about a softmax in half precision in its own code, and about constants and parameters
         that promote its values to float32, such as an adapter that is read by `get_raw_value`. `numerics.audit` has the
         lines.
+      is_weight: true for the row of one parameter, whose `path` ends with its name.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -79,6 +81,7 @@ class ModuleRow(Plain):
     accumulate_dtype: str = ""
     output_cast: str = ""
     precision_faults: tuple[str, ...] = ()
+    is_weight: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -123,7 +126,7 @@ class Explanation(Report):
         return find_row(self.rows, path, "module", "explained")
 
     def _summarize(self) -> str:
-        return f"{len(self.rows)} modules"
+        return f"{sum(not row.is_weight for row in self.rows)} modules"
 
     def _list_tables(self, width: int | None) -> list[Table]:
         rows, headers = self.rows, ["module", "type", *_HEADERS]
@@ -210,7 +213,7 @@ def _make_module_table(
 
 
 def _make_rule_table(rows: Sequence[ModuleRow], numbers: Mapping[Rule, int]) -> Table:
-    counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
+    counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None and not row.is_weight)
     cells = [
         (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
         for rule, count in counts.items()

@@ -60,15 +60,15 @@ if _typing.TYPE_CHECKING:
         find_layer_row, has_fewer_bits, is_own, multiply_wide, plan_layer, spell_format,
     )
     from ._layout import (  # noqa: F401
-        Layout, WHY_TABLES_WIDE, block_length, kernel_layout, reason_unquantized, stack_shape, table_layout,
-        weight_layout,
+        Layout, WHY_TABLES_WIDE, block_length, fits_blocks, kernel_layout, reason_unquantized, stack_shape,
+        table_layout, weight_layout,
     )
     from ._numbers import (  # noqa: F401
         Clip, Quantized, choose_best, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric,
         to_numbers,
     )
     from ._operations import multiplies_8_bits  # noqa: F401
-    from ._product import ROUNDING, observe_products  # noqa: F401
+    from ._product import ROUNDING, is_observing, observe_products  # noqa: F401
     from ._quantizer import (  # noqa: F401
         FakeQuantized, Quantizer, WEIGHT_NAMES, apply_quantizer, fake_quantize, match_format, prepare_weight,
     )
@@ -91,12 +91,12 @@ else:  # layers of Flax need none of these
         "_layer": "LayerFacts LayerPlan LayerProduct Multiply Promote WeightedLayer attend "
         "find_accumulate_dtype find_layer_row has_fewer_bits is_own multiply_wide plan_layer "
         "spell_format",
-        "_layout": "Layout WHY_TABLES_WIDE block_length kernel_layout reason_unquantized stack_shape "
+        "_layout": "Layout WHY_TABLES_WIDE block_length fits_blocks kernel_layout reason_unquantized stack_shape "
         "table_layout weight_layout",
         "_numbers": "Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
         "quantize_symmetric to_numbers",
         "_operations": "multiplies_8_bits",
-        "_product": "ROUNDING observe_products",
+        "_product": "ROUNDING is_observing observe_products",
         "_quantizer": "FakeQuantized Quantizer WEIGHT_NAMES apply_quantizer fake_quantize match_format prepare_weight",
         "_ragged_dot": "wide_ragged_dot",
         "_wide_product": "wide_product",

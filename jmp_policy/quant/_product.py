@@ -40,6 +40,10 @@ def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
+def is_observing() -> bool:
+    return _OBSERVER.get() is not None
+
+
 def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
     """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
     observe = _OBSERVER.get()

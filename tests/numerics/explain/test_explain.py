@@ -140,8 +140,8 @@ class OwnNnx(nnx.Module):
 
 
 @pytest.mark.parametrize("make", [OwnLinen, lambda: OwnNnx(nnx.Rngs(0))], ids=["linen", "nnx"])
-def test_matmuls_that_a_quantized_policy_leaves_are_named(make):
+def test_a_weight_that_a_module_multiplies_by_in_its_own_code_has_a_row(make):
     explain = lambda policy: jmp.explain(jmp.with_policy(make(), policy), jnp.ones((2, 64)))
     rows = {row.path: row.quantization for row in explain("int8(min_size=0)_from_mixed_bfloat16").rows}
-    assert rows == {"": "left: its matmul is not that of a layer of Flax's", "head": "int8(min_size=0)"}
+    assert rows == {"": "", "w": "int8(min_size=0)", "head": "int8(min_size=0)"}
     assert not any(row.quantization for row in explain("mixed_bfloat16").rows)

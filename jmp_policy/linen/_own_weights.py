@@ -1,0 +1,113 @@
+"""The weights that linen modules multiply by in their own code, where no layer of Flax does it."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from flax.core import lift
+from flax.linen import transforms
+
+from .._base import REWRITING, Args, Kwargs, drop_value_key, is_array, is_floating
+from ..policy import Policy, PolicyMap, list_policies
+from ..quant import WEIGHT_NAMES, find_accumulate_dtype
+from ._layer_table import layer_of
+from ._place import path_text
+
+if TYPE_CHECKING:
+    from ..autocast import WeightFormat
+
+
+class _Read(NamedTuple):
+    """A parameter that the code of a module read."""
+
+    key: str  # its path in the variables
+    value: Any
+    path: str  # its path in the whole model
+    format: WeightFormat
+
+
+_READ: contextvars.ContextVar[list[_Read] | None] = contextvars.ContextVar("_READ", default=None)
+"""The parameters that were read while the outermost module was traced. Not a JAX context: it is only written to."""
+
+
+def note_weight(module: nn.Module, policy: Policy, name: str, value: Any) -> None:
+    """Records a parameter of two or more axes that the code of a module reads, as it is stored."""
+    found = _READ.get()
+    # A `kernel` or `embedding` is rounded when it is read, as `quantize` stores it.
+    if found is None or policy.quantization is None or name in WEIGHT_NAMES or _is_of_flax(module):
+        return
+    if is_array(value) and is_floating(value) and value.ndim > 1:
+        from ..autocast import WeightFormat
+
+        format = WeightFormat(policy.quantization, find_accumulate_dtype(policy))
+        found.append(_Read(_join(module.path, name), value, f"{path_text(module)}/{name}".lstrip("/"), format))
+
+
+def _is_of_flax(module: nn.Module) -> bool:
+    return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
+
+
+def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
+    """True if a call of a module begins to rewrite the matmuls inside by their weights.
+
+    Not under `jax.disable_jit`, where hooks need the values of modules inside.
+    """
+    if REWRITING.value or jax.config.jax_disable_jit or module.is_initializing():
+        return False
+    return any(policy.quantization is not None for policy in list_policies(given))
+
+
+def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized."""
+    from ..autocast import quantize_products  # loads the rewriter
+
+    state: Any = module._state
+    exported = state.export()
+    scopes, args, kwargs = transforms.get_module_scopes(module, args, kwargs)
+
+    def call_on_variables(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves: list[Any] = []
+        keys: dict[int, str] = {}
+        reads: list[_Read] = []
+
+        def pure(*given: Any) -> Any:
+            variables, rngs, args, kwargs = given
+            leaves.extend(leaf for leaf in jax.tree.leaves(given) if is_array(leaf))
+            scopes = scope_fn(variables, rngs)
+            for scope in scopes:
+                keys.update(_name_params(scope))
+            copy, args, kwargs = transforms.set_module_scopes(module, args, kwargs, scopes)
+            object.__setattr__(copy, "_state", exported.export())
+            token = _READ.set(reads)
+            try:
+                with REWRITING(True):
+                    out = call(copy, *args, **kwargs)
+            finally:
+                _READ.reset(token)
+            state.reimport(copy._state)
+            return out, repack(scopes)
+
+        def find_formats() -> list[Any]:
+            # A module that runs by `.apply` has other variables, made of the same arrays.
+            known: dict[Any, Any] = {id(read.value): read for read in reads} | {read.key: read for read in reads}
+            found = [known.get(keys.get(id(leaf)), known.get(id(leaf))) for leaf in leaves]
+            return [None if read is None else (read.path, read.format) for read in found]
+
+        return quantize_products(pure, (variables, rngs, args, kwargs), {}, find_formats)
+
+    return lift.pack(call_on_variables, (True,), (True,), (True,), enable_kwargs=True)(scopes, *args, **kwargs)
+
+
+def _name_params(scope: Any) -> dict[int, str]:
+    """Returns the paths of the parameters in a scope, by the ids of their arrays."""
+    leaves = jax.tree.leaves_with_path(scope.variables().get("params", {}))
+    spell = lambda keys: [jax.tree_util.keystr((key,), simple=True) for key in drop_value_key(keys)]
+    return {id(leaf): _join(scope.path, *spell(keys)) for keys, leaf in leaves}
+
+
+def _join(path: tuple[str, ...], *names: str) -> str:
+    return "/".join((*path, *names))
