@@ -5,37 +5,66 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._base import Args, Kwargs, Results
 from .._jaxpr import (
     AUTOCAST,
+    CALLED,
     CUSTOM,
     WRITERS,
     AbstractValue,
+    Atom,
     JaxprBuilder,
     Rewriter,
     Rule,
     Traced,
     Value,
+    body_of,
     evaluate,
     explain_tracing,
     float_dtype,
     is_backward,
+    list_live,
     name_stack,
+    replace_variables,
     shape_of,
     trace,
 )
 from ..policy import Int4, Int8, Quantization, needs_rng
-from ..quant import WHY_TABLES_WIDE, needs_state
+from ..quant import (
+    WHY_TABLES_WIDE,
+    FakeQuantized,
+    Layout,
+    QuantizedArray,
+    fake_quantize,
+    find_structure,
+    needs_state,
+    prepare_weight,
+)
 from ._place import EquationPlace
-from ._precision import write_product
-from ._weight_products import Product, describe_weight_product
+from ._precision import write_product, write_program
+from ._weight_products import (
+    AttentionProduct,
+    LookUp,
+    Order,
+    Product,
+    StoredProduct,
+    choose_table_format,
+    describe_lookup,
+    describe_stored_lookup,
+    describe_stored_product,
+    describe_weight_product,
+    find_layout,
+    move_axes,
+)
 from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, Names, WeightFinder, WeightUse, follow_weights
 
 
@@ -46,26 +75,58 @@ class WeightFormat(NamedTuple):
     accumulate: np.dtype | None = None
     is_table: bool = False  # True if rows of it are looked up, too
     is_of_layer: bool = False  # True if a layer of Flax owns it, and the code around multiplies by it
+    layout: Layout | None = None  # in which it is stored, and so rounded, whatever reads it
 
 
 class OwnWeight(NamedTuple):
     """A weight that a model multiplies by in its own code; the row of `explain`."""
 
     path: str
-    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype  # in which it is stored
+    nbytes: int
     quantization: str  # its format, or why it is left
+    layout: Layout | None = None  # in which `quantize` can store it
 
 
 class _State(NamedTuple):
-    """Marks a value that consists of elements of a weight. It keeps the dtype of the weight."""
+    """Marks a value that consists of elements of a floating weight. It keeps the dtype of the weight."""
 
     format: WeightFormat
     dtype: np.dtype  # the one it was traced in, to which anything but a quantized matmul casts it
+    number: int  # of the weight
+    order: Order = None  # of its axes
 
 
-@dataclasses.dataclass(frozen=True)
+class _Leaf(NamedTuple):
+    """Marks an array of a stored weight."""
+
+    number: int
+
+
+class _Stored(NamedTuple):
+    """A value that was read from a stored weight."""
+
+    structure: Any
+    atoms: Sequence[Atom]  # the arrays of the weight
+    order: Order
+    leaf: _Leaf | None
+
+
+@dataclasses.dataclass(eq=False)
 class ProductRule(Rule):
-    """Quantizes the matmuls of marked weights, from the dtype that these are stored in."""
+    """Quantizes the matmuls of marked weights, from the dtype that these are stored in, and of stored weights.
+
+    It notes the layouts of floating weights, and the uses of stored ones, by number.
+    """
+
+    layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
+    uses: dict[int, list[StoredProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
+
+    fusing = frozenset(("jit",))
+
+    def __post_init__(self) -> None:
+        self.rewritten: Any = weakref.WeakKeyDictionary()
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         return [outer._replace(backward=outer.backward or is_backward(name_stack(eqn))) for eqn in program.eqns]
@@ -78,49 +139,123 @@ class ProductRule(Rule):
         first = kinds[0]
         if all(kind == first for kind in kinds):
             return first
-        return AbstractValue(first.dtype if first.state is None else first.state.dtype)
+        return AbstractValue(first.state.dtype if isinstance(first.state, _State) else first.dtype)
+
+    def fuse(
+        self,
+        program: Jaxpr,
+        start: int,
+        read: Callable[[Atom], Value],
+        body: JaxprBuilder,
+        contexts: Sequence[EquationPlace],
+    ) -> tuple[int, list[Value]] | None:
+        """Writes the function that reads a stored weight as its equations, and notes which value they make."""
+        eqn = program.eqns[start]
+        structure = find_structure(eqn.params["name"])
+        if structure is None:
+            return None
+        values = [read(atom) for atom in eqn.invars]
+        (out,) = write_program(eqn.params["jaxpr"].jaxpr, eqn, [value.atom for value in values], body)
+        weight: Any = jax.tree.unflatten(structure, [value.atom.aval for value in values])
+        if weight.shape == shape_of(out.atom):  # not under `vmap`, which may add an axis anywhere
+            leaf = next((value.kind.state for value in values if value.kind.state is not None), None)
+            order = tuple(range(-weight.ndim, 0))
+            body.sources[out.atom] = _Stored(structure, [value.atom for value in values], order, leaf)
+        return 1, [out]
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
-        states = [value.kind.state for value in values]
+        stored = [None if isinstance(value.atom, Literal) else body.sources.get(value.atom) for value in values]
+        if any(stored):
+            return self._use_stored(eqn, values, stored, body, context)
+        states = [value.kind.state if isinstance(value.kind.state, _State) else None for value in values]
         marked = [state for state in states if state is not None]
         if marked and eqn.primitive.name in WEIGHT_PRODUCTS:
             read = [NO_WEIGHT if state is None else A_WEIGHT for state in states]
             product = describe_product(eqn, read, marked[0].format, context)
             if not isinstance(product, str):
-                return self._write_product(product, eqn, values, body)
+                assert not isinstance(product, AttentionProduct)
+                layout = find_layout(eqn, product.position, marked[0].order, product.quantization)
+                self.layouts.setdefault(marked[0].number, set()).add(layout)
+                return self._write_product(product, eqn, [value.atom for value in values], body)
+        elif marked and eqn.primitive.name == "gather" and states[0] is not None:
+            lookup = self._find_lookup(eqn, states[0])
+            if lookup is not None:
+                return self._write_product(lookup, eqn, [values[1].atom, values[0].atom], body)
         elif marked:
             moved = self._move(eqn, values, body)
             if moved is not None:
                 return moved
         atoms = [
-            value.atom if (state := value.kind.state) is None else body.cast(value.atom, state.dtype, eqn)
-            for value in values
+            value.atom if state is None else body.cast(value.atom, state.dtype, eqn)
+            for value, state in zip(values, states, strict=True)
         ]
         return body.append(eqn, atoms, [AbstractValue(float_dtype(var)) for var in eqn.outvars])
+
+    def _find_lookup(self, eqn: JaxprEqn, state: _State) -> LookUp | None:
+        """Finds a lookup of rows of a table that no layer of Flax owns, and notes its layout."""
+        shape = shape_of(eqn.invars[0])
+        table = "" if state.format.is_of_layer else choose_table_format(state.format.quantization, shape)
+        lookup = None if isinstance(table, str) else describe_lookup(eqn, table)
+        is_whole = lookup is not None and state.order == (-2, -1)
+        self.layouts.setdefault(state.number, set()).add(Layout(shape[1:], 0) if is_whole else None)
+        return lookup
 
     def _move(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value] | None:
         """Writes an equation that moves or casts weights, which keep their dtype; returns None for any other."""
         kinds = [value.kind for value in values]
-        made = follow_weights(eqn, [NO_WEIGHT if kind.state is None else A_WEIGHT for kind in kinds])
-        floating = {kind for kind in kinds if kind.dtype is not None}
-        if not any(made) or len(floating) > 1:
+        made = follow_weights(eqn, [A_WEIGHT if isinstance(kind.state, _State) else NO_WEIGHT for kind in kinds])
+        floating = [kind for kind in kinds if kind.dtype is not None]
+        first = floating[0]
+        alike = {(kind.dtype, kind.state.format, kind.state.dtype) for kind in floating if kind.state is not None}
+        if not any(made) or len(alike) > 1:
             return None
-        (kind,) = floating
         if eqn.primitive.name != "convert_element_type":
-            return body.append(
-                eqn,
-                [value.atom for value in values],
-                [kind if own else AbstractValue(float_dtype(var)) for own, var in zip(made, eqn.outvars, strict=True)],
-            )
+            for kind in floating if len(floating) > 1 else ():  # joined: each alone cannot be stored
+                self.layouts.setdefault(kind.state.number, set()).add(None)
+            moved = first._replace(state=first.state._replace(order=move_axes(eqn, first.state.order)))
+            kinds = [
+                moved if own else AbstractValue(float_dtype(var)) for own, var in zip(made, eqn.outvars, strict=True)
+            ]
+            return body.append(eqn, [value.atom for value in values], kinds)
         # The cast waits for an operation that needs it. One before it does not: it may round.
-        dtype: Any = kind.state.dtype if kind.dtype != kind.state.dtype else kind.dtype
+        dtype: Any = first.state.dtype if first.dtype != first.state.dtype else first.dtype
         atom = body.cast(values[0].atom, dtype, eqn)
-        return [Value(atom, AbstractValue(dtype, kind.state._replace(dtype=float_dtype(eqn.outvars[0]))))]
+        return [Value(atom, AbstractValue(dtype, first.state._replace(dtype=float_dtype(eqn.outvars[0]))))]
 
-    def _write_product(self, product: Product, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+    def _use_stored(
+        self,
+        eqn: JaxprEqn,
+        values: list[Value],
+        stored: Sequence[_Stored | None],
+        body: JaxprBuilder,
+        context: EquationPlace,
+    ) -> list[Value]:
+        """Writes an equation that reads a stored weight: its matmul, a cast or transpose, or any other as it is."""
+        position = next(i for i, source in enumerate(stored) if source is not None)
+        source: Any = stored[position]
+        product: StoredProduct | LookUp | str = ""
+        if eqn.primitive.name == "gather" and position == 0:
+            product = describe_stored_lookup(eqn, source.structure, source.order)
+        if eqn.primitive.name in WEIGHT_PRODUCTS:
+            product = describe_stored_product(eqn, position, source.structure, source.order)
+            if sum(own is not None for own in stored[:2]) > 1:
+                product = "both operands are weights"
+        if source.leaf is not None and eqn.primitive.name not in _MOVING:
+            self.uses.setdefault(source.leaf.number, []).append(product or f"{eqn.primitive.name} reads it")
+        if not isinstance(product, str):
+            return self._write_product(product, eqn, [values[1 - position].atom, *source.atoms], body)
+        results = body.append(eqn, [v.atom for v in values], [AbstractValue(float_dtype(var)) for var in eqn.outvars])
+        if eqn.primitive.name in _MOVING:
+            body.sources[results[0].atom] = source._replace(order=move_axes(eqn, source.order))
+        return results
+
+    def _write_product(
+        self, product: Product | StoredProduct | LookUp, eqn: JaxprEqn, atoms: Sequence[Atom], body: JaxprBuilder
+    ) -> list[Value]:
         made: Any = float_dtype(eqn.outvars[0])
-        product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", made)))
-        (out,) = write_product(_NamedProduct(product), eqn, [value.atom for value in values], AbstractValue(made), body)
+        if not isinstance(product, LookUp):
+            product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", made)))
+        (out,) = write_product(_NamedProduct(product), eqn, atoms, AbstractValue(made), body)
         return [Value(body.cast(out.atom, made, eqn), AbstractValue(made))]
 
 
@@ -128,7 +263,7 @@ class ProductRule(Rule):
 class _NamedProduct:
     """A matmul in a scope by which `audit` and another rewriter know that its casts are meant."""
 
-    product: Product
+    product: Product | StoredProduct | LookUp
 
     @jax.named_scope(AUTOCAST)
     def __call__(self, *operands: jax.Array) -> jax.Array:
@@ -157,7 +292,8 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
 _WHY_BACKWARD = "its gradient is computed inside of the model"
 _WHY_NO_STATE = "the format keeps a state or a key for each layer, and its code is no layer of Flax's"
 
-_WHY_LOOKED_UP = "its rows are looked up, by code that is no layer of Flax's"
+_MOVING = ("convert_element_type", "transpose")
+"""Primitives through which a stored weight is followed."""
 
 _FOUND: contextvars.ContextVar[list[OwnWeight] | None] = contextvars.ContextVar("_FOUND", default=None)
 
@@ -173,37 +309,99 @@ def list_own_weights() -> Iterator[list[OwnWeight]]:
         _FOUND.reset(token)
 
 
-FindFormats = Callable[[], Sequence[tuple[str, WeightFormat] | None]]
+class Weights(NamedTuple):
+    """What is known of the array leaves of the arguments of a traced function, each a weight or not."""
+
+    floating: dict[int, tuple[str, WeightFormat]]  # the paths and formats of floating weights, by number
+    # The paths of stored weights, by the number of their values, and each weight or one of its stack.
+    stored: dict[int, tuple[str, QuantizedArray]]
 
 
-def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_formats: FindFormats) -> Any:
+def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_weights: Callable[[], Weights]) -> Any:
     """Calls a function of arrays, with the matmuls by its weights quantized.
 
-    After the function was traced, `find_formats` returns the path and format of each array leaf of its arguments, or
-    None for one that is no weight.
+    `find_weights` is called after the function was traced.
     """
     results = Results()
     with explain_tracing("a quantized policy", ""):
         traced = trace(results.take_arrays(fun), args, kwargs)
-    program, marked = traced.program, _find_marked(traced, find_formats())
-    if marked:
-        dtypes = [float_dtype(var) for var in program.jaxpr.invars]
-        kinds = [
-            AbstractValue(dtype, _State(marked[i], dtype) if dtype is not None and i in marked else None)
-            for i, dtype in enumerate(dtypes)
+    weights = find_weights()
+    uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
+    marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
+    program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights.stored)
+    # A weight that is stored for other matmuls is rounded as it is stored.
+    is_apart = lambda i, layout: rule.layouts.get(i) != {layout} or any(isinstance(use.product, str) for use in uses[i])
+    rounded = {i: own for i, own in formats.items() if own.layout is not None and is_apart(i, own.layout)}
+    if marked & rounded.keys():
+        program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights.stored)
+    leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
+    found = _FOUND.get()
+    if found is not None:
+        found += _list_floating(traced, weights.floating, uses, rule, rounded)
+        found += [
+            _describe_stored(traced.leaves[i], *stored, rule.uses.get(i, ())) for i, stored in weights.stored.items()
         ]
-        wanted = [float_dtype(var) for var in program.jaxpr.outvars]
-        program = Rewriter(_RULE).rewrite(program, kinds, EquationPlace(), wanted).program
     # Equation by equation, as the model would run without this.
-    return results.put_back(jax.tree.unflatten(traced.out_tree, evaluate(program, *traced.leaves)))
+    return results.put_back(jax.tree.unflatten(traced.out_tree, evaluate(program, *leaves)))
 
 
-def _find_marked(traced: Traced, weights: Sequence[tuple[str, WeightFormat] | None]) -> dict[int, WeightFormat]:
-    """Returns the formats of the weights that a quantized matmul reads, by number. Lists all of them for `explain`."""
-    program = traced.program.jaxpr
-    paths = {i: weight[0] for i, weight in enumerate(weights) if weight is not None}
-    formats = {i: weight[1] for i, weight in enumerate(weights) if weight is not None}
-    names = [frozenset([i]) if i in formats else NO_WEIGHT for i in range(len(weights))]
+def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[int]) -> tuple[Any, ProductRule]:
+    """Rewrites a jaxpr by the weights among its arguments, if there are any; returns the rule with what it noted."""
+    rule = ProductRule()
+    if not formats and not stored:
+        return program, rule
+    kinds = []
+    for i, var in enumerate(program.jaxpr.invars):
+        dtype, order = float_dtype(var), tuple(range(-len(shape_of(var)), 0))
+        state = _State(formats[i], dtype, i, order) if dtype is not None and i in formats else None
+        kinds.append(AbstractValue(dtype, _Leaf(i) if i in stored else state))
+    wanted = [float_dtype(var) for var in program.jaxpr.outvars]
+    moved = _move_reads_inside(program) if stored else program
+    new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(), wanted).program
+    # Run eagerly, a weight that is only multiplied by would be dequantized for nothing.
+    body = new.jaxpr
+    live = body.replace(eqns=list_live(body), debug_info=body.debug_info)
+    return (live if new is body else new.replace(jaxpr=live)), rule
+
+
+def _move_reads_inside(program: Any) -> Any:
+    """Moves reads of stored weights into the jitted and rematerialized functions that get their results."""
+    body, reads, equations = body_of(program), dict[Any, JaxprEqn](), []
+    for eqn in body.eqns:
+        parameter = CALLED.get(eqn.primitive.name)
+        if eqn.primitive.name == "jit" and find_structure(eqn.params["name"]) is not None:
+            reads[eqn.outvars[0]] = eqn
+        elif eqn.primitive.name in ("jit", "remat2") and parameter is not None:
+            eqn = _read_inside(eqn, parameter, [None if type(v) is Literal else reads.get(v) for v in eqn.invars])
+        equations.append(eqn)
+    return replace_variables(program, body.invars, equations, body.outvars, body.debug_info)
+
+
+def _read_inside(eqn: JaxprEqn, parameter: str, reads: Sequence[JaxprEqn | None]) -> JaxprEqn:
+    """Gives a call the arrays of the weights that it was given the reads of, and reads them in its jaxpr."""
+    inner = eqn.params[parameter]
+    body, operands, invars, first = body_of(inner), [], [], []
+    for atom, var, read in zip(eqn.invars, body.invars, reads, strict=True):
+        operands.append([atom] if read is None else read.invars)
+        invars.append([var] if read is None else [Var(leaf.aval) for leaf in read.invars])
+        if read is not None:
+            first.append(read.replace(invars=invars[-1], outvars=[var]))
+    repeat = lambda values: tuple(value for value, own in zip(values, operands, strict=True) for _ in own)
+    per_operand = ("in_shardings", "in_layouts", "donated_invars")
+    changed = {key: repeat(eqn.params[key]) for key in per_operand if key in eqn.params}
+    flat = [var for own in invars for var in own]
+    new = replace_variables(inner, flat, [*first, *body.eqns], body.outvars)
+    params = {**eqn.params, **changed, parameter: _move_reads_inside(new)}
+    return eqn.replace(invars=[atom for own in operands for atom in own], params=params)
+
+
+Uses = dict[int, list[WeightUse]]
+
+
+def _find_uses(program: Jaxpr, weights: dict[int, tuple[str, WeightFormat]]) -> tuple[Uses, dict[int, WeightFormat]]:
+    """Returns the uses of each floating weight, and its format, which is that of a table if rows of it are read."""
+    formats = {i: format for i, (_, format) in weights.items()}
+    names = [frozenset([i]) if i in formats else NO_WEIGHT for i in range(len(program.invars))]
 
     def find_product(eqn: JaxprEqn, read: Sequence[Names], place: EquationPlace) -> Product | str:
         first, *others = sorted(NO_WEIGHT.union(*read))
@@ -211,29 +409,64 @@ def _find_marked(traced: Traced, weights: Sequence[tuple[str, WeightFormat] | No
             return "its parts have different formats"
         return describe_product(eqn, read, formats[first], place)
 
-    def find_uses() -> dict[int, list[WeightUse]]:
+    def find() -> Uses:
         uses, _ = WeightFinder(find_product, _RULE.contexts, _RULE.enters).find(program, names, EquationPlace())
-        return {i: [use for use in uses if i in use.names] for i in formats}
+        return {i: [describe_use(i, use) for use in uses if i in use.names] for i in formats}
 
-    uses = find_uses()
-    tables = {i for i, own in uses.items() if any(use.is_lookup for use in own)}
-    if tables:
-        formats |= {i: formats[i]._replace(is_table=True) for i in tables}
-        uses = find_uses()
-    marked = {i: formats[i] for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
-    found = _FOUND.get()
-    if found is not None:
-        listed = [i for i in uses if not formats[i].is_of_layer]
-        found += [OwnWeight(paths[i], traced.leaves[i], _describe(uses[i])) for i in listed]
-    return marked
+    def describe_use(i: int, use: WeightUse) -> WeightUse:
+        if not use.is_lookup or formats[i].is_of_layer:
+            return use
+        return use._replace(product=choose_table_format(formats[i].quantization, shape_of(program.invars[i])))
+
+    uses = find()
+    tables = [i for i, own in uses.items() if any(use.is_lookup for use in own)]
+    if not tables:
+        return uses, formats
+    formats |= {i: formats[i]._replace(is_table=True) for i in tables}
+    return find(), formats
+
+
+def _round(array: Any, format: WeightFormat) -> Any:
+    weight = prepare_weight(array, format.quantization, format.layout)  # type: ignore[arg-type]
+    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else array
+
+
+def _list_floating(
+    traced: Traced,
+    weights: dict[int, tuple[str, WeightFormat]],
+    uses: Uses,
+    rule: ProductRule,
+    rounded: Collection[int],
+) -> list[OwnWeight]:
+    """Describes the floating weights that no layer of Flax owns; those `rounded` are computed with as numbers."""
+    found = []
+    for i, own in uses.items():
+        path, format = weights[i]
+        layouts = rule.layouts.get(i, {None}) if all(use.is_product or use.is_lookup for use in own) else {None}
+        layout = next(iter(layouts)) if len(layouts) == 1 else None
+        if not format.is_of_layer:
+            text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)
+            leaf = traced.leaves[i]
+            found.append(OwnWeight(path, leaf.shape, leaf.dtype, leaf.size * leaf.dtype.itemsize, text, layout))
+    return found
 
 
 def _describe(uses: Sequence[WeightUse]) -> str:
-    """Describes how a weight is multiplied by, or why it is left."""
-    products = [use.product for use in uses if use.is_product]
-    others = [_WHY_LOOKED_UP if use.is_lookup else use.product for use in uses if not use.is_product]
-    texts = [f"left: {own}" if isinstance(own, str) else str(own) for own in products or others]
+    """Describes how a floating weight is multiplied by, or why it is left."""
+    products = [use.product for use in uses if use.is_product or use.is_lookup]
+    texts = [f"left: {own}" if isinstance(own, str) else str(own) for own in products or [use.product for use in uses]]
     return "; ".join(dict.fromkeys(texts)) or "left: nothing reads it"
+
+
+def _describe_stored(
+    values: Any, path: str, weight: QuantizedArray, uses: Sequence[StoredProduct | LookUp | str]
+) -> OwnWeight:
+    """Describes a stored weight, given its values, and the weight or one of its stack."""
+    numbers = f"{weight.format}, computed with as numbers"
+    texts = dict.fromkeys(f"{numbers}: {use}" if isinstance(use, str) else str(use) for use in uses)
+    stack = values.shape[: values.ndim - weight.values.ndim]
+    size = math.prod(stack) * weight.nbytes
+    return OwnWeight(path, (*stack, *weight.shape), values.dtype, size, "; ".join(texts) or numbers)
 
 
 _RULE = ProductRule()

@@ -245,7 +245,12 @@ def write_product(
 ) -> list[Value]:
     """Writes a hashable function of both operands in the place of a matmul; `kind` is of its output."""
     program = _trace_product(product, tuple(atom.aval for atom in atoms), eqn.ctx)
-    values: dict[Atom, Value] = {var: Value(atom, kind) for var, atom in zip(program.invars, atoms, strict=True)}
+    return [write_program(program, eqn, atoms, body)[0]._replace(kind=kind)]
+
+
+def write_program(program: Jaxpr, eqn: JaxprEqn, atoms: Sequence[Atom], body: JaxprBuilder) -> list[Value]:
+    """Writes the equations of a jaxpr in the place of an equation, whose source line they get."""
+    values: dict[Atom, Atom] = dict(zip(program.invars, atoms, strict=True))
     for each in program.eqns:
         source = each.source_info.replace(
             traceback=eqn.source_info.traceback,
@@ -253,10 +258,10 @@ def write_product(
         )
         outvars = [Var(var.aval) for var in each.outvars]
         here = each.replace(outvars=outvars, source_info=source, ctx=eqn.ctx)
-        read = [atom if isinstance(atom, Literal) else values[atom].atom for atom in each.invars]
+        read = [atom if isinstance(atom, Literal) else values[atom] for atom in each.invars]
         results = body.append(here, read, [AbstractValue(float_dtype(var)) for var in outvars])
-        values.update(zip(each.outvars, results, strict=True))
-    return [values[program.outvars[0]]._replace(kind=kind)]
+        values.update((var, result.atom) for var, result in zip(each.outvars, results, strict=True))
+    return [Value(values[var], AbstractValue(float_dtype(var))) for var in program.outvars]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import shape_of
+from .._jaxpr import float_dtype, shape_of
 from ..policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
 from ..quant import (
+    WHY_TABLES_WIDE,
+    FakeQuantized,
     LayerProduct,
     Layout,
     Multiply,
@@ -30,6 +32,7 @@ from ..quant import (
     reason_not_float8,
     reason_unquantized,
     spell_format,
+    table_layout,
     why_sizes_wide,
     wide_ragged_dot,
 )
@@ -241,6 +244,157 @@ def describe_weight_product(
     return WeightProduct(
         name, position, order, len(summed_axes), len(free), options, out_order, quantization, accumulate
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredProduct:
+    """A matmul or convolution by a stored weight, as a function of the input and the arrays of the weight."""
+
+    operation: str  # the name of the primitive
+    structure: Any  # of the weight, a pytree
+    options: tuple[tuple[str, Any], ...]  # of the operation on the input and the weight
+    out_order: tuple[int, ...]  # the axes of the output in the order of the equation
+    why_as_numbers: str | None = None  # the reason why the weight is dequantized first
+
+    def __call__(self, inputs: jax.Array, *arrays: jax.Array) -> jax.Array:
+        weight = jax.tree.unflatten(self.structure, arrays)
+        product = LayerProduct(self.operation, weight.format, None, lambda *x: x, as_tuple=False)
+        return _reorder(Multiply(product)(inputs, weight, **dict(self.options)), self.out_order)
+
+    def __str__(self) -> str:
+        format = _read_static(self.structure).format
+        return spell_format(format, WeightedLayer("kernel", self.operation), self.why_as_numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp:
+    """A lookup of rows of a floating or stored table, which are rounded as those of a table of Flax's."""
+
+    params: tuple[tuple[str, Any], ...]  # of the `gather`
+    dtype: np.dtype  # of the result
+    table: Any  # the format of a floating table, or the structure of a stored one
+
+    def __call__(self, indices: jax.Array, *arrays: jax.Array) -> jax.Array:
+        look_up = lambda x: lax.gather(x, indices, slice_sizes=(1, x.shape[1]), **dict(self.params))
+        if isinstance(self.table, Int8):
+            (table,) = arrays
+            return fake_quantize(FakeQuantized(look_up(table), self.table, table_layout(table.shape)), self.dtype)
+        return fake_quantize(jax.tree.map(look_up, jax.tree.unflatten(self.table, arrays)), self.dtype)
+
+    def __str__(self) -> str:
+        return str(self.table if isinstance(self.table, Int8) else _read_static(self.table).format)
+
+
+def describe_lookup(eqn: JaxprEqn, table: Int8) -> LookUp | None:
+    """Describes a `gather` that reads whole rows of a table of two axes; returns None for any other."""
+    shape, params = shape_of(eqn.invars[0]), dict(eqn.params)
+    sizes, fill = params.pop("slice_sizes"), params.pop("fill_value")
+    numbers, ndim = params["dimension_numbers"], len(shape_of(eqn.outvars[0]))
+    # Rows out of bounds are nan by their scale.
+    if len(shape) != 2 or tuple(sizes) != (1, shape[1]) or (fill is not None and not np.isnan(fill)):
+        return None
+    if tuple(numbers.collapsed_slice_dims) != (0,) or tuple(numbers.offset_dims) != (ndim - 1,):
+        return None
+    dtype: Any = float_dtype(eqn.outvars[0])
+    return LookUp(tuple(params.items()), dtype, table)
+
+
+def describe_stored_lookup(eqn: JaxprEqn, structure: Any, order: "Order") -> LookUp | str:
+    """Describes a lookup of rows of a stored table, or says that it is another read."""
+    static, shape = _read_static(structure), shape_of(eqn.invars[0])
+    is_table = isinstance(static.format, Int8) and static.layout == Layout(shape[-1:], 0)
+    found = describe_lookup(eqn, static.format) if is_table and order == (-2, -1) else None
+    return "gather reads it" if found is None else dataclasses.replace(found, table=structure)
+
+
+def choose_table_format(quantization: Quantization, shape: tuple[int, ...]) -> Int8 | str:
+    """Returns the format in which the rows of a table are rounded, or why they are not."""
+    format = quantization.for_tables if isinstance(quantization, Int8 | Int4) else None
+    if not isinstance(format, Int8) or len(shape) != 2:
+        return WHY_TABLES_WIDE
+    return reason_unquantized(shape, table_layout(shape), format) or format
+
+
+Order = tuple[int, ...] | None
+"""The axes of a weight, as negative numbers, in the order of those of a value that it was moved to; None if unknown."""
+
+
+def describe_stored_product(eqn: JaxprEqn, position: int, structure: Any, order: Order) -> StoredProduct | str:
+    """Describes a matmul or convolution whose operand at `position` is a stored weight, or returns why it is left."""
+    if order is None or eqn.primitive.name == "ragged_dot_general":
+        return "it is a grouped matmul"
+    axes = [axis % len(order) for axis in order]  # of the weight
+    params = {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
+    summed = find_summed_axes(eqn, position)
+    misfits = not {order[axis] for axis in summed} <= set(_read_static(structure).layout.axes)
+    why = "its scales are not shared along the axes that are summed over" if misfits else None
+    if eqn.primitive.name == "conv_general_dilated":
+        if position == 0:
+            return "it is the input of a convolution"
+        numbers = params["dimension_numbers"]
+        params["dimension_numbers"] = numbers._replace(rhs_spec=tuple(axes[axis] for axis in numbers.rhs_spec))
+        given = {key: value for key, value in params.items() if key != "out_sharding" or value is not None}
+        return StoredProduct(eqn.primitive.name, structure, tuple(given.items()), (), why)
+    contracted, batch = params["dimension_numbers"]
+    other = 1 - position
+    own = [tuple(axes[axis] for axis in pairs[position]) for pairs in (contracted, batch)]
+    params["dimension_numbers"] = ((contracted[other], own[0]), (batch[other], own[1]))
+    used = [{*contracted[i], *batch[i]} for i in range(2)]
+    free = [[(i, axis) for axis in range(len(shape_of(eqn.invars[i]))) if axis not in used[i]] for i in range(2)]
+    shared = [(2, i) for i in range(len(batch[0]))]
+    wanted = [*shared, *free[0], *free[1]]
+    made = [*shared, *free[other], *sorted(free[position], key=lambda label: axes[label[1]])]
+    out_order = tuple(made.index(label) for label in wanted)
+    if params.get("out_sharding") is not None and out_order != tuple(sorted(out_order)):
+        return "its output has a sharding, and would be transposed"
+    return StoredProduct(eqn.primitive.name, structure, tuple(params.items()), out_order, why)
+
+
+def find_summed_axes(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
+    """Returns the axes of an operand of a matmul, or of the kernel of a convolution, that are summed over."""
+    numbers = eqn.params["dimension_numbers"]
+    return tuple(numbers[0][position]) if eqn.primitive.name == "dot_general" else tuple(numbers.rhs_spec[1:])
+
+
+def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quantization) -> Layout | None:
+    """Returns the layout in which the weight of a quantized matmul can be stored, or None if it cannot."""
+    shape = shape_of(eqn.invars[position])
+    order = _trim(order, len(shape))
+    if order is None or eqn.primitive.name == "ragged_dot_general" or isinstance(quantization, Float8):
+        return None
+    axes = sorted(order[axis] for axis in find_summed_axes(eqn, position))
+    if axes != list(range(axes[0], axes[0] + len(axes))):
+        return None
+    lengths = dict(zip(order, shape, strict=True))
+    layout = Layout(tuple(lengths[axis] for axis in axes), -1 - axes[-1])
+    if isinstance(quantization, Int8):
+        return layout
+    # Blocks, and tables in another format: only as kernels, behind the axes of a batch.
+    is_dot = eqn.primitive.name == "dot_general"
+    batch = {order[axis] for axis in eqn.params["dimension_numbers"][1][position]} if is_dot else set()
+    is_kernel = layout.channels > 0 and (isinstance(quantization, Int4) or batch == {a for a in order if a < axes[0]})
+    return layout if is_kernel else None
+
+
+def move_axes(eqn: JaxprEqn, order: Order) -> Order:
+    """Returns the order of the axes of a weight after an equation that moves it."""
+    if eqn.primitive.name == "convert_element_type":
+        return order
+    order = _trim(order, len(shape_of(eqn.invars[0])))
+    if order is None or eqn.primitive.name != "transpose":
+        return None
+    return tuple(order[axis] for axis in eqn.params["permutation"])
+
+
+def _trim(order: Order, ndim: int) -> Order:
+    """Returns the order for a value in the body of a scan, which has one layer of a stack."""
+    last = () if order is None else order[len(order) - ndim :]
+    return last if sorted(last) == list(range(-ndim, 0)) else None
+
+
+def _read_static(structure: Any) -> Any:
+    """Returns a stored weight of this structure without arrays."""
+    return jax.tree.unflatten(structure, [None] * structure.num_leaves)
 
 
 def _reorder(x: jax.Array, order: tuple[int, ...]) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
+from ..policy import Int8
 from ..quant import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
@@ -50,7 +51,7 @@ class WeightUse(NamedTuple):
     """An equation that reads weights and does more than moving them."""
 
     names: Names
-    product: Product | str  # its quantized form, or the reason to leave it
+    product: Product | Int8 | str  # its quantized form, that of the rows that it reads, or the reason to leave it
     is_product: bool  # True for a matmul or convolution
     is_lookup: bool = False  # True if it reads rows of a table
 

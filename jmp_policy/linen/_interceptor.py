@@ -266,7 +266,7 @@ def _declare_param(
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
-    note_weight(module, policy, name, value)
+        note_weight(module, policy, name, value)
     return cast_floating(value, widen_policy(policy).compute_dtype) if reads_in_compute else value
 
 

@@ -13,7 +13,7 @@ from flax.linen import transforms
 
 from .._base import REWRITING, Args, Kwargs, drop_value_key, is_array, is_floating
 from ..policy import Policy, PolicyMap, list_policies
-from ..quant import WEIGHT_NAMES, find_accumulate_dtype
+from ..quant import Layout, QuantizedArray, find_accumulate_dtype
 from ._layer_table import layer_of
 from ._place import path_text
 
@@ -27,28 +27,35 @@ class _Read(NamedTuple):
     key: str  # its path in the variables
     value: Any
     path: str  # its path in the whole model
-    format: WeightFormat
+    format: WeightFormat | None = None
+    weight: QuantizedArray | None = None  # the stored weight with these values
 
 
 _READ: contextvars.ContextVar[list[_Read] | None] = contextvars.ContextVar("_READ", default=None)
 """The parameters that were read while the outermost module was traced. Not a JAX context: it is only written to."""
 
 
-def note_weight(module: nn.Module, policy: Policy, name: str, value: Any) -> None:
-    """Records a parameter of two or more axes that the code of a module reads, as it is stored."""
+def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout: Layout | None = None) -> bool:
+    """Records a weight that the code of a module reads; returns False if its matmuls are not rewritten.
+
+    `quantize` stores a `kernel` or `embedding` in a `layout`, whatever code multiplies by it.
+    """
     found = _READ.get()
-    # A `kernel` or `embedding` is rounded when it is read, as `quantize` stores it.
-    if found is None or policy.quantization is None or name in WEIGHT_NAMES or _is_of_flax(module):
-        return
-    if is_array(value) and is_floating(value) and value.ndim > 1:
-        from ..autocast import WeightFormat
+    if found is None or policy.quantization is None or layer_of(type(module)) is not None:
+        return False
+    if type(module).__module__.startswith("flax.linen."):
+        return False
+    key, path = _join(module.path, name), f"{path_text(module)}/{name}".lstrip("/")
+    if isinstance(value, QuantizedArray):
+        found.append(_Read(f"{key}/values", value.values, path, weight=value))
+        return True
+    if not is_array(value) or not is_floating(value) or value.ndim < 2:
+        return False
+    from ..autocast import WeightFormat
 
-        format = WeightFormat(policy.quantization, find_accumulate_dtype(policy))
-        found.append(_Read(_join(module.path, name), value, f"{path_text(module)}/{name}".lstrip("/"), format))
-
-
-def _is_of_flax(module: nn.Module) -> bool:
-    return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
+    format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout)
+    found.append(_Read(key, value, path, format))
+    return True
 
 
 def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
@@ -63,7 +70,7 @@ def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
 
 def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized."""
-    from ..autocast import quantize_products  # loads the rewriter
+    from ..autocast import Weights, quantize_products  # loads the rewriter
 
     state: Any = module._state
     exported = state.export()
@@ -91,13 +98,19 @@ def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwar
             state.reimport(copy._state)
             return out, repack(scopes)
 
-        def find_formats() -> list[Any]:
+        def find_weights() -> Weights:
             # A module that runs by `.apply` has other variables, made of the same arrays.
             known: dict[Any, Any] = {id(read.value): read for read in reads} | {read.key: read for read in reads}
-            found = [known.get(keys.get(id(leaf)), known.get(id(leaf))) for leaf in leaves]
-            return [None if read is None else (read.path, read.format) for read in found]
+            found = Weights({}, {})
+            for number, leaf in enumerate(leaves):
+                read = known.get(keys.get(id(leaf)), known.get(id(leaf)))
+                if read is not None and read.format is None:
+                    found.stored[number] = read.path, read.weight
+                elif read is not None:
+                    found.floating[number] = read.path, read.format
+            return found
 
-        return quantize_products(pure, (variables, rngs, args, kwargs), {}, find_formats)
+        return quantize_products(pure, (variables, rngs, args, kwargs), {}, find_weights)
 
     return lift.pack(call_on_variables, (True,), (True,), (True,), enable_kwargs=True)(scopes, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._base import OVERWRITE, Args, remember_weakly
-from ..policy import Float8, Policy, PolicyMap, StoredFormat, list_policies, stored_format_of
+from ..policy import Float8, Policy, PolicyMap, list_policies, stored_format_of
 from ..quant import (
     CACHED,
     SCALE,
@@ -33,11 +33,13 @@ from ..quant import (
     new_state,
     plan_layer,
     prepare_weight,
+    read_stored,
     weight_layout,
 )
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import are_sums_open, is_default, layer_of, open_layer, rewritten_by
+from ._own_weights import note_weight
 from ._place import is_applied_inside, path_of, path_text
 
 MULTIPLIES = "_jmp_multiplies"
@@ -48,19 +50,17 @@ def read_quantized_param(
     module: nn.Module, param: Callable[..., Any], policy: Policy, name: str, init_fn: Callable[..., Any], *args: Any
 ) -> Any:
     """Reads a parameter: stored for the layer that multiplies by it, else dequantized, or rounded in training."""
-    format = stored_format_of(policy.quantization)
-    assert format is not None
     if type(module).param is nn.Module.param:
-        return _read_param(module, format, param, name, init_fn, *args)
+        return _read_param(module, policy, param, name, init_fn, *args)
     # The author's own `param` calls Flax's, which reads the parameter from the scope.
     scope: Any = module.scope
-    with temporarily_set(scope, {"param": functools.partial(_read_param, module, format, scope.param)}):
+    with temporarily_set(scope, {"param": functools.partial(_read_param, module, policy, scope.param)}):
         return param(name, init_fn, *args)
 
 
 def _read_param(
     module: nn.Module,
-    format: StoredFormat,
+    policy: Policy,
     param: Callable[..., Any],
     name: str,
     init_fn: Callable[..., Any],
@@ -68,17 +68,26 @@ def _read_param(
     **options: Any,
 ) -> Any:
     """Makes or finds a parameter by `param`; returns it in the stored format, or dequantized."""
-    stored = find_stored(module, name)
+    stored, format = find_stored(module, name), stored_format_of(policy.quantization)
+    assert format is not None
     as_stored = MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_make_like, module, stored, name, init_fn, args)
         value = match_format(param(name, init, **options), format, quote_path(module, name))
-        return value if as_stored else value.dequantize()
+        if as_stored:
+            return value
+        note_weight(module, policy, name, value)
+        return read_stored(value)
     value = param(name, init_fn, *args, **options)
-    if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
+    if as_stored:
+        return value
+    if name not in WEIGHT_NAMES or jnp.ndim(value) < 2:
+        note_weight(module, policy, name, value)
         return value
     weight = prepare_weight(value, format, _infer_layout(module, name, value.shape), quote_path(module, name))
-    return fake_quantize(weight) if isinstance(weight, FakeQuantized) else value
+    if not isinstance(weight, FakeQuantized) or note_weight(module, policy, name, value, weight.layout):
+        return value
+    return fake_quantize(weight)
 
 
 def plan_module(module: nn.Module, policy: Policy) -> LayerPlan:

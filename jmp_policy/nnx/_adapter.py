@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_module
 from ..policy import Policy, PolicyMap, match_policy
-from ..quant import LayerFacts, LayerPlan, QuantizedArray, is_quantized
+from ..quant import LayerFacts, LayerPlan, Layout, QuantizedArray, is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy
 from ._grad import value_and_grad
@@ -21,8 +21,9 @@ from ._layer_table import WRITTEN, read_layer
 from ._lift import lift
 from ._methods import find_modules, hook_modules, parse_no_cast
 from ._module_spec import DtypeSource, ModuleSpec, find_spec, has_written_dtype, plan_again
+from ._own_weights import list_own_weights
 from ._products import QuantizedParam
-from ._shadow import NodeKind, find_kind, list_items
+from ._shadow import NodeKind, find_kind, list_items, replace_nodes
 
 
 def examine(
@@ -192,7 +193,11 @@ class _Nnx(Adapter):
         return {"/".join(map(str, path)): node.get_raw_value() for path, node in nodes}
 
     def quantize(
-        self, model: nnx.Module, policy: Policy | PolicyMap, quantize_weight: Callable[..., Any]
+        self,
+        model: nnx.Module,
+        policy: Policy | PolicyMap,
+        quantize_weight: Callable[..., Any],
+        own_layouts: Mapping[str, Layout],
     ) -> tuple[nnx.Module, list[str]]:
         """Quantizes the weights of a copy of a model; see `jmp_policy.quant.quantize`."""
         spec = find_spec(model)
@@ -217,6 +222,14 @@ class _Nnx(Adapter):
             vars(module)[name] = done[key][1]
             if mask is not None and done[key][1] is not variable:
                 module.mask = None  # type: ignore[attr-defined]  # the mask is in the quantized weight
+        replaced: dict[int, Any] = {}
+        for own in list_own_weights(attached):
+            if own.path in own_layouts:
+                module, _, name = own.path.rpartition("/")
+                layout, value = own_layouts[own.path], own.variable.get_raw_value()
+                stored = quantize_weight(module, name, value, layout, own.policy)
+                replaced |= {} if stored is None else {id(own.variable): QuantizedParam(stored)}
+        replace_nodes(attached, replaced)
         return attached, attachment.explain_unused_rules()
 
     def take_apart(self, args: Args) -> tuple[Any, Callable[[Any], Args]]:

@@ -30,7 +30,7 @@ from ..policy import Policy
 from ..quant import warn_of_odd_rows
 from ._cache import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
-from ._own_weights import call_rewritten, is_rewritten
+from ._own_weights import call_rewritten, is_of_flax, is_rewritten
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
@@ -96,7 +96,12 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
         keep_wide_results() if casts else nullcontext() as wide,
     ):
         out = call_on_shadow(
-            module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
+            module,
+            runs,
+            changed,
+            params_dtype,
+            lambda shadow: method.__get__(shadow, runs)(*args, **kwargs),
+            reads_stored=not is_of_flax(spec.base),
         )
 
     # Cast the output. The carry of a cell keeps its dtypes, unless the policy has an output dtype.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from .._base import REWRITING, Args, Kwargs, drop_value_key, is_array, is_floating
-from ..policy import list_policies
-from ..quant import find_accumulate_dtype, is_observing
+from .._base import REWRITING, Args, Kwargs, is_array, is_floating
+from ..policy import Policy, list_policies
+from ..quant import QuantizedArray, find_accumulate_dtype, is_observing
 from ._layer_table import find_layer
 from ._lift import lift
 from ._module_spec import ModuleSpec, find_spec
+from ._products import QuantizedParam
 from ._shadow import NodeKind, find_kind
 
 if TYPE_CHECKING:
@@ -31,36 +32,52 @@ def is_rewritten(module: nnx.Module, spec: ModuleSpec) -> bool:
         return False
     is_outermost = spec.attached
     if jax.config.jax_disable_jit:
-        is_outermost = find_layer(spec.base) is None and len(list(nnx.iter_modules(module))) == 1
-    return is_outermost and any(True for _ in _list_weights(module))
+        is_outermost = not is_of_flax(spec.base) and len(list(nnx.iter_modules(module))) == 1
+    return is_outermost and any(True for _ in list_own_weights(module))
 
 
 def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args: Args, kwargs: Kwargs) -> Any:
     """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model, at a path, quantized."""
-    from ..autocast import quantize_products  # loads the rewriter
+    from ..autocast import Weights, quantize_products  # loads the rewriter
 
-    weights = dict(_list_weights(module))
+    known = {own.path: own for own in list_own_weights(module)}
 
     def call_inside(*args: Any, **kwargs: Any) -> Any:
         with REWRITING(True):
             return call(*args, **kwargs)
 
-    def find_formats(state: Any) -> list[Any]:
-        found: list[Any] = []
-        for keys, leaf in jax.tree.leaves_with_path(state):
-            if is_array(leaf):
-                # The first keys are the index in `(args, kwargs)`, and that of the module in `args`.
-                which, argument, *names = [jax.tree_util.keystr((key,), simple=True) for key in drop_value_key(keys)]
-                here = "/".join(names) if (which, argument) == ("0", "0") else None
-                found.append((f"{path}/{here}".lstrip("/"), weights[here]) if here in weights else None)
+    def find_weights(state: Any) -> Weights:
+        found = Weights({}, {})
+        leaves = ((keys, leaf) for keys, leaf in jax.tree.leaves_with_path(state) if is_array(leaf))
+        for number, (keys, _) in enumerate(leaves):
+            # The first keys are the index in `(args, kwargs)`, and that of the module in `args`.
+            which, argument, *names = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+            outer = f"{path}/".lstrip("/")
+            for own, rest in ((names[:-1], names[-1:]), (names[:-2], names[-2:])):
+                here = "/".join(own)
+                if (which, argument) != ("0", "0") or here not in known:
+                    continue
+                if rest == ["value"]:
+                    found.floating[number] = outer + here, known[here].format
+                elif rest == ["value", "values"]:
+                    found.stored[number] = outer + here, known[here].variable.get_raw_value()
         return found
 
-    run = lambda pure, state: quantize_products(pure, (state,), {}, lambda: find_formats(state))
+    run = lambda pure, state: quantize_products(pure, (state,), {}, lambda: find_weights(state))
     return lift(run, call_inside, (module, *args), kwargs)
 
 
-def _list_weights(model: nnx.Module) -> Iterator[tuple[str, WeightFormat]]:
-    """Yields the path and format of each Param of two or more axes, but those of Flax's own modules and of LoRA.
+class OwnParam(NamedTuple):
+    """A weight that code multiplies by which is no layer of Flax's."""
+
+    path: str
+    variable: nnx.Variable
+    policy: Policy
+    format: WeightFormat
+
+
+def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
+    """Yields the Params of two or more axes, but those of Flax's own modules and of LoRA, and stored weights alike.
 
     The table of an `nnx.Embed` is among them: the code around may multiply by it.
     """
@@ -68,18 +85,21 @@ def _list_weights(model: nnx.Module) -> Iterator[tuple[str, WeightFormat]]:
 
     nodes = dict(nnx.iter_graph(model, graph=True))
     for path, node in nodes.items():
-        if find_kind(type(node)) is not NodeKind.PARAM or isinstance(node, nnx.LoRAParam):
-            continue
-        value = node.get_raw_value()
-        if not is_array(value) or not is_floating(value) or value.ndim < 2:
+        is_param = find_kind(type(node)) is NodeKind.PARAM and not isinstance(node, nnx.LoRAParam)
+        value = node.get_raw_value() if is_param or isinstance(node, QuantizedParam) else None
+        if not isinstance(value, QuantizedArray) and not (is_array(value) and is_floating(value) and value.ndim > 1):
             continue
         around = (nodes[path[:n]] for n in reversed(range(len(path))) if path[:n] in nodes)
         owner = next(node for node in around if find_kind(type(node)) is NodeKind.MODULE)
         spec = find_spec(owner)
         if spec is None or spec.policy.quantization is None:
             continue
-        is_table = issubclass(spec.base, nnx.Embed) and path[-1] == "embedding"
-        is_of_flax = find_layer(spec.base) is not None or spec.base.__module__.startswith("flax.nnx.")
-        if is_table or not is_of_flax:
-            accumulate = find_accumulate_dtype(spec.policy)
-            yield "/".join(map(str, path)), WeightFormat(spec.policy.quantization, accumulate, is_of_layer=is_table)
+        is_table = is_param and issubclass(spec.base, nnx.Embed) and path[-1] == "embedding"
+        if is_table or not is_of_flax(spec.base):
+            format = WeightFormat(spec.policy.quantization, find_accumulate_dtype(spec.policy), is_of_layer=is_table)
+            yield OwnParam("/".join(map(str, path)), node, spec.policy, format)
+
+
+def is_of_flax(base: type) -> bool:
+    """True for a class of Flax's modules, or a subclass of a layer."""
+    return find_layer(base) is not None or base.__module__.startswith("flax.nnx.")

@@ -18,6 +18,7 @@ from .._base import (
     remember_on_class,
     remember_weakly,
 )
+from ..quant import QuantizedArray, read_stored
 
 Node = Any
 """A value in a tree of modules."""
@@ -89,6 +90,15 @@ def walk_modules(value: Node) -> Iterator[tuple[str, nnx.Module]]:
     return ((path, node) for path, node in walk_nodes(value) if find_kind(type(node)) is NodeKind.MODULE)
 
 
+def replace_nodes(root: Node, new: dict[int, Node]) -> None:
+    """Replaces nodes inside a tree, by their ids, in place."""
+    for _, container in list(walk_nodes(root)):
+        items = container if isinstance(container, dict | list) else getattr(container, "__dict__", {})
+        for name, item in list(items.items() if isinstance(items, dict) else enumerate(items)):
+            if id(item) in new:
+                items[name] = new[id(item)]
+
+
 def replace_items(container: Node, items: list[Node]) -> Node:
     """Copies a container with other values, in the order of `list_items`."""
     if isinstance(container, dict):
@@ -114,14 +124,22 @@ _UNWRITTEN = object()
 
 
 def call_on_shadow(
-    module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
+    module: nnx.Module,
+    base: type,
+    changed: Attributes,
+    dtype: np.dtype | None,
+    call: Callable[[Any], Any],
+    reads_stored: bool = False,
 ) -> Any:
-    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes."""
+    """Calls `call` with a shadow of a module, of the class `base` with attributes `changed`, then copies its writes.
+
+    With `reads_stored`, stored weights are shown as arrays.
+    """
     # Params are cast to `dtype` at each use: gradients of a weight that is cast once would sum in half precision.
     # Without a dtype, the shadow shares the values of the module.
-    record = _Originals(dtype)
+    record = _Originals(dtype, reads_stored)
     attributes = vars(module)
-    if dtype is not None:
+    if dtype is not None or reads_stored:
         attributes = {name: record.shadow(value) for name, value in attributes.items()}
     before = attributes | changed
     shadow = make_blank(base, before)
@@ -135,8 +153,8 @@ def call_on_shadow(
 class _Originals:
     """Maps the values in a shadow to the values of the module."""
 
-    def __init__(self, dtype: np.dtype | None):
-        self.dtype = dtype
+    def __init__(self, dtype: np.dtype | None, reads_stored: bool):
+        self.dtype, self.reads_stored = dtype, reads_stored
         # By the id of a view or copied container: the original, itself, and its contents before the call.
         self.originals: dict[int, tuple[Node, Node, dict | list | None]] = {}
         self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
@@ -144,8 +162,11 @@ class _Originals:
     def shadow(self, value: Node) -> Node:
         """Returns a view of a Param, a copy of a container of Params, or any other value itself."""
         match find_kind(type(value)):
-            case NodeKind.PARAM:
+            case NodeKind.PARAM if self.dtype is not None:
                 return self._view(value)
+            case NodeKind.OTHER if self.reads_stored and isinstance(value, nnx.Variable):
+                raw = value.get_raw_value()
+                return self._view(value, raw) if isinstance(raw, QuantizedArray) else value
             case NodeKind.PYTREE | NodeKind.BUILTIN:
                 items = [item for _, item in list_items(value)]
                 shadows = [self.shadow(item) for item in items]
@@ -176,11 +197,12 @@ class _Originals:
     def _find_original(self, value: Node) -> Node:
         return self.originals[id(value)][0] if id(value) in self.originals else value
 
-    def _view(self, param: nnx.Param) -> nnx.Param:
-        if find_floating_dtypes(param) <= {self.dtype}:
+    def _view(self, param: Any, stored: QuantizedArray | None = None) -> Any:
+        if stored is None and find_floating_dtypes(param) <= {self.dtype}:
             return param
         if id(param) not in self.views:
-            view = _make_view_class(type(param), self.dtype).from_metadata(param.get_raw_value(), param.get_metadata())
+            make_class = _make_view_class if stored is None else _make_stored_view_class
+            view = make_class(type(param), self.dtype).from_metadata(param.get_raw_value(), param.get_metadata())
             self.views[id(param)] = self._remember(view, param)
         return self.views[id(param)]
 
@@ -206,6 +228,24 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
         return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
     methods = {"get_value": get_value, "set_value": set_value, "__getattr__": get_attribute}
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+
+
+@remember_on_class
+def _make_stored_view_class(kind: type[nnx.Variable], dtype: np.dtype | None) -> type[nnx.Variable]:
+    """Makes the class of Variables that hold a stored weight, and show it as an array."""
+
+    def get_value(self: nnx.Variable, *, index: Any = ..., **_: Any) -> Any:
+        read_in = at_least_float32(dtype) if IN_FULL_PRECISION.value and dtype is not None else dtype
+        value = read_stored(self.get_raw_value(), read_in)
+        return value if index is ... else value[index]
+
+    def get_attribute(self: nnx.Variable, name: str) -> Any:
+        metadata = self.get_metadata()
+        return metadata[name] if name in metadata else getattr(get_value(self), name)
+
+    methods = {"get_value": get_value, "__getattr__": get_attribute}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 

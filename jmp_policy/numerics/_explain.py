@@ -178,14 +178,28 @@ def _find_leaking_modules(marks: frozenset[str], path: str, atom: Atom, module: 
 
 def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) -> Explanation:
     """Returns the explanation of a function of `autocast`: a row per array of its weights."""
-    return Explanation(tuple(_explain_weight(*weight, policy, "weights") for weight in weights))
+    described = (OwnWeight(path, x.shape, x.dtype, x.size * x.dtype.itemsize, said) for path, x, said in weights)
+    return Explanation(tuple(_explain_weight(weight, policy, "weights") for weight in described))
 
 
-def _explain_weight(path: str, array: Any, quantization: str, policy: Policy | None, rule: str) -> ModuleRow:
+def _explain_weight(weight: OwnWeight, policy: Policy | None, rule: str) -> ModuleRow:
     """Returns the row of one weight, which code multiplies by that is no layer of Flax's."""
-    kind, dtypes = f"weight {list(array.shape)}", (str(array.dtype),)
-    sizes = _sum_bytes([array], _size_of), _sum_bytes([array], _size_in_float32)
-    return ModuleRow(path, kind, policy, rule, dtypes, (), (), (), *sizes, (), quantization, is_weight=True)
+    return ModuleRow(
+        path=weight.path,
+        type=f"weight {list(weight.shape)}",
+        policy=policy,
+        rule=rule,
+        param_dtypes=(str(weight.dtype),),
+        input_dtypes=(),
+        compute_dtypes=(),
+        output_dtypes=(),
+        param_bytes=weight.nbytes,
+        float32_bytes=4 * math.prod(weight.shape),
+        leaks_into=(),
+        quantization=weight.quantization,
+        is_weight=True,
+        layout=weight.layout,
+    )
 
 
 def build_explanation(model: ModelInfo, observation: Observation, weights: Sequence[OwnWeight] = ()) -> Explanation:
@@ -205,7 +219,6 @@ def build_explanation(model: ModelInfo, observation: Observation, weights: Seque
     for path in _order_paths(modules, observation):
         module = modules[path]
         own, apart = model.params.get(path, ()), weights_of.get(path, ())
-        arrays = [weight.array for weight in apart]  # have rows of their own
         rows.append(ModuleRow(
             path=path,
             type=module.type.__name__,
@@ -215,16 +228,16 @@ def build_explanation(model: ModelInfo, observation: Observation, weights: Seque
             input_dtypes=observation.inputs.get(path, ()),
             compute_dtypes=computed.get(path, ()),
             output_dtypes=observation.outputs.get(path, ()),
-            param_bytes=_sum_bytes(jax.tree.leaves(own), _size_of) - _sum_bytes(arrays, _size_of),
-            float32_bytes=_sum_bytes(own, _size_in_float32) - _sum_bytes(arrays, _size_in_float32),
+            param_bytes=_sum_bytes(jax.tree.leaves(own), _size_of) - sum(weight.nbytes for weight in apart),
+            float32_bytes=_sum_bytes(own, _size_in_float32) - sum(4 * math.prod(weight.shape) for weight in apart),
             leaks_into=leaking.get(path, ()),
-            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
+            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())) if not apart else "",
             output_cast=cast.get(path, ""),
             half_sums=summed.get(path, ()),
             precision_faults=faults.get(path, ()),
             accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip
-        rows += [_explain_weight(*weight, module.policy, module.rule) for weight in apart]
+        rows += [_explain_weight(weight, module.policy, module.rule) for weight in apart]
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
 
 

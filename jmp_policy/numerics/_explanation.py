@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from .._base import group_by_key, list_paths_to
 from .._jaxpr import REMEDY
 from ..policy import Policy
+from ..quant import Layout
 from ..report import (
     Column,
     Plain,
@@ -56,6 +57,7 @@ class ModuleRow(Plain):
         that promote its values to float32, such as an adapter that is read by `get_raw_value`. `numerics.audit` has the
         lines.
       is_weight: true for the row of one parameter, whose `path` ends with its name.
+      layout: of such a weight, the axes that share a scale if `quantize` stores it, or `None` if that is not possible.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -82,6 +84,7 @@ class ModuleRow(Plain):
     output_cast: str = ""
     precision_faults: tuple[str, ...] = ()
     is_weight: bool = False
+    layout: Layout | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

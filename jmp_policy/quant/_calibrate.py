@@ -208,6 +208,7 @@ class _QuantizeOptions(TypedDict, total=False):
     clip: Clip
     input_clips: Mapping[str, Any] | None
     stacked: Collection[str]
+    explanation: Any
 
 
 @overload
@@ -221,6 +222,7 @@ def quantize(
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,
     stacked: Collection[str] = (),
+    explanation: Any = None,
 ) -> Any:
     """Quantizes the weights of a trained model, and returns the same kind of object.
 
@@ -238,6 +240,9 @@ def quantize(
       stacked: for variables: patterns of paths of modules whose weights have a leading axis of layers, as from
         `nn.scan` and `nn.vmap`. Each covers submodules too, and stands for one leading axis. Modules with a bias need
         no pattern.
+      explanation: of the model with the policy and some inputs, from `explain`: then the weights that the model
+        multiplies by in its own code are stored too, but for those whose row has no `layout`: tables whose rows are
+        read, and weights that are sliced or joined with others first.
 
     Returns:
       Variables whose `kernel` and `embedding` leaves of two or more axes are `QuantizedArray`s, for
@@ -260,4 +265,4 @@ def quantize(
     >>> jmp.quant.quantize(params, "int8_from_float32")["dense"]["kernel"]
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
-    return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}), stacked)
+    return apply_quantizer(target, Quantizer(get_policy(policy), clip, input_clips or {}, explanation), stacked)

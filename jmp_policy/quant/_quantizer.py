@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.tree_util import KeyPath
 
-from .._base import ROUNDING_SCOPE, PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
+from .._base import ROUNDING_SCOPE, PyTree, describe, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object
 from ..policy import Int4, Int8, Policy, PolicyMap, StoredFormat, default_policy, match_policy, stored_format_of
 from ._array import QuantizedArray, UncalibratedError, quantize_array, register_weights_with_flax
@@ -113,13 +113,17 @@ _SHOWN = 5  # weights in an error
 class Quantizer:
     """Quantizes each weight of a linen or nnx model; arguments as for `quantize`."""
 
-    def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
+    def __init__(
+        self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any], explanation: Any = None
+    ) -> None:
         if not has_quantization(given):
             raise ValueError(
                 f"Nothing to quantize: {_describe_policy(given)} stores no quantized weights. "
                 "For example: 'int8_from_mixed_bfloat16'."
             )
         self.given = given
+        # The layouts of the weights that the model multiplies by in its own code, by path.
+        self.own = {} if explanation is None else _list_layouts(explanation)
         self._clip = check_clip(clip)
         self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
         self._modules: set[str] = set()
@@ -184,6 +188,17 @@ class Quantizer:
             warn_user(f"Each device has quantized weights whole, of which it had a part: {each}.")
 
 
+def _list_layouts(explanation: Any) -> dict[str, Layout]:
+    """Lists the layouts of the weights that an explanation has rows for, by path."""
+    rows = getattr(explanation, "rows", None)
+    if rows is None or not all(hasattr(row, "is_weight") for row in rows):
+        raise TypeError(
+            f"explanation is the result of explain, got {describe(explanation)}. "
+            "For example: quantize(model, policy, explanation=explain(with_policy(model, policy), x))."
+        )
+    return {row.path: row.layout for row in rows if row.is_weight and row.layout is not None}
+
+
 def has_quantization(given: Policy | PolicyMap) -> bool:
     """True if the policy, or any policy of a map, stores weights in a quantized format."""
     if isinstance(given, Policy):
@@ -226,7 +241,7 @@ def apply_quantizer(target: Any, quantizer: Quantizer, stacked: Collection[str])
     if adapter is not None and adapter.quantize is not None:
         if stacked:
             raise ValueError("stacked is for linen variables: the layers of an nnx model know their own axes.")
-        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
+        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight, quantizer.own)
         quantizer.check(unused)
         return quantized
     # A mapping may also be the state of an nnx model.
@@ -254,14 +269,16 @@ def _quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stac
     depths = _count_stacked_axes(stacked, [_split_path(path)[0] for path, leaf in leaves if _is_weight(path, leaf)])
 
     def quantize_leaf(path: KeyPath, value: Any) -> Any:
-        if not _is_weight(path, value):
-            return value
         (module, name), array = _split_path(path), _unbox(value)
+        own = quantizer.own.get(f"{module}/{name}".lstrip("/"))
+        if own is None and not _is_weight(path, value):
+            return value
         siblings = params
         for key in filter(None, module.split("/")):
             siblings = siblings[key]
         bias = _unbox(siblings.get("bias"))
-        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depths[module])
+        shape = None if bias is None else np.shape(bias)
+        layout = own or weight_layout(name, array.shape, shape, depths[module])
         new = quantizer.quantize_weight(module, name, array, layout, match_policy(given, module).policy)
         if new is None:
             return value

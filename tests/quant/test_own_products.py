@@ -201,7 +201,7 @@ multiply.defjvp(lambda primals, tangents: (multiply(*primals), tangents[0] @ pri
 
 LEFT = {
     "too small": ("int8", lambda x, w: x @ w, "2048 elements are fewer than min_size=4096"),
-    "a lookup": (INT8, lambda x, w: x[:1, :32] * w[jnp.array([1])], "its rows are looked up, by code that is no layer"),
+    "a lookup": (name_policy("mxfp8"), lambda x, w: x[:1, :32] * w[jnp.array([1])], "the rows of a table are read"),
     "a vector": (INT8, lambda x, w: x @ w[:, 0], "it is multiplied as a vector"),
     "no matmul": (INT8, lambda x, w: (x[..., None] * w).sum(1), "mul reads it in"),
     "opaque": (INT8, multiply, "custom_jvp_call reads it in"),
@@ -220,6 +220,28 @@ def test_explain_says_why_a_weight_is_left(case):
         row = jmp.explain(jmp.with_policy(model, policy), X)["w"]
         assert f"left: {reason}" in row.quantization
         assert (row.type, row.is_weight, row.param_bytes) == ("weight [64, 32]", True, 64 * 32 * 4)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4/16"])
+def test_rows_that_are_looked_up_are_those_of_a_table_of_flax_and_are_stored(format):
+    """The table is tied to the head, as in Gemma."""
+    table, tokens, policy = draw((128, 64)), jnp.array([[0, 5], [127, 3]]), name_policy(format)
+    embed = nnx.Embed(128, 64, rngs=nnx.Rngs(0))
+    embed.embedding[...] = table
+    layer = jmp.with_policy(embed, policy)
+    own = Own(table, lambda tokens, w: (w[tokens], w[tokens] @ w.T, jnp.take(w, tokens, axis=0)))
+    rows, logits, again = jmp.with_policy(own, policy)(tokens)
+    np.testing.assert_array_equal(rows, layer(tokens))
+    np.testing.assert_array_equal(again, rows)
+    np.testing.assert_array_equal(logits, layer.attend(layer(tokens)))
+    stored = store_own(own, policy, tokens)
+    assert stored.w.get_raw_value().values.dtype == jnp.int8
+    jax.tree.map(np.testing.assert_array_equal, stored(tokens), (rows, logits, again))
+    graph, state = nnx.split(stored)
+    steps = walk(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(tokens))(state).jaxpr, live_only=True)
+    made = [step.results[0].aval for step in steps if "float" in str(step.results[0].aval.dtype)]
+    # `int4` keeps tables in 8 bits for storage alone, and so multiplies by the dequantized table.
+    assert any(aval.shape == (128, 64) for aval in made) == (format == "int4/16")
 
 
 def test_a_table_in_a_format_of_blocks_is_left_as_that_of_a_layer_of_flax_is():
@@ -254,3 +276,95 @@ def test_a_module_sees_values_under_disable_jit():
     with jax.disable_jit():
         jmp.with_policy(nnx.Sequential(Own(draw((64, 64)), lambda x, w: x @ w), lambda x: note(x, None)), INT8)(X)
     assert len(seen) == 1
+
+
+def store_own(model, policy, *inputs):
+    return jmp.quant.quantize(model, policy, explanation=jmp.explain(jmp.with_policy(model, policy), *inputs))
+
+
+STORED = ["matmul", "einsum", "weight on the left", "transposed", "cast by its author", "in remat", "in jit"]
+HEADS = lambda x, w: jnp.einsum("bd,ndh->bnh", x, w)
+
+
+STORABLE = [
+    (form, format)
+    for form in [*STORED, "to heads"]
+    for format in ["int8", "int8(activations=false)", "mxfp8"]
+    if format != "mxfp8" or form not in ("transposed", "to heads")  # whose inputs do not come first
+]
+
+
+@pytest.mark.parametrize(("form", "format"), STORABLE)
+def test_a_stored_weight_gives_the_output_of_the_floating_one_and_is_not_dequantized(form, format):
+    function, store = FORMS.get(form, (HEADS, lambda w: w.reshape(64, 4, 8).transpose(1, 0, 2)))
+    policy = name_policy(format)
+    floating = jmp.with_policy(Own(store(draw((64, 32))), function), policy)
+    stored = store_own(Own(store(draw((64, 32))), function), policy, X)
+    run = jax.jit(lambda graph, state: nnx.merge(graph, state)(X), static_argnums=0, compiler_options=_EXACT)
+    np.testing.assert_array_equal(run(*nnx.split(stored)), run(*nnx.split(floating)))
+    before, after = jmp.explain(floating, X)["w"], jmp.explain(stored, X)["w"]
+    assert (after.quantization, after.type) == (before.quantization, before.type)
+    assert after.param_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(stored)))
+    assert "read_stored" not in run.lower(*nnx.split(stored)).as_text()
+
+
+@pytest.mark.parametrize("form", ["transposed", "to heads"])
+def test_blocks_that_cannot_lie_along_the_inputs_are_not_stored(form):
+    function, store = FORMS.get(form, (HEADS, lambda w: w.reshape(64, 4, 8).transpose(1, 0, 2)))
+    model = jmp.with_policy(Own(store(draw((64, 32))), function), name_policy("mxfp8"))
+    row = jmp.explain(model, X)["w"]
+    assert (row.quantization, row.layout) == ("mxfp8(min_size=0)", None)
+
+
+def test_a_stored_weight_in_4_bits_is_rounded_as_in_training():
+    policy, w = name_policy("int4/16"), draw((64, 32))
+    stored = store_own(Own(w, lambda x, w: x @ w), policy, X)
+    rounded = jmp.quant.quantize_array(w, "int4/16(min_size=0)").dequantize(jnp.bfloat16)
+    np.testing.assert_array_equal(stored.w.get_raw_value().dequantize(jnp.bfloat16), rounded)
+    np.testing.assert_array_equal(stored(X), X.astype(jnp.bfloat16) @ rounded)
+
+
+class OwnStack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(OwnLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = scan(name="blocks")(x, None)
+        return x @ self.param("kernel", lambda _: draw((64, 32)))
+
+
+class OwnLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + x @ self.param("w", lambda _: draw((64, 64))), None
+
+
+def test_weights_of_linen_are_stored_layer_by_layer_of_a_scan():
+    model = jmp.with_policy(OwnStack(), INT8)
+    variables = OwnStack().init(jax.random.key(0), X)
+    explanation = jmp.explain(model, X)
+    stored = jmp.quant.quantize(variables, INT8, explanation=explanation)
+    weight = stored["params"]["blocks"]["w"]
+    assert (weight.values.dtype, weight.shape, weight.scale.shape) == (jnp.int8, (3, 64, 64), (3, 1, 64))
+    run = jax.jit(model.apply, compiler_options=_EXACT)
+    np.testing.assert_array_equal(run(stored, X), run(variables, X))
+    assert count_matmuls(lambda v: model.apply(v, X), stored) == ["int8"] * 2
+    bound = jmp.explain(model, X)
+    assert {row.path: row.quantization for row in bound.rows if row.is_weight} == {
+        "blocks/w": "int8(min_size=0)", "kernel": "int8(min_size=0)"
+    }  # fmt: skip
+
+
+def test_a_kernel_whose_stored_scales_fit_no_matmul_is_rounded_and_multiplied_as_numbers():
+    model = OwnLinen((64, 64), lambda x, w: x @ w.T, "kernel")
+    variables, policied = model.init(jax.random.key(0), X), jmp.with_policy(model, INT8)
+    explanation = jmp.explain(policied, X)
+    assert explanation["kernel"].quantization == "int8(min_size=0), computed with as numbers"
+    stored = jmp.quant.quantize(variables, INT8)  # by its name
+    np.testing.assert_array_equal(policied.apply(stored, X), policied.apply(variables, X))
+    numbers = stored["params"]["kernel"].dequantize(jnp.bfloat16)
+    np.testing.assert_array_equal(policied.apply(stored, X), X.astype(jnp.bfloat16) @ numbers.T)
+
+
+def test_an_explanation_of_another_kind_is_an_error():
+    with pytest.raises(TypeError, match="explanation is the result of explain, got 'x'"):
+        jmp.quant.quantize(Own(draw((64, 32)), HEADS), INT8, explanation="x")

@@ -42,7 +42,7 @@ def test_dictionary_is_plain():
         "param_dtypes": ["float32"], "input_dtypes": ["bfloat16"], "compute_dtypes": ["float32"],
         "output_dtypes": ["float32"], "param_bytes": 64, "float32_bytes": 64, "leaks_into": ["", "blocks/0"],
         "quantization": "", "half_sums": [], "accumulate_dtype": "",
-        "output_cast": "", "precision_faults": [], "is_weight": False,
+        "output_cast": "", "precision_faults": [], "is_weight": False, "layout": None,
     }  # fmt: skip
     assert found["unused"] == ["policy rule 'haed' matches no module"]
     assert (found["total_bytes"], found["float32_bytes"]) == (6064, 12064)
