@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import Args, Kwargs, Results
 from .._jaxpr import (
@@ -33,6 +34,7 @@ from .._jaxpr import (
     float_dtype,
     is_backward,
     list_live,
+    list_variables,
     name_stack,
     replace_variables,
     shape_of,
@@ -46,6 +48,7 @@ from ..quant import (
     QuantizedArray,
     fake_quantize,
     find_structure,
+    is_observing,
     needs_state,
     prepare_weight,
 )
@@ -117,10 +120,12 @@ class _Stored(NamedTuple):
 class ProductRule(Rule):
     """Quantizes the matmuls of marked weights, from the dtype that these are stored in, and of stored weights.
 
-    It notes the layouts of floating weights, and the uses of stored ones, by number.
+    It notes the layouts of floating weights, and the uses of stored ones, by number. While products are observed, those
+    of the outermost jaxpr are not written: they stand in `products`, by the variable of their output.
     """
 
     layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
+    products: dict[Any, Callable[..., jax.Array]] = dataclasses.field(default_factory=dict)
     uses: dict[int, list[StoredProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
 
     fusing = frozenset(("jit",))
@@ -129,7 +134,9 @@ class ProductRule(Rule):
         self.rewritten: Any = weakref.WeakKeyDictionary()
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
-        return [outer._replace(backward=outer.backward or is_backward(name_stack(eqn))) for eqn in program.eqns]
+        path = _OUTERMOST if outer.path == _AROUND else ""
+        backward = [outer.backward or is_backward(name_stack(eqn)) for eqn in program.eqns]
+        return [outer._replace(path=path, backward=own) for own in backward]
 
     def enters(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         """True if the sub-jaxprs of an equation are rewritten."""
@@ -176,11 +183,11 @@ class ProductRule(Rule):
                 assert not isinstance(product, AttentionProduct)
                 layout = find_layout(eqn, product.position, marked[0].order, product.quantization)
                 self.layouts.setdefault(marked[0].number, set()).add(layout)
-                return self._write_product(product, eqn, [value.atom for value in values], body)
+                return self._write_product(product, eqn, [value.atom for value in values], body, context)
         elif marked and eqn.primitive.name == "gather" and states[0] is not None:
             lookup = self._find_lookup(eqn, states[0])
             if lookup is not None:
-                return self._write_product(lookup, eqn, [values[1].atom, values[0].atom], body)
+                return self._write_product(lookup, eqn, [values[1].atom, values[0].atom], body, context)
         elif marked:
             moved = self._move(eqn, values, body)
             if moved is not None:
@@ -243,20 +250,29 @@ class ProductRule(Rule):
         if source.leaf is not None and eqn.primitive.name not in _MOVING:
             self.uses.setdefault(source.leaf.number, []).append(product or f"{eqn.primitive.name} reads it")
         if not isinstance(product, str):
-            return self._write_product(product, eqn, [values[1 - position].atom, *source.atoms], body)
+            return self._write_product(product, eqn, [values[1 - position].atom, *source.atoms], body, context)
         results = body.append(eqn, [v.atom for v in values], [AbstractValue(float_dtype(var)) for var in eqn.outvars])
         if eqn.primitive.name in _MOVING:
             body.sources[results[0].atom] = source._replace(order=move_axes(eqn, source.order))
         return results
 
     def _write_product(
-        self, product: Product | StoredProduct | LookUp, eqn: JaxprEqn, atoms: Sequence[Atom], body: JaxprBuilder
+        self,
+        product: Product | StoredProduct | LookUp,
+        eqn: JaxprEqn,
+        atoms: Sequence[Atom],
+        body: JaxprBuilder,
+        context: EquationPlace,
     ) -> list[Value]:
-        made: Any = float_dtype(eqn.outvars[0])
+        kind = AbstractValue(float_dtype(eqn.outvars[0]))
         if not isinstance(product, LookUp):
-            product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", made)))
-        (out,) = write_product(_NamedProduct(product), eqn, atoms, AbstractValue(made), body)
-        return [Value(body.cast(out.atom, made, eqn), AbstractValue(made))]
+            product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", kind.dtype)))
+        if is_observing() and context.path == _OUTERMOST:
+            results = body.append(eqn, atoms, [kind])
+            self.products[results[0].atom] = product
+            return results
+        (out,) = write_product(_NamedProduct(product), eqn, atoms, kind, body)
+        return [Value(body.cast(out.atom, kind.dtype, eqn), kind)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +307,9 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
 
 _WHY_BACKWARD = "its gradient is computed inside of the model"
 _WHY_NO_STATE = "the format keeps a state or a key for each layer, and its code is no layer of Flax's"
+
+_AROUND, _OUTERMOST = "around", "outermost"
+"""The paths of the place around the outermost jaxpr, and of those in it."""
 
 _MOVING = ("convert_element_type", "transpose")
 """Primitives through which a stored weight is followed."""
@@ -342,7 +361,26 @@ def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_
             _describe_stored(traced.leaves[i], *stored, rule.uses.get(i, ())) for i, stored in weights.stored.items()
         ]
     # Equation by equation, as the model would run without this.
-    return results.put_back(jax.tree.unflatten(traced.out_tree, evaluate(program, *leaves)))
+    run = functools.partial(_observe, rule) if is_observing() else evaluate
+    return results.put_back(jax.tree.unflatten(traced.out_tree, run(program, *leaves)))
+
+
+def _observe(rule: ProductRule, program: Any, *leaves: Any) -> list[Any]:
+    """Evaluates a rewritten jaxpr, whose products are called, so that observers see their operands."""
+    body = program.jaxpr
+    values: dict[Any, Any] = dict(zip(body.constvars, program.consts, strict=True))
+    values.update(zip(body.invars, leaves, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for eqn in body.eqns:
+        product = rule.products.get(eqn.outvars[0]) if eqn.outvars else None
+        if product is not None:
+            dtype: Any = float_dtype(eqn.outvars[0])
+            values[eqn.outvars[0]] = product(*map(read, eqn.invars)).astype(dtype)
+            continue
+        variables = [*dict.fromkeys(list_variables(eqn.invars))]
+        alone = replace_variables(body, variables, [eqn], eqn.outvars).replace(constvars=())
+        values.update(zip(eqn.outvars, evaluate(ClosedJaxpr(alone, ()), *map(read, variables)), strict=True))
+    return [*map(read, body.outvars)]
 
 
 def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[int]) -> tuple[Any, ProductRule]:
@@ -357,7 +395,7 @@ def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[
         kinds.append(AbstractValue(dtype, _Leaf(i) if i in stored else state))
     wanted = [float_dtype(var) for var in program.jaxpr.outvars]
     moved = _move_reads_inside(program) if stored else program
-    new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(), wanted).program
+    new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(path=_AROUND), wanted).program
     # Run eagerly, a weight that is only multiplied by would be dequantized for nothing.
     body = new.jaxpr
     live = body.replace(eqns=list_live(body), debug_info=body.debug_info)

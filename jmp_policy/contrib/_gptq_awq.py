@@ -40,6 +40,7 @@ def gptq(
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,
     stacked: Collection[str] = (),
+    explanation: Any = None,
     file: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -69,7 +70,7 @@ def gptq(
       act_order: rounds inputs with large activations first, with the scales of the unchanged weight.
       clip: as for `quantize`.
       input_clips: as for `quantize`.
-      stacked: as for `quantize`.
+      stacked, explanation: as for `quantize`.
       file: a file with one matrix per line. Matrices in it are not rounded again, so an interrupted call can resume.
       progress: whether to print a line for each matrix on standard error. If `None`, only if that is a terminal.
       **kwargs: further arguments of each call; for linen, of `apply`.
@@ -110,7 +111,7 @@ def gptq(
         return Rounded(*round_by_hessian(weights, statistics.hessian, damping, rounding))
 
     settings = {"damping": damping, "act_order": act_order, "clip": clip}
-    options = {"clip": clip, "input_clips": input_clips, "stacked": stacked}
+    options = {"clip": clip, "input_clips": input_clips, "stacked": stacked, "explanation": explanation}
     calibration = Calibration("gptq", round_groups, settings)
     return quantize_layer_by_layer(calibration, model, batches, variables, method, kwargs, options, file, progress)
 
@@ -239,6 +240,7 @@ def awq(
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,
     stacked: Collection[str] = (),
+    explanation: Any = None,
     file: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -264,7 +266,7 @@ def awq(
       search_clip: whether to try smaller ranges for each block, and to keep those that change the outputs less.
       clip: as for `quantize`.
       input_clips: as for `quantize`.
-      stacked: as for `quantize`.
+      stacked, explanation: as for `quantize`.
       file: as for `gptq`.
       progress: as for `gptq`.
       **kwargs: further arguments of each call; for linen, of `apply`.
@@ -301,7 +303,7 @@ def awq(
 
     settings = {"grid_size": grid_size, "search_clip": search_clip, "clip": clip}
     calibration = Calibration("awq", round_groups, settings, scales_inputs=True)
-    options = {"clip": clip, "input_clips": input_clips, "stacked": stacked}
+    options = {"clip": clip, "input_clips": input_clips, "stacked": stacked, "explanation": explanation}
     return quantize_layer_by_layer(calibration, model, batches, variables, method, kwargs, options, file, progress)
 
 

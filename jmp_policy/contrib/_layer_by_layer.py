@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,10 +209,10 @@ def quantize_layer_by_layer(
     if not batches:
         raise ValueError(f"{name} was given no batches. For example: {name}(model, [x], variables=variables).")
     target = adapter.bind(model, variables)
-    weights, is_linen = sum_arrays(adapter.find_weights(target)), adapter.quantize is None
+    weights, is_linen = sum_arrays(adapter.list_parameters(target)), adapter.quantize is None
     if is_linen:
         model, target = target.unbind()
-    quantizer = _Quantizer(calibration, policy, options["clip"], options["input_clips"] or {})
+    quantizer = _Quantizer(calibration, policy, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the last call of `apply_quantizer` warns
         marked = apply_quantizer(target, quantizer, options["stacked"])
@@ -269,8 +269,8 @@ class _Quantizer(Quantizer):
     shares a weight hands on its marks.
     """
 
-    def __init__(self, calibration: Calibration, given: Policy | PolicyMap, clip: Any, input_clips: Any) -> None:
-        super().__init__(given, clip, input_clips)
+    def __init__(self, calibration: Calibration, given: Policy | PolicyMap, options: Mapping[str, Any]) -> None:
+        super().__init__(given, options["clip"], options["input_clips"] or {}, options["explanation"])
         self.matrices: list[Matrix] = []
         self._calibration = calibration
         self._weights: dict[tuple[str, str], Weight] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import linen as nn
-from flax.core import lift
+from flax.core import lift, meta
 from flax.linen import transforms
 
 from .._base import REWRITING, Args, Kwargs, drop_value_key, is_array, is_floating
@@ -41,9 +42,7 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     `quantize` stores a `kernel` or `embedding` in a `layout`, whatever code multiplies by it.
     """
     found = _READ.get()
-    if found is None or policy.quantization is None or layer_of(type(module)) is not None:
-        return False
-    if type(module).__module__.startswith("flax.linen."):
+    if found is None or policy.quantization is None or _is_of_flax(module):
         return False
     key, path = _join(module.path, name), f"{path_text(module)}/{name}".lstrip("/")
     if isinstance(value, QuantizedArray):
@@ -58,6 +57,10 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     return True
 
 
+def _is_of_flax(module: nn.Module) -> bool:
+    return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
+
+
 def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
     """True if a call of a module begins to rewrite the matmuls inside by their weights.
 
@@ -68,12 +71,28 @@ def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
     return any(policy.quantization is not None for policy in list_policies(given))
 
 
-def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized."""
+def is_rewritten_alone(module: nn.Module, policy: Policy, method_name: str) -> bool:
+    """True if a call of a module rewrites its own matmuls alone, under `jax.disable_jit`: no modules are inside."""
+    if not jax.config.jax_disable_jit or REWRITING.value or policy.quantization is None or _is_of_flax(module):
+        return False
+    if method_name == "setup" or not hasattr(type(module), method_name) or module.is_initializing():
+        return False
+    params = module.scope.variables().get("params", {})  # type: ignore[union-attr]
+    own = [meta.unbox(value) for value in params.values()]
+    return not any(isinstance(value, Mapping) for value in own) and any(np.ndim(value) > 1 for value in own)
+
+
+def call_rewritten(
+    call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs, is_running: bool = False
+) -> Any:
+    """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized.
+
+    The method of a module that is running already is called again, as if it was not.
+    """
     from ..autocast import Weights, quantize_products  # loads the rewriter
 
     state: Any = module._state
-    exported = state.export()
+    exported = type(state)() if is_running else state.export()
     scopes, args, kwargs = transforms.get_module_scopes(module, args, kwargs)
 
     def call_on_variables(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +114,8 @@ def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwar
                     out = call(copy, *args, **kwargs)
             finally:
                 _READ.reset(token)
-            state.reimport(copy._state)
+            if not is_running:
+                state.reimport(copy._state)
             return out, repack(scopes)
 
         def find_weights() -> Weights:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._base import REWRITING, Args, Kwargs, is_array, is_floating
 from ..policy import Policy, list_policies
-from ..quant import QuantizedArray, find_accumulate_dtype, is_observing
+from ..quant import QuantizedArray, find_accumulate_dtype
 from ._layer_table import find_layer
 from ._lift import lift
 from ._module_spec import ModuleSpec, find_spec
@@ -26,7 +26,7 @@ def is_rewritten(module: nnx.Module, spec: ModuleSpec) -> bool:
 
     Under `jax.disable_jit` hooks need the values of modules inside, so that each module without any begins for itself.
     """
-    if REWRITING.value or is_observing():
+    if REWRITING.value:
         return False
     if all(policy.quantization is None for policy in list_policies(spec.given)):
         return False

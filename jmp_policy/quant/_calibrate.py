@@ -196,8 +196,9 @@ def calibrate(
         with jax.disable_jit(), observe_products(calibration.observe):  # inputs have values, also in scans
             adapter.run(bound, inputs, method, kwargs, calibration.hook)
     calibration.check(count)
-    weights = adapter.find_weights(bound)
-    clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
+    # The paths of modules with a weight.
+    owners = {path.rpartition("/")[0] for path, leaf in adapter.list_parameters(bound).items() if len(leaf.shape) > 1}
+    clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in owners}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 
 

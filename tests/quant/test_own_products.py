@@ -368,3 +368,85 @@ def test_a_kernel_whose_stored_scales_fit_no_matmul_is_rounded_and_multiplied_as
 def test_an_explanation_of_another_kind_is_an_error():
     with pytest.raises(TypeError, match="explanation is the result of explain, got 'x'"):
         jmp.quant.quantize(Own(draw((64, 32)), HEADS), INT8, explanation="x")
+
+
+class OwnHead(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = OwnLinen((64, 64), jnp.matmul, name="own")(x)
+        return nn.Dense(64, name="dense", use_bias=False)(nn.tanh(x))
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, own, dense):
+        self.own, self.dense = own, dense
+
+    def __call__(self, x):
+        return self.dense(nnx.tanh(self.own(x)))
+
+
+def make_heads(make):
+    """Makes a model with its variables, which may be those of nnx, and the function that stores them."""
+    own, dense = draw((64, 64), 3), draw((64, 64), 4)
+    if make == "linen":
+        return OwnHead(), {"params": {"own": {"w": own}, "dense": {"kernel": dense}}}
+    layer = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = dense
+    return NnxHead(Own(own, jnp.matmul), layer), None
+
+
+@pytest.mark.parametrize("make", ["linen", "nnx"])
+def test_inputs_of_own_weights_are_calibrated_and_clipped(make):
+    """As for a layer of Flax with the same inputs: its clip is the 99th percentile."""
+    model, variables = make_heads(make)
+    policied = jmp.with_policy(model, INT8)
+    outlier = X.at[:, 0].mul(100.0)
+    clips = jmp.quant.calibrate(policied, [outlier], variables=variables, clip=99.0)
+    layer = jmp.with_policy(nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)), INT8)
+    assert clips.keys() == {"own", "dense"}
+    assert clips["own"] == jmp.quant.calibrate(layer, [outlier], clip=99.0)[""]
+    explanation = jmp.explain(policied, X)
+    stored = jmp.quant.quantize(
+        model if variables is None else variables, INT8, input_clips=clips, explanation=explanation
+    )
+    weight = stored.own.w.get_raw_value() if variables is None else stored["params"]["own"]["w"]
+    assert float(weight.input_clip) == np.float32(clips["own"])
+
+
+@pytest.mark.parametrize("make", ["linen", "nnx"])
+def test_compare_sees_own_weights_multiply_as_they_are_stored(make):
+    model, variables = make_heads(make)
+    explanation = jmp.explain(jmp.with_policy(model, INT8), X)
+    stored = jmp.quant.quantize(model if variables is None else variables, INT8, explanation=explanation)
+    if variables is None:
+        comparison = jmp.quant.compare(model, stored, X)
+        out, wide = stored(X), model(X)
+    else:
+        policied = jmp.with_policy(model, INT8)
+        comparison = jmp.quant.compare(model.bind(variables), policied.bind(stored), X)
+        out, wide = policied.apply(stored, X), model.apply(variables, X)
+    row = comparison["own/w"]
+    assert (row.quantization, row.bytes_after) == ("int8(min_size=0)", 64 * 64 + 64 * 4)
+    error = np.linalg.norm(np.asarray(out, np.float64) - wide) / np.linalg.norm(np.asarray(wide, np.float64))
+    np.testing.assert_allclose(comparison.output_error, error, rtol=1e-3)
+    assert row.output_error > row.weight_error  # of inputs that are rounded too
+
+
+@pytest.mark.parametrize("method", [jmp.contrib.gptq, jmp.contrib.awq])
+@pytest.mark.parametrize("make", ["linen", "nnx"])
+def test_own_weights_are_rounded_for_their_inputs_as_a_layer_of_flax_is(make, method):
+    """The first weight has the inputs of the model. The second one has those that the rounded first one makes."""
+    policy = "int4/16(min_size=0)_from_float32"
+    model, variables = make_heads(make)
+    explanation = jmp.explain(jmp.with_policy(model, policy), X)
+    data = X @ draw((64, 64), 5)
+    rounded = method(jmp.with_policy(model, policy), [data], variables=variables, explanation=explanation)
+    twins = nnx.Sequential(*(nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)))
+    twins.layers[0].kernel[...], twins.layers[1].kernel[...] = draw((64, 64), 3), draw((64, 64), 4)
+    wanted = method(jmp.with_policy(nnx.Sequential(twins.layers[0], nnx.tanh, twins.layers[1]), policy), [data])
+    if variables is None:
+        found = rounded.own.w.get_raw_value(), rounded.dense.kernel.get_raw_value()
+    else:
+        found = rounded["params"]["own"]["w"], rounded["params"]["dense"]["kernel"]
+    for weight, layer in zip(found, (wanted.layers[0], wanted.layers[2]), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, weight, layer.kernel.get_raw_value())
