@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import Args, Kwargs, Results
 from .._jaxpr import (
     AUTOCAST,
-    CALLED,
     CUSTOM,
     WRITERS,
     AbstractValue,
@@ -28,7 +27,6 @@ from .._jaxpr import (
     Rule,
     Traced,
     Value,
-    body_of,
     evaluate,
     explain_tracing,
     float_dtype,
@@ -54,6 +52,7 @@ from ..quant import (
 )
 from ._place import EquationPlace
 from ._precision import write_product, write_program
+from ._stored_reads import move_reads_inside
 from ._weight_products import (
     AttentionProduct,
     LookUp,
@@ -147,6 +146,11 @@ class ProductRule(Rule):
         if all(kind == first for kind in kinds):
             return first
         return AbstractValue(first.state.dtype if isinstance(first.state, _State) else first.dtype)
+
+    def carried(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
+        if isinstance(kind.state, _State):  # a stored weight is read before the loop
+            self.layouts.setdefault(kind.state.number, set()).add(None)
+        return kind
 
     def fuse(
         self,
@@ -394,43 +398,12 @@ def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[
         state = _State(formats[i], dtype, i, order) if dtype is not None and i in formats else None
         kinds.append(AbstractValue(dtype, _Leaf(i) if i in stored else state))
     wanted = [float_dtype(var) for var in program.jaxpr.outvars]
-    moved = _move_reads_inside(program) if stored else program
+    moved = move_reads_inside(program) if stored else program
     new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(path=_AROUND), wanted).program
     # Run eagerly, a weight that is only multiplied by would be dequantized for nothing.
     body = new.jaxpr
     live = body.replace(eqns=list_live(body), debug_info=body.debug_info)
     return (live if new is body else new.replace(jaxpr=live)), rule
-
-
-def _move_reads_inside(program: Any) -> Any:
-    """Moves reads of stored weights into the jitted and rematerialized functions that get their results."""
-    body, reads, equations = body_of(program), dict[Any, JaxprEqn](), []
-    for eqn in body.eqns:
-        parameter = CALLED.get(eqn.primitive.name)
-        if eqn.primitive.name == "jit" and find_structure(eqn.params["name"]) is not None:
-            reads[eqn.outvars[0]] = eqn
-        elif eqn.primitive.name in ("jit", "remat2") and parameter is not None:
-            eqn = _read_inside(eqn, parameter, [None if type(v) is Literal else reads.get(v) for v in eqn.invars])
-        equations.append(eqn)
-    return replace_variables(program, body.invars, equations, body.outvars, body.debug_info)
-
-
-def _read_inside(eqn: JaxprEqn, parameter: str, reads: Sequence[JaxprEqn | None]) -> JaxprEqn:
-    """Gives a call the arrays of the weights that it was given the reads of, and reads them in its jaxpr."""
-    inner = eqn.params[parameter]
-    body, operands, invars, first = body_of(inner), [], [], []
-    for atom, var, read in zip(eqn.invars, body.invars, reads, strict=True):
-        operands.append([atom] if read is None else read.invars)
-        invars.append([var] if read is None else [Var(leaf.aval) for leaf in read.invars])
-        if read is not None:
-            first.append(read.replace(invars=invars[-1], outvars=[var]))
-    repeat = lambda values: tuple(value for value, own in zip(values, operands, strict=True) for _ in own)
-    per_operand = ("in_shardings", "in_layouts", "donated_invars")
-    changed = {key: repeat(eqn.params[key]) for key in per_operand if key in eqn.params}
-    flat = [var for own in invars for var in own]
-    new = replace_variables(inner, flat, [*first, *body.eqns], body.outvars)
-    params = {**eqn.params, **changed, parameter: _move_reads_inside(new)}
-    return eqn.replace(invars=[atom for own in operands for atom in own], params=params)
 
 
 Uses = dict[int, list[WeightUse]]
@@ -480,7 +453,7 @@ def _list_floating(
     found = []
     for i, own in uses.items():
         path, format = weights[i]
-        layouts = rule.layouts.get(i, {None}) if all(use.is_product or use.is_lookup for use in own) else {None}
+        layouts = {None} if any(isinstance(use.product, str) for use in own) else rule.layouts.get(i, {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         if not format.is_of_layer:
             text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)

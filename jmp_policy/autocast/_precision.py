@@ -257,7 +257,7 @@ def write_program(program: Jaxpr, eqn: JaxprEqn, atoms: Sequence[Atom], body: Ja
             name_stack=eqn.source_info.name_stack + each.source_info.name_stack,
         )
         outvars = [Var(var.aval) for var in each.outvars]
-        here = each.replace(outvars=outvars, source_info=source, ctx=eqn.ctx)
+        here = each.replace(outvars=outvars, source_info=source)
         read = [atom if isinstance(atom, Literal) else values[atom] for atom in each.invars]
         results = body.append(here, read, [AbstractValue(float_dtype(var)) for var in outvars])
         values.update((var, result.atom) for var, result in zip(each.outvars, results, strict=True))

@@ -73,7 +73,7 @@ if _typing.TYPE_CHECKING:
         FakeQuantized, Quantizer, WEIGHT_NAMES, apply_quantizer, fake_quantize, match_format, prepare_weight,
     )
     from ._ragged_dot import wide_ragged_dot  # noqa: F401
-    from ._read_stored import find_structure, read_stored  # noqa: F401
+    from ._read_stored import find_structure, read_stored, trace_read  # noqa: F401
     from ._wide_product import wide_product  # noqa: F401
     # fmt: on
     # isort: on
@@ -100,7 +100,7 @@ else:  # layers of Flax need none of these
         "_product": "ROUNDING is_observing observe_products",
         "_quantizer": "FakeQuantized Quantizer WEIGHT_NAMES apply_quantizer fake_quantize match_format prepare_weight",
         "_ragged_dot": "wide_ragged_dot",
-        "_read_stored": "find_structure read_stored",
+        "_read_stored": "find_structure read_stored trace_read",
         "_wide_product": "wide_product",
     }
     __getattr__, __dir__ = _load_lazily(

@@ -1,7 +1,7 @@
 """Reads of stored weights that the rewriter of a model's program recognizes, to multiply by the stored numbers."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,11 @@ def read_stored(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.A
 def find_structure(name: str) -> Any:
     """Returns the tree structure of the weight that a jitted function of this name reads, or None."""
     return _STRUCTURES.get(name)
+
+
+def trace_read(name: str, dtype: np.dtype, arrays: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """Returns the equation of the same read, of weights with other arrays."""
+    return jax.make_jaxpr(_make_reader(_STRUCTURES[name], dtype))(*arrays).jaxpr.eqns[0]
 
 
 @functools.cache

@@ -286,6 +286,35 @@ STORED = ["matmul", "einsum", "weight on the left", "transposed", "cast by its a
 HEADS = lambda x, w: jnp.einsum("bd,ndh->bnh", x, w)
 
 
+def scan_steps(x, w):
+    return lax.scan(lambda carry, row: ((carry := jnp.tanh(row + carry @ w)), carry), jnp.zeros(64, x.dtype), x)[1]
+
+
+INSIDE = {
+    "a branch": (lambda x, w: lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w + 1, w), (64, 64)),
+    "each step of a scan": (scan_steps, (64, 64)),
+    "each layer of a scan": (lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], (3, 64, 64)),
+    "a loop": (lambda x, w: lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x), (64, 64)),
+    "a loop of unknown length": (
+        lambda x, w: lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + 9 + x @ w, x),
+        (64, 64),
+    ),
+    "a jitted scan": (lambda x, w: jax.jit(scan_steps)(x, w), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+def test_a_weight_that_is_read_around_a_loop_or_branch_is_multiplied_by_as_it_is_stored(place):
+    function, shape = INSIDE[place]
+    w, policy = draw(shape), "int8(min_size=0)_from_bfloat16"
+    floating = jmp.with_policy(Own(w.astype(jnp.bfloat16), function), policy)
+    stored = store_own(Own(w.astype(jnp.bfloat16), function), policy, X)
+    np.testing.assert_array_equal(stored(X), floating(X))
+    graph, state = nnx.split(stored)
+    assert set(count_matmuls(lambda state: nnx.merge(graph, state)(X), state)) == {"int8"}
+    assert jmp.explain(stored, X)["w"].quantization == "int8(min_size=0)"
+
+
 STORABLE = [
     (form, format)
     for form in [*STORED, "to heads"]
