@@ -45,8 +45,8 @@ class QuantizedArray(Uncast):
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
       input_scale: float32 of shape `(*stack, blocks, length of a block, 1, ...)`: for `Int4` from `awq`, factors of the
         weights of each input, else `None`.
-      input_order: int32 of shape `(*stack, inputs)`: for `Int4` from GPTQ checkpoints with `desc_act`, the place of each
-        input among the stored values, else `None`.
+      input_order: int32 of shape `(*stack, inputs)`: for `Int4` from GPTQ checkpoints with `desc_act`, the place of
+        each input among the stored values, else `None`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
@@ -135,7 +135,7 @@ class QuantizedArray(Uncast):
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
     def _restore_order(self, blocks: jax.Array) -> jax.Array:
-        """Reorders `(*stack, blocks, block, *channels)` by the places of inputs; returns `(*stack, inputs, channels)`."""
+        """Returns `(*stack, blocks, block, *channels)` in the order of inputs, as `(*stack, inputs, channels)`."""
         order: Any = self.input_order
         axis = blocks.ndim - 2 - self.layout.channels
         length = blocks.shape[axis] * blocks.shape[axis + 1]

@@ -76,5 +76,7 @@ def test_shard_map_may_split_its_outputs_and_not_its_inputs():
         return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=jax.P(spec[0], spec[2]))(weight)
 
     np.testing.assert_array_equal(dequantize_on(jax.P(None, None, "x")), weight.dequantize())
-    with pytest.raises(ValueError, match=r"^QuantizedArray\(int4/8, .*\) has an input_order of all 16 inputs, and `sha"):
+    with pytest.raises(
+        ValueError, match=r"^QuantizedArray\(int4/8, .*\) has an input_order of all 16 inputs, and `sha"
+    ):
         dequantize_on(jax.P("x", None, None))
