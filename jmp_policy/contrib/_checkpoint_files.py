@@ -225,7 +225,7 @@ def _spell_base(dtype: str) -> str:
 
 
 def _spell_pattern(name: str) -> str:
-    """Returns the pattern of paths for a name of modules: `re:` begins a regular expression, `*` stands for any part."""
+    """Returns a pattern of paths for a name of modules, in which `*` is any part and `re:` begins a pattern."""
     if name.startswith("re:"):
         return f"(.*/)?{name.removeprefix('re:').removeprefix('.*').replace(chr(92) + '.', '/')}"
     parts = [re.escape(part).replace(r"\*", "[^/]*") for part in name.split(".")]

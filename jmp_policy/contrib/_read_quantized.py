@@ -275,9 +275,16 @@ def _check_weight(part: Part, path: str, leaf: Any, depth: int) -> None:
             f"{path!r} of `like` in {_spell(leaf.format)!r}, with {groups}. {fix}"
         )
     if leaf.input_clip is not None:
-        raise Unreadable(
-            f"{path!r} of `like` has a calibrated range of its inputs, which the checkpoint has not. {fix}"
-        )
+        raise Unreadable(_describe_range(path))
+    if not leaf.layout.channels and {".g_idx", "_g_idx"} & part.tensors.keys():
+        raise Unreadable(f"it has an order of its inputs, and {path!r} of `like` is a table of rows")
+
+
+def _describe_range(path: str) -> str:
+    return (
+        f"{path!r} of `like` has a calibrated range of its inputs, which the checkpoint does not. Make `like` with a "
+        "policy without act_scale='static'"
+    )
 
 
 def _spell(format: Any) -> str:
@@ -298,7 +305,7 @@ def _check_plain(header: Any, path: str, leaf: Any, depth: int) -> None:
             f"its shape is {header.shape}, which does not give the {leaf.shape[depth:]} of {path!r} of `like`"
         )
     if isinstance(leaf, QuantizedArray) and leaf.input_clip is not None:
-        raise Unreadable(f"{path!r} of `like` needs a calibrated range of its inputs, which the checkpoint has not")
+        raise Unreadable(_describe_range(path))
 
 
 def _find_axes(shape: tuple[int, ...], path: str, leaf: Any, depth: int) -> tuple[int, ...] | None:

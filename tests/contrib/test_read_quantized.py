@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries quantized: each layout is read beside a plain reader of its published description."""
+"""Checkpoints of other libraries: each layout is read beside a plain reader of its published description."""
 
 import json
 import re
@@ -175,12 +175,14 @@ def save_checkpoint(folder, tensors, config=None, name="model.safetensors"):
 
 
 def policy_in(format):
-    return f"{format}(min_size=0)_from_float32"
+    kind, _, options = format.removesuffix(")").partition("(")
+    return f"{kind}(min_size=0{',' * bool(options)}{options})_from_float32"
 
 
 def linen_like(inputs, outputs, format):
     init = lambda: {"params": {"dense": nn.Dense(outputs).init(jax.random.key(0), jnp.ones((1, inputs)))["params"]}}
-    return jax.eval_shape(lambda: jmp.quant.quantize(init(), policy_in(format)))
+    clips = {"dense": 6.0} if "static" in format else {}
+    return jax.eval_shape(lambda: jmp.quant.quantize(init(), policy_in(format), input_clips=clips))
 
 
 class Model(nnx.Module):
@@ -359,7 +361,7 @@ def test_sharded_checkpoints_are_read_by_their_index_or_all_files(tmp_path):
     save_checkpoint(tmp_path, {"other": np.ones(3)}, name="other.safetensors")
     jax.tree.map(np.testing.assert_array_equal, read_quantized(tmp_path, like), whole)
     (tmp_path / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^The checkpoint '.*' does not fit `like`:\n- ") as caught:
         read_quantized(tmp_path, like)
     assert "- the file 'model-2-of-2.safetensors' cannot be read: it does not exist" in str(caught.value)
     assert "- 'dense.bias' is in 'model.safetensors.index.json', but not in 'model-2-of-2" in str(caught.value)
@@ -372,7 +374,7 @@ def test_leaves_are_put_by_the_sharding_of_like():
         x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "x"))
     )
     state = read_quantized(
-        make_gptq("dense", desc_act=True) | {"dense.bias": np.ones(OUTPUTS)}, jax.tree.map(put, like)
+        make_gptq("dense", desc_act=True) | {"dense.bias": np.ones(OUTPUTS, np.float32)}, jax.tree.map(put, like)
     )
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_equivalent_to(
@@ -399,7 +401,7 @@ def without(tensors, *names):
 BIAS = {"dense.bias": np.ones(OUTPUTS, np.float32)}
 GOOD = make_gptq("dense") | BIAS
 PACKED = make_packed("dense") | BIAS
-INT4, INT8 = f"int4/{GROUP}", "int8"
+INT4, INT8, STATIC = f"int4/{GROUP}", "int8", "int8(act_scale=static)"
 MISFITS = {
     "missing": (without(GOOD, "dense.bias"), INT4, r"- 'params/dense/bias' of `like` has no tensor in the checkpoint"),
     "unknown": (GOOD | {"dens.bias": np.ones(2)}, INT4,
@@ -413,27 +415,30 @@ MISFITS = {
         r"- 'dense\.bias': it is int32\[24\], and 'params/dense/bias' of `like` float32\[24\]"),
     "lacking": (without(GOOD, "dense.qzeros"), INT4,
         r"- 'dense\.weight': it has \['dense.g_idx', .*\], and lacks \['\.qzeros'\]"),
-    "axes": (GOOD | {"dense.qweight": np.ones(3, np.int32)}, INT4, r"its qweight is int32\[3\], and the layout has 2 axes"),
+    "axes": (GOOD | {"dense.qweight": np.ones(3, np.int32)}, INT4,
+        r"its qweight is int32\[3\], and the layout has 2 axes"),
     "zeros": (GOOD | {"dense.qzeros": np.ones((4, 24), np.int32)}, INT4,
         r"its qzeros is int32\[4, 24\], and the layout has int32\[4, 3\]"),
     "scales": (GOOD | {"dense.scales": np.ones((4, OUTPUTS), np.float64)}, INT4,
         r"its scales is float64\[4, 24\], and the layout has float32 or float16 or bfloat16\[4, 24\]"),
-    "groups": (GOOD | {"dense.scales": np.ones((5, OUTPUTS), np.float32)}, INT4, r"its 5 groups of scales do not divide"),
+    "groups": (GOOD | {"dense.scales": np.ones((5, OUTPUTS), np.float32)}, INT4,
+        r"its 5 groups of scales do not divide its 32 inputs"),
     "g_idx": (GOOD | {"dense.g_idx": np.zeros(INPUTS, np.int32)}, INT4,
         r"its g_idx does not give each of the 4 groups 8 inputs"),
     "size": (make_int8("dense", 40) | BIAS, INT8,
         r"it has \(\.\.\., inputs, outputs\) of \(40, 24\), and 'params/dense/kernel' of `like`, .*, \(32, 24\)"),
     "block": (GOOD, "int4/16",
-        r"it is stored in 'int4/8', with 4 scales for the inputs of each output, and 'params/dense/kernel' of `like` in "
-        r"'int4/16', with 2\. Make `like` with a policy such as 'int4/8\(min_size=0\)_from_mixed_bfloat16'"),
-    "format": (GOOD, INT8, r"it is stored in 'int4/8', .* of `like` in 'int8', with 1\. Make `like` with a policy such"),
-    "calibrated": (make_int8("dense") | BIAS, "int8(act_scale=static)",
-        r"'params/dense/kernel' of `like` has a calibrated range of its inputs, which the checkpoint has not"),
-    "calibrated and floating": (BIAS | {"dense.weight": np.ones((24, 32), np.float32)}, "int8(act_scale=static)",
-        r"'params/dense/kernel' of `like` needs a calibrated range of its inputs, which the checkpoint has not"),
+        r"it is stored in 'int4/8', with 4 scales for the inputs of each output, and 'params/dense/kernel' of `like` "
+        r"in 'int4/16', with 2\. Make `like` with a policy such as 'int4/8\(min_size=0\)_from_mixed_bfloat16'"),
+    "format": (GOOD, INT8,
+        r"it is stored in 'int4/8', .* of `like` in 'int8', with 1\. Make `like` with a policy such"),
+    "calibrated": (make_int8("dense") | BIAS, STATIC,
+        r"'params/dense/kernel' of `like` has a calibrated range of its inputs, which the checkpoint does not\. Make"),
+    "calibrated and floating": (BIAS | {"dense.weight": np.ones((24, 32), np.float32)}, STATIC,
+        r"'params/dense/kernel' of `like` has a calibrated range of its inputs, which the checkpoint does not\. Make"),
     "bits": (PACKED | {"dense.weight_packed": draw_words(OUTPUTS, 8)}, INT4,
         r"its weight_packed is int32\[24, 8\], which does not store 4 bits for each of \[24, 32\] values"),
-    "zero point of int8": (make_int8("dense") | BIAS | {"dense.weight_zero_point": np.ones((OUTPUTS, 1), np.int8)}, INT8,
+    "zero point of int8": (make_int8("dense") | BIAS | {"dense.weight_zero_point": np.ones((24, 1), np.int8)}, INT8,
         r"its weight_zero_point is not zero, and int8 weights have no zero points here"),
 }  # fmt: skip
 
@@ -441,7 +446,7 @@ MISFITS = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_checkpoint_that_does_not_fit_is_an_error(case):
     tensors, format, text = MISFITS[case]
-    like = linen_like(INPUTS, OUTPUTS, format.replace("(", "(min_size=0,") if "(" in format else format)
+    like = linen_like(INPUTS, OUTPUTS, format)
     with pytest.raises(ValueError, match=r"^The checkpoint the mapping does not fit `like`:\n") as caught:
         read_quantized(tensors, like)
     assert re.search(text, str(caught.value))
@@ -459,7 +464,7 @@ def test_an_unquantized_leaf_takes_no_integers():
 def test_elements_of_a_stack_must_be_all_there():
     tensors = {f"{n}.dense.bias": np.ones(OUTPUTS, np.float32) for n in (0, 5)} | {"w": np.ones((3, INPUTS, OUTPUTS))}
     names = {r"(\d)\.(.*)\.bias": r"blocks[\1]/\2/bias", "w": "blocks/dense/kernel"}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^The checkpoint the mapping does not fit `like`:\n- ") as caught:
         read_quantized(tensors, stacked_like(2), names=names)
     assert "- 'params/blocks/dense/bias' of `like` has no tensor for element [1]" in str(caught.value)
     assert "- 'params/blocks/dense/bias' of `like` has no element [5], which is given" in str(caught.value)
@@ -472,7 +477,7 @@ def test_elements_of_a_stack_must_be_all_there():
 
 def test_ten_problems_are_shown_and_the_others_counted():
     tensors = {f"x{n}": np.ones(2) for n in range(12)}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^The checkpoint the mapping does not fit `like`:\n- ") as caught:
         read_quantized(tensors, {"y": jax.ShapeDtypeStruct((2,), jnp.float32)})
     assert str(caught.value).count("\n- ") == 11
     assert str(caught.value).endswith("\n- and 3 more")
@@ -489,7 +494,7 @@ def break_file(tmp_path, change):
     [
         (lambda data: data[:-3], r"- the file 'model\.safetensors' is cut off in '.*': it has \d+ bytes of \d+"),
         (lambda data: data[:100], r"cannot be read: it has 100 bytes, which are fewer than its header says"),
-        (lambda data: b"", r"cannot be read: it is no safetensors file \(JSONDecodeError"),
+        (lambda data: data[:8] + b"x" + data[9:], r"cannot be read: it is not a safetensors file \(JSONDecodeError"),
         (
             lambda data: data.replace(b'"F16"', b'"F99"'),
             r"- 'dense\.scales' has the dtype 'F99', which is not supported",
@@ -530,9 +535,9 @@ def weight_in(format, **fields):
 @pytest.mark.parametrize(
     ("state", "format", "text"),
     [
-        ({"kernel": weight_in("int8")}, "awq", r"'kernel': it is stored in 'int8', which this layout has not"),
+        ({"kernel": weight_in("int8")}, "awq", r"'dense/kernel': it is stored in 'int8', which this layout has not"),
         ({"a": weight_in("int8"), "b": weight_in("int4/8")}, "gptq",
-         r"it has weights in several formats: 'b' in 'int4/8', 'a' in 'int8'\. Tables are left out by a rule"),
+         r"it has weights in several formats: 'dense/b' in 'int4/8', 'dense/a' in 'int8'\. Tables are left out by "),
         ({"kernel": quantize_array(jnp.ones((16, 4)), "int4/8")}, "awq", r"its 4 outputs are not a multiple of 8"),
         ({"kernel": quantize_array(jnp.ones((12, 8)), "int4/4")}, "gptq", r"its 12 inputs are not a multiple of 8"),
         ({"kernel": quantize_array(jnp.ones((16, 8)), "int4/8")}, "gptq",
@@ -540,19 +545,20 @@ def weight_in(format, **fields):
         ({"kernel": quantize_array(jnp.ones((2, 16, 8)), "int4/8", Layout((16,), 1))}, "awq",
          r"it is a stack of 1 axes; write each by a '\*' in its name"),
         ({"kernel": jnp.ones((2, 3, 4))}, "plain", r"its three axes \(2, 3, 4\) may be of a convolution or of heads"),
-        ({"a": {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(2)}}, "plain", r"the name 'a\.weight' is that of another"),
-        ({"w": weight_in("int4/8")}, "awq", r"its name 'w' does not end in '\.weight'"),
+        ({"a": {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(2)}}, "plain",
+         r"the name 'dense\.a\.weight' is that of another"),
+        ({"w": weight_in("int4/8")}, "awq", r"its name 'dense\.w' does not end in '\.weight'"),
     ],
 )  # fmt: skip
 def test_a_state_that_cannot_be_written_is_an_error(state, format, text, tmp_path):
     with pytest.raises(ValueError, match=rf"^The state cannot be written as {format!r}:\n") as caught:
-        write_quantized(state, tmp_path / "new", format=format)
+        write_quantized({"dense": state}, tmp_path / "new", format=format)
     assert re.search(text, str(caught.value))
     assert not (tmp_path / "new").exists()
 
 
 def read_kernel(tensors, format=INT4):
-    return {"kernel": kernel_of(read_quantized(tensors | BIAS, linen_like(INPUTS, OUTPUTS, format)))}
+    return {"dense": {"kernel": kernel_of(read_quantized(tensors | BIAS, linen_like(INPUTS, OUTPUTS, format)))}}
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq_v2", "compressed-tensors"])
@@ -560,7 +566,7 @@ def test_a_zero_point_of_16_is_of_gptq_alone(format, tmp_path):
     tensors = make_gptq("dense")
     tensors["dense.qzeros"][:] = -1  # 15 in each nibble, so the zero points are 16
     state = read_kernel(tensors)
-    assert (np.asarray(state["kernel"].zero_point) == 16).all()
+    assert (np.asarray(state["dense"]["kernel"].zero_point) == 16).all()
     with pytest.raises(
         ValueError, match=r"it has a zero point of 16, which this layout cannot store; format='gptq' can"
     ):
@@ -574,7 +580,7 @@ def test_awq_stores_neither_input_orders_nor_our_input_scales(tmp_path):
     weight = jmp.quant.quantize_array(jnp.ones((16, 8)), "int4/8")
     scaled = type(weight)(**{**vars(weight), "input_scale": jnp.ones((2, 8, 1))})
     with pytest.raises(ValueError, match=r"it has input scales, of `awq`, which this layout has not"):
-        write_quantized({"kernel": scaled}, tmp_path, format="awq")
+        write_quantized({"dense": {"kernel": scaled}}, tmp_path, format="awq")
 
 
 def test_files_are_not_overwritten_and_formats_are_known(tmp_path, monkeypatch):
@@ -635,7 +641,7 @@ def test_modules_that_a_config_leaves_out_have_rules(tmp_path):
 @pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors", "mxfp4"])
 def test_what_was_written_says_its_policy(format, tmp_path):
     ours = f"int4/{GROUP}" if format != "mxfp4" else "mxfp4/32"
-    like = {"dense": {"kernel": jnp.ones((64, 8)) * jnp.arange(-4, 4)}, "head": {"kernel": jnp.ones((8, 8))}}
+    like = {"dense": {"kernel": jnp.ones((64, 8)) * jnp.arange(-4.0, 4.0)}, "head": {"kernel": jnp.ones((8, 8))}}
     policy = jmp.PolicyMap({"head": "float32"}, policy_in(ours))
     state = jmp.quant.quantize(like, policy)
     if format == "gptq":
