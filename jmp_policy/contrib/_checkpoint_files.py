@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -275,3 +275,43 @@ def _read_scheme(config: Mapping[str, Any]) -> StoredFormat:
     _require_setting(config, "format", ("pack-quantized",))
     _require_setting(weights, "strategy", ("group", "channel"), place)
     return Int4(block_size=weights["group_size"] if weights["strategy"] == "group" else -1, min_size=0)
+
+
+class StoredWeights(NamedTuple):
+    """What a config says of the quantized weights of a checkpoint."""
+
+    formats: list[StoredFormat]  # of each weight; their sizes of blocks are equal
+    is_symmetric: bool
+    is_ordered: bool  # True if a weight has an input order
+    left_out: list[str]  # names of modules that are not quantized
+
+
+def describe_weights(format: str, weights: StoredWeights) -> dict[str, Any]:
+    """Returns the `quantization_config` of a `format` of `write_quantized`; `read_format` is its inverse."""
+    size = getattr(weights.formats[0], "block_size", -1)
+    config: dict[str, Any] = {"quant_method": format.removesuffix("_v2")}
+    match format:
+        case "gptq" | "gptq_v2":
+            ways = {"desc_act": weights.is_ordered, "sym": weights.is_symmetric, "checkpoint_format": format}
+            config |= {"bits": 4, "group_size": size, **ways}
+        case "awq":
+            config |= {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        case "compressed-tensors":
+            return config | _describe_scheme(weights, size)
+    return config | {"modules_to_not_convert": weights.left_out}
+
+
+def _describe_scheme(weights: StoredWeights, size: int) -> dict[str, Any]:
+    bits = 8 if isinstance(weights.formats[0], Int8) else 4
+    common = {"num_bits": bits, "type": "int"}
+    grouped = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
+    tokens = {**common, "symmetric": True, "strategy": "token", "dynamic": True}
+    is_dynamic = any(isinstance(format, Int8) and format.activations for format in weights.formats)
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "symmetric": weights.is_symmetric, **grouped},
+        "input_activations": tokens if is_dynamic else None,
+    }
+    form = "int-quantized" if bits == 8 else "pack-quantized"
+    settings = {"format": form, "quantization_status": "compressed", "config_groups": {"group_0": group}}
+    return settings | {"ignore": weights.left_out}

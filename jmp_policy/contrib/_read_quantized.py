@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from .._base import PyTree, describe, did_you_mean, drop_value_key, hide_frames, is_array, is_floating_dtype
 from ..policy import MXFP4, Int4, Int8
 from ..quant import ARRAYS, QuantizedArray, is_quantized, quantize_array
-from ._checkpoint_files import Source, save_folder
+from ._checkpoint_files import Source, StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
     AWQ,
     BLOCKS,
@@ -486,36 +486,11 @@ class Writer:
         """Returns the config, with the entries of the library that reads it."""
         dtypes = {leaf.dtype for leaf in self._weights.values()} or {x.dtype for x in self.tensors.values()}
         config: dict[str, Any] = {"torch_dtype": dtypes.pop().name if len(dtypes) == 1 else "float32"}
-        weights = [*self._weights.values()]
-        if self._format == "plain" or not weights:
-            return config
-        size = getattr(weights[0].format, "block_size", -1)
-        quantization: dict[str, Any] = {"quant_method": self._format.removesuffix("_v2")}
-        match self._format:
-            case "gptq" | "gptq_v2":
-                ways = {"desc_act": self._is_ordered, "sym": self._is_symmetric, "checkpoint_format": self._format}
-                quantization |= {"bits": 4, "group_size": size, **ways}
-            case "awq":
-                quantization |= {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
-            case "compressed-tensors":
-                quantization |= self._describe_scheme(size)
-        left_out = "ignore" if self._format == "compressed-tensors" else "modules_to_not_convert"
-        return config | {"quantization_config": quantization | {left_out: self._left_out}}
-
-    def _describe_scheme(self, size: int) -> dict[str, Any]:
         formats = [leaf.format for leaf in self._weights.values()]
-        bits = 8 if isinstance(formats[0], Int8) else 4
-        common = {"num_bits": bits, "type": "int"}
-        grouped = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
-        tokens = {**common, "symmetric": True, "strategy": "token", "dynamic": True}
-        is_dynamic = any(isinstance(format, Int8) and format.activations for format in formats)
-        group = {
-            "targets": ["Linear"],
-            "weights": {**common, "symmetric": self._is_symmetric, **grouped},
-            "input_activations": tokens if is_dynamic else None,
-        }
-        format = "int-quantized" if bits == 8 else "pack-quantized"
-        return {"format": format, "quantization_status": "compressed", "config_groups": {"group_0": group}}
+        if self._format == "plain" or not formats:
+            return config
+        stored = StoredWeights(formats, self._is_symmetric, self._is_ordered, self._left_out)
+        return config | {"quantization_config": describe_weights(self._format, stored)}
 
 
 def _guess_name(path: str) -> str:
