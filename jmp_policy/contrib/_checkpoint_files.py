@@ -111,7 +111,9 @@ class Source:
 
     def _add_tensor(self, path: Path, name: str, entry: dict[str, Any], first: int, size: int) -> None:
         (start, end), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), _DTYPES.get(entry["dtype"])
-        if dtype is None:
+        if not all(type(length) is int and length >= 0 for length in shape):
+            self.problems.append(f"{name!r} has the shape {list(shape)}, which is not one")
+        elif dtype is None:
             self.problems.append(f"{name!r} has the dtype {entry['dtype']!r}, which is not supported")
         elif first + end > size:
             self.problems.append(f"the file {path.name!r} is cut off in {name!r}: it has {size} bytes of {first + end}")
@@ -176,9 +178,11 @@ def policy_of_checkpoint(folder: str | os.PathLike[str]) -> Policy | PolicyMap:
 
     The format covers weights of any size. Computation is in the `dtype` (or `torch_dtype`) of the config, float32 if it
     has none, over float32 parameters. Modules that the config leaves out, by `ignore` or `modules_to_not_convert`, get
-    rules without quantization: dots of their names become slashes, and any path may come before. Change these rules if
-    your model has other names. Under an int4 policy, embedding tables have 8 bits: `read_quantized` rounds those that
-    the checkpoint has as floats, unless a rule leaves them out too.
+    rules without quantization, and so does an `lm_head` that the files have as floats. Dots of their names become
+    slashes, and any path may come before. Change these rules if your model has other names.
+
+    Under an int4 policy, embedding tables have 8 bits: `read_quantized` rounds a floating table of the checkpoint,
+    unless a rule leaves it out.
 
     Args:
       folder: a folder with `config.json`.

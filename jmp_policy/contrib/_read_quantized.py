@@ -1,6 +1,7 @@
 """Reads and writes quantized checkpoints of other libraries: GPTQ, AWQ, compressed-tensors and MXFP4."""
 
 import dataclasses
+import difflib
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base import PyTree, describe, did_you_mean, drop_value_key, hide_frames, is_array, is_floating_dtype
 from ..policy import MXFP4, Int4, Int8
-from ..quant import ARRAYS, QuantizedArray, is_quantized, quantize_array
+from ..quant import ARRAYS, QuantizedArray, is_quantized, quantize_array, stack_shape
 from ._checkpoint_files import Source, StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
     AWQ,
@@ -53,20 +54,24 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     GPTQ and AWQ with 4 bits, int4 and int8 of compressed-tensors, MXFP4 as in gpt-oss, and floating tensors. Floating
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
-    All headers are checked before a tensor is read. Then one leaf at a time is read and put on the devices, so peak
-    memory is the state and about one leaf. Matrices of `torch.nn.Linear` are `(outputs, inputs)`; they are transposed
-    for kernels, and reshaped where a kernel has more axes. Convolutions are transposed too.
+    All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
+    and put on the devices, so peak memory is the state and about one leaf. Matrices are those of `torch.nn.Linear`,
+    `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes. Kernels of
+    convolutions, as floats, are transposed too.
 
     The name of a quantized weight is that of its floating tensor: `layer.weight` for `layer.qweight`,
     `layer.weight_packed` and what belongs to them; `gate_up_proj` for `gate_up_proj_blocks`. A GPTQ checkpoint with
     `desc_act` gives arrays with an `input_order`, which is a further leaf of the tree. Zero points of GPTQ are those of
-    version 1, one more than stored, unless the config of a folder says `"checkpoint_format": "gptq_v2"`.
+    version 1, one more than stored (a stored 15 is 16), unless the config of a folder says
+    `"checkpoint_format": "gptq_v2"`.
 
     Args:
       source: a folder with safetensors files, one or several, or a mapping of names to NumPy or JAX arrays.
       like: the abstract state, with `jax.ShapeDtypeStruct` leaves. For linen,
         `jax.eval_shape(lambda: quant.quantize(model.init(key, x), policy))`; for nnx,
         `nnx.state(nnx.eval_shape(lambda: quant.quantize(Model(...), policy)))`. Each leaf is put by its sharding.
+        Leaves that the checkpoint does not have, such as random keys, must not be in it: for example,
+        `nnx.state(model, (nnx.Param, jmp.nnx.QuantizedParam))`.
       names: gives the path in `like`, joined by `/`, for the name of a weight. A function, whose `None` skips a tensor;
         or a mapping of regular expressions to templates of `re.Match.expand` or `None`, of which the first that matches
         the whole name counts. By default, dots become slashes, and a last `weight` becomes `kernel`, or `embedding` or
@@ -144,8 +149,10 @@ class Reader:
         plain, index = re.sub(r"\[\d+\]", "", path), tuple(map(int, re.findall(r"\[(\d+)\]", path)))
         full = _complete_path(plain, self.leaves)
         if full is None:
-            known = did_you_mean(plain, [*self.leaves]) if len(self.leaves) <= 1000 else ""
-            self._problems.append(f"{part.name!r} is for {path!r}, which `like` does not have. {known}".rstrip())
+            shown = len(self._problems) < _SHOWN  # the search takes time for each of many paths
+            near = difflib.get_close_matches(plain, self.leaves, 1) if shown else []
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            self._problems.append(f"{part.name!r} is for {path!r}, which `like` does not have{hint}")
         elif index in self._parts[full]:
             self._problems.append(f"{self._parts[full][index].name!r} and {part.name!r} are both for {path!r}")
         else:
@@ -451,6 +458,9 @@ class Writer:
         if not name:
             raise Unreadable(_NO_NAME)
         depth = name.count("*")
+        stack = stack_shape(leaf.shape, leaf.layout) if is_quantized(leaf) else leaf.shape
+        if depth > len(stack):
+            raise Unreadable(f"its name {name!r} has {depth} '*', and the axes of its stack are {stack}")
         kind = path.rpartition("/")[2]
         for index in np.ndindex(*leaf.shape[:depth]):
             numbers = iter(index)

@@ -269,14 +269,14 @@ STACKED = {
 @pytest.mark.parametrize("names", STACKED)
 @pytest.mark.parametrize("ordered", [(), (1,)])
 def test_layers_become_elements_of_a_stack_and_are_written_one_by_one(names, ordered, tmp_path):
-    tensors, expected = {}, []
-    for n in range(3):
+    tensors, expected = {}, {}
+    for n in (2, 0, 1):
         stem = f"model.layers.{n}.dense"
         tensors |= make_gptq(stem, desc_act=n in ordered, seed=10 * n)
         tensors[f"{stem}.bias"] = draw(n).normal(size=OUTPUTS).astype(np.float32)
-        expected.append(plain_gptq(stem, tensors))
+        expected[n] = plain_gptq(stem, tensors)
     dense = read_quantized(tensors, stacked_like(3), names=STACKED[names])["params"]["blocks"]["dense"]
-    assert dense["kernel"].dequantize().tobytes() == np.stack(expected).tobytes()
+    assert dense["kernel"].dequantize().tobytes() == np.stack([expected[n] for n in range(3)]).tobytes()
     assert dense["bias"].tolist() == [tensors[f"model.layers.{n}.dense.bias"].tolist() for n in range(3)]
     back = {r"blocks/(\w+)/kernel": r"model.layers.*.\1.weight", r"blocks/(\w+)/bias": r"model.layers.*.\1.bias"}
     write_quantized({"blocks": {"dense": dense}}, tmp_path, format="gptq", names=back)
@@ -499,6 +499,7 @@ def break_file(tmp_path, change):
             lambda data: data.replace(b'"F16"', b'"F99"'),
             r"- 'dense\.scales' has the dtype 'F99', which is not supported",
         ),
+        (lambda data: data.replace(b"[4,24]", b"[4,-2]"), r"- 'dense\.scales' has the shape \[4, -2\], which is not "),
         (lambda data: data.replace(b'"F16"', b'"F64"'), r"- 'dense\.scales' has 192 bytes, .* of float64\[4, 24\]"),
     ],
 )
@@ -506,6 +507,17 @@ def test_a_damaged_file_is_an_error_before_a_tensor_is_read(change, text, tmp_pa
     monkeypatch.setattr(np, "fromfile", None)
     with pytest.raises(ValueError, match=text):
         read_quantized(break_file(tmp_path, change), linen_like(INPUTS, OUTPUTS, INT4))
+
+
+def test_no_matrix_is_read_before_all_headers_fit(tmp_path, monkeypatch):
+    read, sizes = np.fromfile, []
+    monkeypatch.setattr(
+        np, "fromfile", lambda path, dtype, size, **rest: sizes.append(size) or read(path, dtype, size, **rest)
+    )
+    save_checkpoint(tmp_path, without(GOOD, "dense.bias"))
+    with pytest.raises(ValueError, match=r"- 'params/dense/bias' of `like` has no tensor in the checkpoint"):
+        read_quantized(tmp_path, linen_like(INPUTS, OUTPUTS, INT4))
+    assert sizes == [4 * INPUTS]  # the order of inputs
 
 
 def test_folders_without_tensors_or_with_a_tensor_twice_are_errors(tmp_path):
@@ -547,6 +559,7 @@ def weight_in(format, **fields):
         ({"kernel": jnp.ones((2, 3, 4))}, "plain", r"its three axes \(2, 3, 4\) may be of a convolution or of heads"),
         ({"a": {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(2)}}, "plain",
          r"the name 'dense\.a\.weight' is that of another"),
+        ({"*": jnp.ones(())}, "plain", r"its name 'dense\.\*' has 1 '\*', and the axes of its stack are \(\)"),
         ({"w": weight_in("int4/8")}, "awq", r"its name 'dense\.w' does not end in '\.weight'"),
     ],
 )  # fmt: skip
