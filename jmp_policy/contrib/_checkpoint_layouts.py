@@ -380,7 +380,7 @@ def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLa
         words, scales = headers[name].shape, headers.get(f"{stem}.scales")
         is_awq = scales is not None and words[-1:] != scales.shape[-1:]
         return stem, AWQ if is_awq and f"{stem}.g_idx" not in headers else GPTQ_V2 if is_v2 else GPTQ
-    if name.endswith("_packed"):
+    if name.endswith("weight_packed") or (name.endswith("_packed") and headers[name].dtype == INT32):
         return name.removesuffix("_packed"), PACKED
     if name.endswith("_blocks") and headers[name].dtype == UINT8:
         return name.removesuffix("_blocks"), BLOCKS

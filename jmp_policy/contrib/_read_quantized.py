@@ -55,9 +55,9 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
     All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
-    and put on the devices, so peak memory is the state and about one leaf. Matrices are those of `torch.nn.Linear`,
-    `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes. Kernels of
-    convolutions, as floats, are transposed too.
+    and put on the devices: beside the state, memory holds a few bytes per value of one leaf. Matrices are those of
+    `torch.nn.Linear`, `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes.
+    Kernels of convolutions, as floats, are transposed too.
 
     The name of a quantized weight is that of its floating tensor: `layer.weight` for `layer.qweight`,
     `layer.weight_packed` and what belongs to them; `gate_up_proj` for `gate_up_proj_blocks`. A GPTQ checkpoint with
@@ -235,21 +235,32 @@ def _read_names(names: Names, leaves: Mapping[str, Any]) -> Callable[[str], str 
         return functools.partial(_guess_path, leaves=leaves)
     if not isinstance(names, Mapping):
         return names
-    try:
-        patterns = [(re.compile(pattern), template) for pattern, template in names.items()]
-    except re.error as error:
-        raise ValueError(
-            f"{error.pattern!r} of names is not a valid pattern: {error}. For example: "
-            r"names={r'model\.layers\.(\d+)\.(\w+)\.weight': r'blocks[\1]/\2/kernel'}."
-        ) from None
+    patterns = [(_compile(pattern), template) for pattern, template in names.items()]
 
     def expand(name: str) -> str | None:
         for pattern, template in patterns:
             if match := pattern.fullmatch(name):
-                return None if template is None else match.expand(template)
+                return None if template is None else _expand(match, template)
         return ""
 
     return expand
+
+
+_EXAMPLE = r"For example: names={r'model\.layers\.(\d+)\.(\w+)\.weight': r'blocks[\1]/\2/kernel'}."
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} of names is not a valid pattern: {error}. {_EXAMPLE}") from None
+
+
+def _expand(match: re.Match[str], template: str) -> str:
+    try:
+        return match.expand(template)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"{template!r} of names is not a valid template: {error}. {_EXAMPLE}") from None
 
 
 def _guess_path(name: str, leaves: Mapping[str, Any]) -> str:

@@ -392,6 +392,8 @@ def test_none_skips_a_tensor_and_a_mapping_is_tried_in_order():
         read_quantized(tensors, like, names=dict([*names.items()][:2]))
     with pytest.raises(ValueError, match=r"^'\(' of names is not a valid pattern: missing \)"):
         read_quantized(tensors, like, names={"(": "x"})
+    with pytest.raises(ValueError, match=r"^'\\\\2' of names is not a valid template: invalid group reference 2"):
+        read_quantized(tensors, like, names={"(.*)": r"\2"})
 
 
 def without(tensors, *names):
