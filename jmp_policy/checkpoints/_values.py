@@ -92,7 +92,8 @@ def convert_value(saved: Any, like: Any) -> Any:
         new = _requantize(saved, like)
         if like.input_clip is None:  # the range of a calibrated model is restored with its weights
             like = dataclasses.replace(like, input_clip=new.input_clip)
-        like = dataclasses.replace(like, input_scale=new.input_scale)  # it belongs to the saved values
+        # These belong to the saved values.
+        like = dataclasses.replace(like, input_scale=new.input_scale, input_order=new.input_order)
         sizes, wanted = (describe_arrays(list_arrays(weight)) for weight in (new, like))
         if sizes != wanted:
             raise Misfit(f"was saved as {sizes}, the target has {wanted}")

@@ -6,6 +6,8 @@
   rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
   one process, to compare with in another.
 - `gptq` and `awq` quantize the weights of a model like `quant.quantize`, rounded for the inputs that data gives them.
+- `read_quantized` reads checkpoints that other libraries quantized (GPTQ, AWQ, compressed-tensors, MXFP4) into the
+  state of a model, bit for bit, and `write_quantized` writes them. `policy_of_checkpoint` returns their policy.
 - `tune_bits` finds the quantized format of each layer within a number of bits per weight. It returns a `BitTuning`,
   with a `BitRow` for each point of its curve.
 """
@@ -17,6 +19,7 @@ from .._base import load_lazily as _load_lazily
 if _typing.TYPE_CHECKING:
     from ._bit_tuning import BitRow as BitRow, BitTuning as BitTuning
     from ._certify import Certificate as Certificate, certify as certify
+    from ._checkpoint_files import policy_of_checkpoint as policy_of_checkpoint
     from ._diverge import (
         Divergence as Divergence,
         OutputErrors as OutputErrors,
@@ -26,13 +29,16 @@ if _typing.TYPE_CHECKING:
         record as record,
     )
     from ._gptq_awq import awq as awq, gptq as gptq
+    from ._read_quantized import read_quantized as read_quantized, write_quantized as write_quantized
     from ._tune_bits import tune_bits as tune_bits
 else:  # none of them needs another
     _SOURCES = {
         "_bit_tuning": "BitRow BitTuning",
         "_certify": "Certificate certify",
+        "_checkpoint_files": "policy_of_checkpoint",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_gptq_awq": "awq gptq",
+        "_read_quantized": "read_quantized write_quantized",
         "_tune_bits": "tune_bits",
     }
     __getattr__, __dir__ = _load_lazily(

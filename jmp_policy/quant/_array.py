@@ -20,7 +20,7 @@ from ._block_numbers import Blocks, dequantize, pack, round_operand, unpack
 from ._layout import Layout, block_length, stack_shape
 from ._numbers import Clip, check_clip, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric
 
-_EMPTY: Any = object()  # an input scale that JAX mapped to None: the tree keeps its structure
+_EMPTY: Any = object()  # a last array that JAX mapped to None: the tree keeps its structure
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -45,6 +45,8 @@ class QuantizedArray(Uncast):
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
       input_scale: float32 of shape `(*stack, blocks, length of a block, 1, ...)`: for `Int4` from `awq`, factors of the
         weights of each input, else `None`.
+      input_order: int32 of shape `(*stack, inputs)`: for `Int4` from GPTQ checkpoints with `desc_act`, the place of
+        each input among the stored values, else `None`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
@@ -60,20 +62,26 @@ class QuantizedArray(Uncast):
     dtype: np.dtype
     tensor_scale: jax.Array | None = None
     input_scale: jax.Array | None = None
+    input_order: jax.Array | None = None
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         """Returns the arrays by name and the static fields, for JAX."""
-        # Orbax silently skips a saved array where the target has None, and values without their input scale are wrong.
-        # So the scale is not in the tree if it is None, and Orbax reports the difference.
-        last = [] if self.input_scale is None else [None if self.input_scale is _EMPTY else self.input_scale]
-        arrays = [*(getattr(self, name) for name in ARRAYS[:-1]), *last]
+        # Orbax silently skips a saved array where the target has None, and values without their input scale or order
+        # are wrong. So these are not in the tree if they are None, and Orbax reports the difference.
+        arrays = [getattr(self, name) for name in ARRAYS]
+        while len(arrays) > _ALWAYS and arrays[-1] is None:
+            arrays.pop()
         keys = map(jax.tree_util.GetAttrKey, ARRAYS[: len(arrays)])
+        arrays = [None if array is _EMPTY else array for array in arrays]
         return list(zip(keys, arrays, strict=True)), (self.format, self.layout, self.dtype)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], arrays: Sequence[Any]) -> "QuantizedArray":
         """Makes a weight of its arrays and static fields, for JAX."""
-        return cls(*arrays[:4], *static, *arrays[4:5], *(_EMPTY if array is None else array for array in arrays[5:]))
+        last = arrays[_ALWAYS:]
+        if last and last[-1] is None:
+            last = [*last[:-1], _EMPTY]
+        return cls(*arrays[:4], *static, *arrays[4:_ALWAYS], *last)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,10 +128,23 @@ class QuantizedArray(Uncast):
             length = block_length(self.layout, self.format)
             numbers = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis).astype(jnp.float32)
             wide = (numbers - self.zero_point.astype(jnp.float32)) * self.scale  # type: ignore[union-attr]
-            wide = (wide if self.input_scale is None else wide * self.input_scale).reshape(self.shape)
+            wide = wide if self.input_scale is None else wide * self.input_scale
+            wide = (wide if self.input_order is None else self._restore_order(wide)).reshape(self.shape)
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
+
+    def _restore_order(self, blocks: jax.Array) -> jax.Array:
+        """Returns `(*stack, blocks, block, *channels)` in the order of inputs, as `(*stack, inputs, channels)`."""
+        order: Any = self.input_order
+        axis = blocks.ndim - 2 - self.layout.channels
+        length = blocks.shape[axis] * blocks.shape[axis + 1]
+        if not length == order.shape[-1] == self.layout.length:
+            raise ValueError(
+                f"{self!r} has an input_order of all {self.layout.length} inputs, and `shard_map` gave each device a "
+                "part of these. Split its outputs instead, or none of its axes."
+            )
+        return jnp.take_along_axis(blocks.reshape(*blocks.shape[:axis], length, -1), order[..., None], axis=-2)
 
     def read_blocks(self) -> Blocks:
         """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""
@@ -190,7 +211,8 @@ class QuantizedArray(Uncast):
 
 
 # Fields that are arrays or None, in the order of the leaves.
-ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_scale")
+ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_scale", "input_order")
+_ALWAYS = 5  # the first so many are in the tree even if they are None
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
@@ -345,9 +367,9 @@ def list_arrays(weight: QuantizedArray) -> dict[str, Any]:
 def _restore_weight(target: QuantizedArray, state: Any) -> QuantizedArray:
     """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
     is_weight = isinstance(state, dict) and "values" in state
-    # An input scale belongs to the saved values, and the target may be of `quantize`, which makes none.
-    input_scale = state.get("input_scale") if is_weight else None
-    wanted = describe_arrays(list_arrays(dataclasses.replace(target, input_scale=input_scale)))
+    # These belong to the saved values, and the target may be of `quantize`, which makes none.
+    own = {name: state.get(name) if is_weight else None for name in ARRAYS[_ALWAYS:]}
+    wanted = describe_arrays(list_arrays(dataclasses.replace(target, **own)))
     found = describe_arrays(state) if is_weight else None
     if found != wanted:
         saved = f"a weight that is not quantized: {_describe_array(state)}" if found is None else f"{found}"
@@ -358,7 +380,7 @@ def _restore_weight(target: QuantizedArray, state: Any) -> QuantizedArray:
             f"The target at {path!r} is {target!r}, of the arrays {wanted}; the checkpoint has {saved}. Quantize the "
             "target with the policy of the checkpoint, or restore into an unquantized target and quantize that."
         )
-    return dataclasses.replace(target, **{"input_scale": None} | {name: jnp.asarray(x) for name, x in state.items()})
+    return dataclasses.replace(target, **own | {name: jnp.asarray(x) for name, x in state.items()})
 
 
 def describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:

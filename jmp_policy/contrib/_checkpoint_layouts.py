@@ -1,0 +1,448 @@
+"""Layouts in which other libraries store quantized weights, and the way from and to the arrays of a `QuantizedArray`.
+
+Nothing is rounded here: integers, scales and zero points are moved and repacked, bit for bit, in NumPy.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..policy import MXFP4, Int4, Int8, StoredFormat
+from ..quant import QuantizedArray, stack_shape
+
+
+class Header(NamedTuple):
+    """Shape and dtype of a tensor, known before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Unreadable(Exception):
+    """Raised if tensors do not have the shapes, dtypes or values of their layout; the message describes them."""
+
+
+class Matrix(NamedTuple):
+    """Quantized weight between two layouts, one byte per value."""
+
+    values: np.ndarray  # (*stack, inputs, outputs): int8, or uint8 from 0 to 15; e2m1 as their bits
+    scale: np.ndarray  # (*stack, groups, outputs); e8m0 for e2m1
+    zero_point: np.ndarray | None = None  # like scale
+    order: np.ndarray | None = None  # (*stack, inputs): the place of each input among the values
+
+
+class Facts(NamedTuple):
+    """What headers tell of a weight."""
+
+    kind: str  # of the format
+    shape: tuple[int, ...]  # (*stack, inputs, outputs)
+    groups: int
+
+    @property
+    def format(self) -> StoredFormat:
+        """The format that stores such weights, of any size."""
+        if self.kind == "int8":
+            return Int8(min_size=0)
+        block = self.shape[-2] // self.groups
+        return MXFP4(block_size=block, min_size=0) if self.kind == "mxfp4" else Int4(block_size=block, min_size=0)
+
+
+Headers = Mapping[str, Header]  # by the suffix of a tensor
+Tensors = Mapping[str, np.ndarray]
+ReadTensor = Callable[[str], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLayout:
+    """Layout of the tensors of one weight. Their names are a stem and a suffix each.
+
+    Attributes:
+      name: the `quant_method` of it.
+      suffixes: the ends of names; the first is of the values.
+      optional: the ends that may be missing.
+      ending: the end of the name of the weight in a checkpoint without quantization, after the stem.
+      measure: checks headers; it may read small tensors, such as the order of inputs.
+      read: makes a matrix.
+      write: makes the tensors of a matrix; the dtype is of scales that are stored as floats.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    optional: tuple[str, ...]
+    ending: str
+    measure: Callable[[Headers, ReadTensor], Facts]
+    read: Callable[[Tensors], Matrix]
+    write: Callable[[Matrix, np.dtype], dict[str, np.ndarray]]
+
+
+INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_SYMMETRIC = 8  # the zero point of signed 4-bit integers that are stored with an offset
+_PER_WORD = 8  # 4-bit values in an int32
+
+# Nibble i of a word holds column [0, 2, 4, 6, 1, 3, 5, 7][i] of eight. Source: AutoAWQ's `WQLinear_GEMM`.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_PLACES = tuple(np.argsort(_AWQ_ORDER))  # the nibble of each column
+
+
+def _require(header: Header, dtypes: Sequence[np.dtype], shape: tuple[int, ...], suffix: str) -> None:
+    if header.dtype not in dtypes or header.shape != shape:
+        wanted = " or ".join(map(str, dtypes))
+        raise Unreadable(f"its {suffix.lstrip('._') or 'tensor'} is {header}, and the layout has {wanted}{list(shape)}")
+
+
+def _require_axes(header: Header, suffix: str, axes: int, *, more: bool = False) -> None:
+    if len(header.shape) < axes or (len(header.shape) > axes and not more):
+        raise Unreadable(f"its {suffix.lstrip('._') or 'tensor'} is {header}, and the layout has {axes} axes")
+
+
+def _count_groups(inputs: int, groups: int) -> int:
+    if not groups or inputs % groups:
+        raise Unreadable(f"its {groups} groups of scales do not divide its {inputs} inputs")
+    return groups
+
+
+def _check_order(g_idx: np.ndarray, inputs: int, groups: int) -> None:
+    is_known = g_idx.min(initial=0) >= 0 and g_idx.max(initial=0) < groups
+    if not is_known or (np.bincount(g_idx, minlength=groups) != inputs // groups).any():
+        raise Unreadable(f"its g_idx does not give each of the {groups} groups {inputs // groups} inputs")
+
+
+def _unpack_words(words: np.ndarray) -> np.ndarray:
+    """Unpacks int32 `(..., n)` to uint8 `(..., 8 * n)`, the lowest bits first."""
+    octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    return np.stack([octets & 15, octets >> 4], -1).reshape(*words.shape[:-1], _PER_WORD * words.shape[-1])
+
+
+def _pack_words(numbers: np.ndarray) -> np.ndarray:
+    """Inverse of `_unpack_words`. A last axis of any other length is padded with zeros."""
+    missing = -numbers.shape[-1] % _PER_WORD
+    numbers = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, missing)]) if missing else numbers
+    return np.ascontiguousarray(numbers[..., ::2] | numbers[..., 1::2] << 4).view("<i4").astype(INT32)
+
+
+def _swap(array: np.ndarray) -> np.ndarray:
+    return np.swapaxes(array, -1, -2)
+
+
+def _read_order(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
+    """Returns the place of each input if inputs are sorted by their group; `None` if they are sorted already."""
+    if g_idx is None or (np.diff(g_idx) >= 0).all():
+        return None
+    order = np.empty(g_idx.shape, INT32)
+    order[np.argsort(g_idx, kind="stable")] = np.arange(g_idx.size, dtype=INT32)
+    return order
+
+
+def _sort_inputs(values: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    return values if order is None else values[..., np.argsort(order), :]
+
+
+def _unsort_inputs(matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the values in the order of inputs, and the group of each input."""
+    inputs, groups = matrix.values.shape[-2], matrix.scale.shape[-2]
+    places = np.arange(inputs, dtype=INT32) if matrix.order is None else matrix.order
+    return matrix.values[..., places, :], (places // (inputs // groups)).astype(INT32)
+
+
+# GPTQ: qweight (inputs / 8, outputs), qzeros (groups, outputs / 8), scales (groups, outputs), g_idx (inputs,).
+# Source: AutoGPTQ's and GPTQModel's `QuantLinear.pack`; their "gptq_v2" stores zero points as they are.
+
+
+def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
+    _require_axes(headers[".qweight"], ".qweight", 2)
+    _require_axes(headers[".scales"], ".scales", 2)
+    words, outputs = headers[".qweight"].shape
+    inputs, groups = words * _PER_WORD, headers[".scales"].shape[0]
+    _require(headers[".qweight"], [INT32], (words, outputs), ".qweight")
+    _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
+    _require(headers[".qzeros"], [INT32], (groups, outputs // _PER_WORD), ".qzeros")
+    if ".g_idx" in headers:
+        _require(headers[".g_idx"], [INT32], (inputs,), ".g_idx")
+        _check_order(read(".g_idx"), inputs, groups)
+    return Facts("int4", (inputs, outputs), groups)
+
+
+def _read_gptq(tensors: Tensors, offset: int) -> Matrix:
+    scale = tensors[".scales"].astype(np.float32)
+    order = _read_order(tensors.get(".g_idx"), len(scale))
+    values = _sort_inputs(_swap(_unpack_words(_swap(tensors[".qweight"]))), order)
+    return Matrix(values, scale, _unpack_words(tensors[".qzeros"]) + np.uint8(offset), order)
+
+
+def _write_gptq(matrix: Matrix, dtype: np.dtype, offset: int) -> dict[str, np.ndarray]:
+    assert matrix.zero_point is not None
+    _check_words(matrix, -2, -1)
+    values, g_idx = _unsort_inputs(matrix)
+    zero_point = matrix.zero_point - np.uint8(offset)  # 0 becomes 255
+    if zero_point.max() > 15:
+        wrong, other = ("of 0", "gptq_v2") if offset else ("of 16", "gptq")
+        raise Unreadable(f"it has a zero point {wrong}, which this layout cannot store; format={other!r} can")
+    qweight, qzeros = _swap(_pack_words(_swap(values))), _pack_words(zero_point)
+    return {".qweight": qweight, ".qzeros": qzeros, ".scales": matrix.scale.astype(dtype), ".g_idx": g_idx}
+
+
+def _check_words(matrix: Matrix, *axes: int) -> None:
+    for axis in axes:
+        length = matrix.values.shape[axis]
+        if length % _PER_WORD:
+            raise Unreadable(f"its {length} {'outputs' if axis == -1 else 'inputs'} are not a multiple of 8")
+    if matrix.values.ndim != 2:
+        raise Unreadable(f"it is a stack of {matrix.values.ndim - 2} axes; write each by a '*' in its name")
+
+
+# AWQ: qweight (inputs, outputs / 8), qzeros (groups, outputs / 8), scales (groups, outputs).
+
+
+def _measure_awq(headers: Headers, read: ReadTensor) -> Facts:
+    _require_axes(headers[".qweight"], ".qweight", 2)
+    _require_axes(headers[".scales"], ".scales", 2)
+    inputs, words = headers[".qweight"].shape
+    groups, outputs = headers[".scales"].shape[0], words * _PER_WORD
+    _require(headers[".qweight"], [INT32], (inputs, words), ".qweight")
+    _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
+    _require(headers[".qzeros"], [INT32], (groups, words), ".qzeros")
+    return Facts("int4", (inputs, outputs), groups)
+
+
+def _permute_words(numbers: np.ndarray, places: Sequence[int]) -> np.ndarray:
+    return numbers.reshape(-1, _PER_WORD)[:, places].reshape(numbers.shape)
+
+
+def _read_awq(tensors: Tensors) -> Matrix:
+    values, zero_point = (_permute_words(_unpack_words(tensors[name]), _AWQ_PLACES) for name in (".qweight", ".qzeros"))
+    return Matrix(values, tensors[".scales"].astype(np.float32), zero_point)
+
+
+def _write_awq(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
+    assert matrix.zero_point is not None
+    _check_words(matrix, -1)
+    _reject_order(matrix)
+    _check_zero_point(matrix.zero_point)
+    qweight, qzeros = (_pack_words(_permute_words(x, _AWQ_ORDER)) for x in (matrix.values, matrix.zero_point))
+    return {".qweight": qweight, ".qzeros": qzeros, ".scales": matrix.scale.astype(dtype)}
+
+
+def _check_zero_point(zero_point: np.ndarray) -> None:
+    if zero_point.max() > 15:
+        raise Unreadable("it has a zero point of 16, which this layout cannot store; format='gptq' can")
+
+
+def _reject_order(matrix: Matrix) -> None:
+    if matrix.order is not None:
+        raise Unreadable("it has an input_order, which this layout cannot store; format='gptq' can")
+
+
+# compressed-tensors: weights (outputs, inputs). Integers of 4 bits are packed along inputs with an offset of 8, their
+# zero points along outputs. Source: compressed-tensors 0.20, `compressors/pack_quantized`.
+
+
+def _measure_packed(headers: Headers, read: ReadTensor) -> Facts:
+    packed, scale = headers["_packed"], headers["_scale"]
+    _require_axes(packed, "weight_packed", 2, more=True)
+    *stack, outputs, words = packed.shape
+    _require(packed, [INT32], packed.shape, "weight_packed")
+    _require(headers["_shape"], [INT32, np.dtype(np.int64)], (len(packed.shape),), "weight_shape")
+    shape = tuple(map(int, read("_shape")))
+    inputs, groups = shape[-1], scale.shape[-1] if scale.shape else 0
+    if shape[:-1] != packed.shape[:-1] or -(-inputs // _PER_WORD) != words:
+        raise Unreadable(f"its weight_packed is {packed}, which does not store 4 bits for each of {list(shape)} values")
+    _require(scale, FLOATS, (*stack, outputs, _count_groups(inputs, groups)), "weight_scale")
+    if "_zero_point" in headers:
+        zeros = (*stack, -(-outputs // _PER_WORD), groups)
+        _require(headers["_zero_point"], [INT32], zeros, "weight_zero_point")
+    if "_g_idx" in headers:
+        _require(headers["_g_idx"], [INT32], (inputs,), "weight_g_idx")
+        _check_order(read("_g_idx"), inputs, groups)
+    return Facts("int4", (*stack, inputs, outputs), groups)
+
+
+def _read_packed(tensors: Tensors) -> Matrix:
+    scale = _swap(tensors["_scale"]).astype(np.float32)
+    order = _read_order(tensors.get("_g_idx"), scale.shape[-2])
+    values = _swap(_unpack_words(tensors["_packed"])[..., : int(tensors["_shape"][-1])])
+    if "_zero_point" in tensors:
+        zero_point = _unpack_words(_swap(tensors["_zero_point"]))[..., : scale.shape[-1]]
+    else:
+        zero_point = np.full(scale.shape, _SYMMETRIC, np.uint8)
+    return Matrix(_sort_inputs(values, order), scale, zero_point, order)
+
+
+def _write_packed(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
+    assert matrix.zero_point is not None
+    _check_zero_point(matrix.zero_point)
+    values, g_idx = _unsort_inputs(matrix)
+    made = {
+        "_packed": _pack_words(_swap(values)),
+        "_scale": _swap(matrix.scale).astype(dtype),
+        "_shape": np.array(_swap(values).shape, np.int64),
+    }
+    if not is_symmetric(matrix):
+        made["_zero_point"] = _swap(_pack_words(matrix.zero_point))
+    return made | ({} if matrix.order is None else {"_g_idx": g_idx})
+
+
+def is_symmetric(matrix: Matrix) -> bool:
+    """True if zero points are those of signed integers, and need not be stored."""
+    return matrix.zero_point is None or bool((matrix.zero_point == _SYMMETRIC).all())
+
+
+def _measure_int8(headers: Headers, read: ReadTensor) -> Facts:
+    weight = headers[""]
+    _require_axes(weight, "weight", 2, more=True)
+    *stack, outputs, inputs = weight.shape
+    _require(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
+    if "_zero_point" in headers and np.any(read("_zero_point")):
+        raise Unreadable("its weight_zero_point is not zero, and int8 weights have no zero points here")
+    return Facts("int8", (*stack, inputs, outputs), 1)
+
+
+def _read_int8(tensors: Tensors) -> Matrix:
+    return Matrix(_swap(tensors[""]), _swap(tensors["_scale"]).astype(np.float32))
+
+
+def _write_int8(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
+    return {"": _swap(matrix.values), "_scale": _swap(matrix.scale).astype(dtype)}
+
+
+# MXFP4 of gpt-oss: blocks (*stack, outputs, groups, 16) with two neighbors to a byte, the first in its low half, and
+# scales (*stack, outputs, groups), e8m0. Source: `convert_moe_packed_tensors` of Transformers.
+
+
+def _measure_mxfp4(headers: Headers, read: ReadTensor) -> Facts:
+    blocks = headers["_blocks"]
+    _require_axes(blocks, "_blocks", 3, more=True)
+    *stack, outputs, groups, size = blocks.shape
+    _require(blocks, [UINT8], blocks.shape, "_blocks")
+    _require(headers["_scales"], [UINT8], (*stack, outputs, groups), "_scales")
+    return Facts("mxfp4", (*stack, 2 * groups * size, outputs), groups)
+
+
+def _read_mxfp4(tensors: Tensors) -> Matrix:
+    blocks = tensors["_blocks"]
+    pairs = np.stack([blocks & 15, blocks >> 4], -1)
+    return Matrix(_swap(pairs.reshape(*blocks.shape[:-2], -1)), _swap(tensors["_scales"]).view(_E8M0))
+
+
+def _write_mxfp4(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
+    values, scales = _swap(matrix.values), _swap(matrix.scale).view(UINT8)
+    values = values.reshape(*scales.shape, -1)
+    return {"_blocks": values[..., ::2] | values[..., 1::2] << 4, "_scales": scales}
+
+
+def _make_gptq(name: str, offset: int) -> TensorLayout:
+    return TensorLayout(
+        name=name,
+        suffixes=(".qweight", ".qzeros", ".scales", ".g_idx"),
+        optional=(".g_idx",),
+        ending=".weight",
+        measure=_measure_gptq,
+        read=lambda tensors: _read_gptq(tensors, offset),
+        write=lambda matrix, dtype: _write_gptq(matrix, dtype, offset),
+    )
+
+
+GPTQ, GPTQ_V2 = _make_gptq("gptq", 1), _make_gptq("gptq_v2", 0)
+AWQ = TensorLayout("awq", (".qweight", ".qzeros", ".scales"), (), ".weight", _measure_awq, _read_awq, _write_awq)
+PACKED = TensorLayout(
+    name="compressed-tensors",
+    suffixes=("_packed", "_scale", "_shape", "_zero_point", "_g_idx"),
+    optional=("_zero_point", "_g_idx"),
+    ending="",
+    measure=_measure_packed,
+    read=_read_packed,
+    write=_write_packed,
+)
+PLAIN_INT8 = TensorLayout(
+    name="compressed-tensors",
+    suffixes=("", "_scale", "_zero_point"),
+    optional=("_zero_point",),
+    ending="",
+    measure=_measure_int8,
+    read=_read_int8,
+    write=_write_int8,
+)
+BLOCKS = TensorLayout("mxfp4", ("_blocks", "_scales"), (), "", _measure_mxfp4, _read_mxfp4, _write_mxfp4)
+
+
+def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLayout] | None:
+    """Returns the stem and the layout of a tensor with the values of a quantized weight, or None for other tensors."""
+    if name.endswith(".qweight"):
+        stem = name.removesuffix(".qweight")
+        words, scales = headers[name].shape, headers.get(f"{stem}.scales")
+        is_awq = scales is not None and words[-1:] != scales.shape[-1:]
+        return stem, AWQ if is_awq and f"{stem}.g_idx" not in headers else GPTQ_V2 if is_v2 else GPTQ
+    if name.endswith("weight_packed") or (name.endswith("_packed") and headers[name].dtype == INT32):
+        return name.removesuffix("_packed"), PACKED
+    if name.endswith("_blocks") and headers[name].dtype == UINT8:
+        return name.removesuffix("_blocks"), BLOCKS
+    return (name, PLAIN_INT8) if headers[name].dtype == INT8 and f"{name}_scale" in headers else None
+
+
+def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
+    """Returns the shape `(*stack, inputs, outputs)` of a weight, without its first `depth` axes."""
+    stack = stack_shape(weight.shape, weight.layout)
+    outputs = math.prod(weight.shape) // math.prod((*stack, weight.layout.length))
+    return (*stack, weight.layout.length, outputs)[depth:]
+
+
+def arrange(matrix: Matrix, like: QuantizedArray, depth: int = 0) -> dict[str, np.ndarray]:
+    """Returns the arrays of a weight like `like`, by name, without the first `depth` axes of its stack."""
+    values, groups = matrix.values, matrix.scale.shape[-2]
+    blocks = values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
+    if not isinstance(like.format, Int8):
+        blocks = _pack_blocks(blocks, in_pairs=isinstance(like.format, MXFP4))
+    made = {"values": blocks, "scale": matrix.scale[..., None, :]}
+    if matrix.zero_point is not None:
+        made["zero_point"] = matrix.zero_point[..., None, :]
+    if not like.layout.channels:  # the rows of a table come first
+        made = {name: np.moveaxis(array, -1, -3) for name, array in made.items()}
+    made = {name: array.reshape(getattr(like, name).shape[depth:]) for name, array in made.items()}
+    return made if matrix.order is None else made | {"input_order": matrix.order}
+
+
+def take_apart(weight: QuantizedArray) -> Matrix:
+    """Inverse of `arrange`, for a weight of NumPy arrays."""
+    *stack, inputs, outputs = find_dimensions(weight)
+    is_table = not weight.layout.channels
+
+    def split(array: Any, groups: int) -> np.ndarray:
+        array = np.asarray(array)
+        if is_table:
+            return np.moveaxis(array.reshape(*stack, outputs, groups, -1), -3, -1)
+        return array.reshape(*stack, groups, -1, outputs)
+
+    groups = np.asarray(weight.scale).size // math.prod((*stack, outputs))
+    blocks = split(weight.values, groups)
+    if not isinstance(weight.format, Int8):
+        blocks = _unpack_blocks(blocks, isinstance(weight.format, MXFP4))[..., : inputs // groups, :]
+    scale, zero_point = (
+        None if array is None else split(array, groups)[..., 0, :] for array in (weight.scale, weight.zero_point)
+    )
+    assert scale is not None
+    order = None if weight.input_order is None else np.asarray(weight.input_order)
+    return Matrix(blocks.reshape(*stack, inputs, outputs), scale, zero_point, order)
+
+
+def _pack_blocks(blocks: np.ndarray, in_pairs: bool) -> np.ndarray:
+    """Packs axis -2 of 4-bit values as `QuantizedArray.values` does: neighbors in a byte, or both halves of a block."""
+    if blocks.shape[-2] % 2:
+        blocks = np.concatenate([blocks, np.zeros_like(blocks[..., :1, :])], -2)
+    half = blocks.shape[-2] // 2
+    low, high = (blocks[..., ::2, :], blocks[..., 1::2, :]) if in_pairs else np.split(blocks, [half], -2)
+    return low | high << 4
+
+
+def _unpack_blocks(packed: np.ndarray, in_pairs: bool) -> np.ndarray:
+    low, high = packed & 15, packed >> 4
+    if not in_pairs:
+        return np.concatenate([low, high], -2)
+    return np.stack([low, high], -2).reshape(*packed.shape[:-2], -1, packed.shape[-1])

@@ -1,0 +1,555 @@
+"""Reads and writes quantized checkpoints of other libraries: GPTQ, AWQ, compressed-tensors and MXFP4."""
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from .._base import PyTree, describe, did_you_mean, drop_value_key, hide_frames, is_array, is_floating_dtype
+from ..policy import MXFP4, Int4, Int8
+from ..quant import ARRAYS, QuantizedArray, is_quantized, quantize_array, stack_shape
+from ._checkpoint_files import Source, StoredWeights, describe_weights, save_folder
+from ._checkpoint_layouts import (
+    AWQ,
+    BLOCKS,
+    FLOATS,
+    GPTQ,
+    GPTQ_V2,
+    PACKED,
+    PLAIN_INT8,
+    Facts,
+    TensorLayout,
+    Unreadable,
+    arrange,
+    find_dimensions,
+    find_layout,
+    is_symmetric,
+    take_apart,
+)
+
+Names = Callable[[str], str | None] | Mapping[str, str | None] | None
+Index = tuple[int, ...]
+
+_SHOWN = 10  # problems in an error
+_NO_NAME = "no pattern of `names` matches it; with None in place of a template, it is left out"
+
+
+@hide_frames
+def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyTree, *, names: Names = None) -> PyTree:
+    """Reads a quantized checkpoint of another library into the state of a model with a quantized policy.
+
+    Integers, scales and zero points become those of our quantized arrays bit for bit; nothing is dequantized. Known are
+    GPTQ and AWQ with 4 bits, int4 and int8 of compressed-tensors, MXFP4 as in gpt-oss, and floating tensors. Floating
+    tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
+
+    All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
+    and put on the devices: beside the state, memory holds a few bytes per value of one leaf. Matrices are those of
+    `torch.nn.Linear`, `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes.
+    Kernels of convolutions, as floats, are transposed too.
+
+    The name of a quantized weight is that of its floating tensor: `layer.weight` for `layer.qweight`,
+    `layer.weight_packed` and what belongs to them; `gate_up_proj` for `gate_up_proj_blocks`. A GPTQ checkpoint with
+    `desc_act` gives arrays with an `input_order`, which is a further leaf of the tree. Zero points of GPTQ are those of
+    version 1, one more than stored (a stored 15 is 16), unless the config of a folder says
+    `"checkpoint_format": "gptq_v2"`.
+
+    Args:
+      source: a folder with safetensors files, one or several, or a mapping of names to NumPy or JAX arrays.
+      like: the abstract state, with `jax.ShapeDtypeStruct` leaves. For linen,
+        `jax.eval_shape(lambda: quant.quantize(model.init(key, x), policy))`; for nnx,
+        `nnx.state(nnx.eval_shape(lambda: quant.quantize(Model(...), policy)))`. Each leaf is put by its sharding.
+        Leaves that the checkpoint does not have, such as random keys, must not be in it: for example,
+        `nnx.state(model, (nnx.Param, jmp.nnx.QuantizedParam))`.
+      names: gives the path in `like`, joined by `/`, for the name of a weight. A function, whose `None` skips a tensor;
+        or a mapping of regular expressions to templates of `re.Match.expand` or `None`, of which the first that matches
+        the whole name counts. By default, dots become slashes, and a last `weight` becomes `kernel`, or `embedding` or
+        `scale` where `like` has that. An index in brackets, as in `blocks[3]/dense/kernel`, is an element along the
+        leading axis of `blocks/dense/kernel`. The collection `params` may be left out of paths.
+
+    Returns:
+      A tree like `like` with arrays.
+
+    Raises:
+      ValueError: the checkpoint and `like` differ, or a file is damaged. The message lists the problems.
+
+    Source: the layouts of AutoGPTQ, AutoAWQ, compressed-tensors 0.20 and gpt-oss.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> init = lambda: nn.Dense(8).init(jax.random.key(0), jnp.ones((1, 64)))
+    >>> like = jax.eval_shape(lambda: jmp.quant.quantize(init(), "int8(min_size=0)_from_mixed_bfloat16"))
+    >>> tensors = {"weight": np.ones((8, 64), np.int8), "weight_scale": np.ones((8, 1), np.float16)}
+    >>> variables = jmp.contrib.read_quantized(tensors | {"bias": np.zeros(8, np.float16)}, like)
+    >>> variables["params"]["kernel"], variables["params"]["bias"].dtype
+    (QuantizedArray(int8(min_size=0), shape=(64, 8), dtype=float32), dtype('float32'))
+    """
+    reader = Reader(Source(source), like, names)
+    reader.check()
+    leaves = [reader.read_leaf(path) for path in reader.leaves]
+    return jax.tree.unflatten(reader.structure, leaves)
+
+
+@dataclasses.dataclass
+class Part:
+    """A tensor of the checkpoint, or the tensors of a quantized weight, that is a leaf or an element of one."""
+
+    name: str  # of the floating tensor
+    layout: TensorLayout | None
+    tensors: dict[str, str]  # the names of tensors by suffix
+    facts: Facts | None = None
+
+
+class Reader:
+    """Finds the tensors for each leaf of `like`, checks them, and reads them."""
+
+    def __init__(self, source: Source, like: PyTree, names: Names) -> None:
+        self._source = source
+        self._problems = [*source.problems]
+        leaves, self.structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_quantized)
+        self.leaves = {_join_path(path): leaf for path, leaf in leaves}
+        self._parts: dict[str, dict[Index, Part]] = defaultdict(dict)
+        find_path = _read_names(names, self.leaves)
+        for part in self._group_tensors():
+            self._assign(part, find_path(part.name))
+
+    def _group_tensors(self) -> list[Part]:
+        """Groups the tensors of each quantized weight."""
+        headers = self._source.headers
+        config = self._source.config.get("quantization_config") or {}
+        is_v2 = config.get("checkpoint_format") == "gptq_v2"
+        parts, used = [], set()
+        for name in headers:
+            found = find_layout(name, headers, is_v2)
+            if found is not None:
+                stem, layout = found
+                tensors = {suffix: stem + suffix for suffix in layout.suffixes if stem + suffix in headers}
+                parts.append(Part(stem + layout.ending, layout, tensors))
+                used |= set(tensors.values())
+        return parts + [Part(name, None, {"": name}) for name in headers if name not in used]
+
+    def _assign(self, part: Part, path: str | None) -> None:
+        """Notes that a part is the leaf at a path, which may have indices in brackets."""
+        if path is None:
+            return
+        if not path:
+            self._problems.append(f"{part.name!r}: {_NO_NAME}")
+            return
+        plain, index = re.sub(r"\[\d+\]", "", path), tuple(map(int, re.findall(r"\[(\d+)\]", path)))
+        full = _complete_path(plain, self.leaves)
+        if full is None:
+            shown = len(self._problems) < _SHOWN  # the search takes time for each of many paths
+            near = difflib.get_close_matches(plain, self.leaves, 1) if shown else []
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            self._problems.append(f"{part.name!r} is for {path!r}, which `like` does not have{hint}")
+        elif index in self._parts[full]:
+            self._problems.append(f"{self._parts[full][index].name!r} and {part.name!r} are both for {path!r}")
+        else:
+            self._parts[full][index] = part
+
+    def check(self) -> None:
+        """Raises an error that lists all problems, if there are any."""
+        for path, leaf in self.leaves.items():
+            self._check_leaf(path, leaf)
+        _raise_problems(f"The checkpoint {self._source.name} does not fit `like`:", self._problems)
+
+    def _check_leaf(self, path: str, leaf: Any) -> None:
+        parts = self._parts.get(path)
+        if not is_array(leaf) and not is_quantized(leaf):
+            self._problems.append(f"{path!r} of `like` is {describe(leaf)}, which is not an array")
+            return
+        if not parts:
+            self._problems.append(f"{path!r} of `like` has no tensor in the checkpoint")
+            return
+        depths = {len(index) for index in parts}
+        depth = min(depths)
+        length = leaf.shape[:depth]
+        if len(depths) > 1 or len(length) < depth:
+            self._problems.append(
+                f"{path!r} of `like` has the shape {leaf.shape}, and indices of {sorted(depths)} axes"
+            )
+            return
+        wanted = set(np.ndindex(*length))
+        wrong = [f"has no tensor for element {list(index)}" for index in sorted(wanted - parts.keys())]
+        wrong += [f"has no element {list(index)}, which is given" for index in sorted(parts.keys() - wanted)]
+        self._problems += [f"{path!r} of `like` {one}" for one in wrong]
+        for part in parts.values():
+            try:
+                self._check_part(part, path, leaf, depth)
+            except Unreadable as error:
+                self._problems.append(f"{part.name!r}: {error}")
+
+    def _check_part(self, part: Part, path: str, leaf: Any, depth: int) -> None:
+        headers = {suffix: self._source.headers[name] for suffix, name in part.tensors.items()}
+        if part.layout is None:
+            _check_plain(headers[""], path, leaf, depth)
+            return
+        missing = [name for name in part.layout.suffixes if name not in headers and name not in part.layout.optional]
+        if missing:
+            raise Unreadable(f"it has {sorted(part.tensors.values())}, and lacks {missing}")
+        part.facts = part.layout.measure(headers, lambda suffix: self._source.read(part.tensors[suffix]))
+        _check_weight(part, path, leaf, depth)
+
+    def read_leaf(self, path: str) -> Any:
+        """Reads the tensors of a leaf, and puts it on the devices."""
+        leaf, parts = self.leaves[path], self._parts[path]
+        depth = len(next(iter(parts)))
+        made = [self._read_part(parts[index], path, leaf, depth) for index in np.ndindex(*leaf.shape[:depth])]
+        if not isinstance(made[0], dict):
+            array = made[0] if depth == 0 else np.stack(made).reshape(*leaf.shape[:depth], *made[0].shape)
+            if not isinstance(leaf, QuantizedArray):
+                return _place(array, leaf)
+            new: Any = quantize_array(jnp.asarray(array), leaf.format, leaf.layout, where=f" {path!r}")
+            return jax.tree.map(_place, new, leaf)
+        return _make_weight(made, leaf, depth)
+
+    def _read_part(self, part: Part, path: str, leaf: Any, depth: int) -> Any:
+        tensors = {suffix: self._source.read(name) for suffix, name in part.tensors.items()}
+        if part.layout is None:
+            return _orient(tensors[""], path, leaf, depth).astype(leaf.dtype)
+        return arrange(part.layout.read(tensors), leaf, depth)
+
+
+def _join_path(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(drop_value_key(path), simple=True, separator="/")
+
+
+def _complete_path(path: str, leaves: Mapping[str, Any]) -> str | None:
+    """Returns the path of a leaf, where the collection of linen parameters may be left out."""
+    return next((one for one in (path, f"params/{path}") if one in leaves), None)
+
+
+def _read_names(names: Names, leaves: Mapping[str, Any]) -> Callable[[str], str | None]:
+    if names is None:
+        return functools.partial(_guess_path, leaves=leaves)
+    if not isinstance(names, Mapping):
+        return names
+    patterns = [(_compile(pattern), template) for pattern, template in names.items()]
+
+    def expand(name: str) -> str | None:
+        for pattern, template in patterns:
+            if match := pattern.fullmatch(name):
+                return None if template is None else _expand(match, template)
+        return ""
+
+    return expand
+
+
+_EXAMPLE = r"For example: names={r'model\.layers\.(\d+)\.(\w+)\.weight': r'blocks[\1]/\2/kernel'}."
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} of names is not a valid pattern: {error}. {_EXAMPLE}") from None
+
+
+def _expand(match: re.Match[str], template: str) -> str:
+    try:
+        return match.expand(template)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"{template!r} of names is not a valid template: {error}. {_EXAMPLE}") from None
+
+
+def _guess_path(name: str, leaves: Mapping[str, Any]) -> str:
+    path = name.replace(".", "/")
+    if path != "weight" and not path.endswith("/weight"):
+        return path
+    stem = path.removesuffix("weight")
+    tries = (f"{stem}{last}" for last in ("kernel", "embedding", "scale"))
+    return next((one for one in tries if _complete_path(one, leaves) is not None), f"{stem}kernel")
+
+
+def _check_weight(part: Part, path: str, leaf: Any, depth: int) -> None:
+    """Raises if the facts of a quantized weight are not those of a leaf."""
+    facts = part.facts
+    assert facts is not None
+    fix = f"Make `like` with a policy such as '{facts.format}_from_mixed_bfloat16'"
+    if not isinstance(leaf, QuantizedArray):
+        has = f"{leaf.dtype}{list(leaf.shape)}"
+        raise Unreadable(f"it is stored in {_spell(facts.format)!r}, and {path!r} of `like` is {has}. {fix}")
+    wanted = find_dimensions(leaf, depth)
+    if facts.shape != wanted:
+        raise Unreadable(
+            f"it has (..., inputs, outputs) of {facts.shape}, and {path!r} of `like`, without the axes of its index, "
+            f"{wanted}"
+        )
+    groups = _count_blocks(leaf)
+    if leaf.format.kind != facts.kind or groups != facts.groups:
+        raise Unreadable(
+            f"it is stored in {_spell(facts.format)!r}, with {facts.groups} scales for the inputs of each output, and "
+            f"{path!r} of `like` in {_spell(leaf.format)!r}, with {groups}. {fix}"
+        )
+    if leaf.input_clip is not None:
+        raise Unreadable(_describe_range(path))
+    if not leaf.layout.channels and {".g_idx", "_g_idx"} & part.tensors.keys():
+        raise Unreadable(f"it has an order of its inputs, and {path!r} of `like` is a table of rows")
+
+
+def _describe_range(path: str) -> str:
+    return (
+        f"{path!r} of `like` has a calibrated range of its inputs, which the checkpoint does not. Make `like` with a "
+        "policy without act_scale='static'"
+    )
+
+
+def _spell(format: Any) -> str:
+    return str(format).partition("(")[0]
+
+
+def _count_blocks(leaf: QuantizedArray) -> int:
+    return math.prod(leaf.scale.shape) // (math.prod(leaf.shape) // leaf.layout.length)
+
+
+def _check_plain(header: Any, path: str, leaf: Any, depth: int) -> None:
+    """Raises if a tensor cannot be cast to a leaf, or quantized for it."""
+    is_same = is_array(leaf) and header.dtype == leaf.dtype
+    if not is_same and (header.dtype not in FLOATS or not is_floating_dtype(leaf.dtype)):
+        raise Unreadable(f"it is {header}, and {path!r} of `like` {leaf.dtype}{list(leaf.shape)}")
+    if _find_axes(header.shape, path, leaf, depth) is None:
+        raise Unreadable(
+            f"its shape is {header.shape}, which does not give the {leaf.shape[depth:]} of {path!r} of `like`"
+        )
+    if isinstance(leaf, QuantizedArray) and leaf.input_clip is not None:
+        raise Unreadable(_describe_range(path))
+
+
+def _find_axes(shape: tuple[int, ...], path: str, leaf: Any, depth: int) -> tuple[int, ...] | None:
+    """Returns the order of the axes of a tensor of another library that can be reshaped to a leaf, or None."""
+    wanted, axes = leaf.shape[depth:], tuple(range(len(shape)))
+    is_kernel = (
+        path.rpartition("/")[2] == "kernel" if not isinstance(leaf, QuantizedArray) else leaf.layout.channels > 0
+    )
+    if not is_kernel or len(shape) < 2:
+        return axes if shape == wanted or (len(shape) == 1 and shape == (math.prod(wanted),)) else None
+    swapped = (*shape[:-2], shape[-1], shape[-2])
+    if isinstance(leaf, QuantizedArray):
+        fits = swapped == find_dimensions(leaf, depth)
+    else:  # (inputs, outputs), each perhaps several axes
+        fits = len(shape) == 2 and any(swapped == (math.prod(wanted[:n]), math.prod(wanted[n:])) for n in range(9))
+    if fits:
+        return (*axes[:-2], axes[-1], axes[-2])
+    is_convolution = (*shape[2:], shape[1], shape[0]) == wanted
+    return (*axes[2:], 1, 0) if is_convolution else None
+
+
+def _orient(array: np.ndarray, path: str, leaf: Any, depth: int) -> np.ndarray:
+    axes = _find_axes(array.shape, path, leaf, depth)
+    assert axes is not None
+    return array.transpose(axes).reshape(leaf.shape[depth:])
+
+
+def _make_weight(made: list[dict[str, np.ndarray]], leaf: QuantizedArray, depth: int) -> QuantizedArray:
+    """Joins the arrays of the elements of a stack, and puts them on the devices."""
+    stack = leaf.shape[:depth]
+    arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
+    for name in dict.fromkeys(itertools.chain(*made)):
+        each = [one.get(name, _plain_order(leaf)) for one in made]
+        array = each[0] if depth == 0 else np.stack(each).reshape(*stack, *each[0].shape)
+        like = getattr(leaf, name)
+        arrays[name] = _place(array, _describe_order(leaf.values, array) if like is None else like)
+    return dataclasses.replace(leaf, **arrays)
+
+
+def _plain_order(leaf: QuantizedArray) -> np.ndarray:
+    return np.arange(leaf.layout.length, dtype=np.int32)
+
+
+def _describe_order(values: Any, order: np.ndarray) -> jax.ShapeDtypeStruct:
+    """Returns where to put an input order: on each device whole."""
+    sharding = getattr(values, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(order.shape, order.dtype, sharding=sharding)
+
+
+def _place(array: Any, like: Any) -> jax.Array:
+    """Puts an array by the sharding of its leaf, if it has one with devices."""
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return jnp.array(array)
+    return jax.device_put(array, sharding, may_alias=False)
+
+
+_WRITTEN: dict[str, dict[type, TensorLayout]] = {
+    "gptq": {Int4: GPTQ},
+    "gptq_v2": {Int4: GPTQ_V2},
+    "awq": {Int4: AWQ},
+    "compressed-tensors": {Int4: PACKED, Int8: PLAIN_INT8},
+    "mxfp4": {MXFP4: BLOCKS},
+    "plain": {},
+}
+"""The layouts of each `format` of `write_quantized`, by our formats."""
+
+
+@hide_frames
+def write_quantized(state: PyTree, folder: str | os.PathLike[str], *, format: str, names: Names = None) -> None:
+    """Writes the state of a model in the layout of another library: `model.safetensors`, and the config of its weights.
+
+    Quantized arrays keep their bits, so that a checkpoint that was read is written with the same tensors. Scales are
+    written in the narrowest of bfloat16, float16 and float32 that holds all of them. Other arrays keep their dtype;
+    kernels are transposed to `(outputs, inputs)`, and those of convolutions to `(outputs, inputs, *window)`.
+
+    `config.json` has `quantization_config` and `torch_dtype`. Add the rest of the model's config for other libraries.
+
+    Args:
+      state: linen variables or parameters, or the `nnx.state` of a model.
+      folder: where to write; it is made if it does not exist.
+      format: `"gptq"`, `"gptq_v2"`, `"awq"`, `"compressed-tensors"`, `"mxfp4"`, or `"plain"`, which dequantizes.
+      names: gives the name of a weight for its path, without the collection `params`; as for `read_quantized`, the
+        other way round. A `*` in a name stands for the index along the leading axis of a stack, which is then written
+        element by element: `{r"blocks/(.*)/kernel": r"model.layers.*.\\1.weight"}`. By default, slashes become dots,
+        and a last `kernel`, `embedding` or `scale` becomes `weight`.
+
+    Raises:
+      ImportError: safetensors is not installed.
+      FileExistsError: a file to write exists.
+      ValueError: `format` is not known, or arrays cannot be stored in it. The message lists them.
+
+    >>> import pathlib, tempfile, jax.numpy as jnp, jmp_policy as jmp
+    >>> folder = pathlib.Path(tempfile.mkdtemp()) / "quantized"
+    >>> state = {"dense": {"kernel": jmp.quant.quantize_array(jnp.ones((128, 8)), "int4/64")}}
+    >>> jmp.contrib.write_quantized(state, folder, format="awq")
+    >>> jmp.contrib.policy_of_checkpoint(folder).name
+    'int4/64(min_size=0)_from_float32'
+    """
+    if format not in _WRITTEN:
+        raise ValueError(f"Unknown format {format!r}. {did_you_mean(format, _WRITTEN)}")
+    writer = Writer(state, format, names)
+    save_folder(Path(folder), writer.tensors, writer.config)
+
+
+class Writer:
+    """Makes the tensors and the config of a checkpoint."""
+
+    def __init__(self, state: PyTree, format: str, names: Names) -> None:
+        found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized)
+        leaves = {_join_path(path).removeprefix("params/"): leaf for path, leaf in found}
+        self._format, self._find_name = format, _read_names(names or _guess_name, {})
+        self._weights = {path: leaf for path, leaf in leaves.items() if is_quantized(leaf)}
+        scales = [leaf.scale for leaf in self._weights.values() if not isinstance(leaf.format, MXFP4)]
+        self._scale_dtype = _choose_dtype(scales)
+        self._left_out: list[str] = []  # names of modules with matrices that are not quantized
+        self._is_symmetric, self._is_ordered = True, False
+        self.tensors: dict[str, np.ndarray] = {}
+        self._problems = self._list_mixed_formats()
+        for path, leaf in leaves.items():
+            try:
+                self._add_leaf(path, leaf)
+            except Unreadable as error:
+                self._problems.append(f"{path!r}: {error}")
+        _raise_problems(f"The state cannot be written as {format!r}:", self._problems)
+        self.config = self._describe()
+
+    def _list_mixed_formats(self) -> list[str]:
+        """Lists the formats, if a config cannot name all of them."""
+        spelled = {path: _spell(leaf.format) for path, leaf in self._weights.items()}
+        if self._format == "plain" or len(set(spelled.values())) < 2:
+            return []
+        firsts = {format: path for path, format in reversed(spelled.items())}
+        each = ", ".join(f"{path!r} in {format!r}" for format, path in firsts.items())
+        return [f"it has weights in several formats: {each}. Tables are left out by a rule of the policy"]
+
+    def _add_leaf(self, path: str, leaf: Any) -> None:
+        name = self._find_name(path)
+        if name is None:
+            return
+        if not name:
+            raise Unreadable(_NO_NAME)
+        depth = name.count("*")
+        stack = stack_shape(leaf.shape, leaf.layout) if is_quantized(leaf) else leaf.shape
+        if depth > len(stack):
+            raise Unreadable(f"its name {name!r} has {depth} '*', and the axes of its stack are {stack}")
+        kind = path.rpartition("/")[2]
+        for index in np.ndindex(*leaf.shape[:depth]):
+            numbers = iter(index)
+            element = jax.tree.map(lambda array: np.asarray(array)[index], leaf)  # noqa: B023
+            self._add_element(re.sub(r"\*", lambda _: str(next(numbers)), name), kind, element)  # noqa: B023
+
+    def _add_element(self, name: str, kind: str, leaf: Any) -> None:
+        made = self._encode(name, leaf) if is_quantized(leaf) and self._format != "plain" else None
+        if made is None:
+            if kind in ("kernel", "embedding") and leaf.ndim > 1 and not is_quantized(leaf):
+                self._left_out.append(name.removesuffix(".weight"))
+            made = {name: _spell_axes(kind, leaf)}
+        for one in made:
+            if one in self.tensors:
+                raise Unreadable(f"the name {one!r} is that of another leaf too")
+        self.tensors |= made
+
+    def _encode(self, name: str, weight: QuantizedArray) -> dict[str, np.ndarray]:
+        layout = _WRITTEN[self._format].get(type(weight.format))
+        if layout is None:
+            raise Unreadable(f"it is stored in {_spell(weight.format)!r}, which this layout has not")
+        if weight.input_scale is not None:
+            raise Unreadable("it has input scales, of `awq`, which this layout has not")
+        if not name.endswith(layout.ending):
+            raise Unreadable(f"its name {name!r} does not end in {layout.ending!r}")
+        matrix = take_apart(weight)
+        self._is_symmetric &= is_symmetric(matrix)
+        self._is_ordered |= matrix.order is not None
+        stem = name.removesuffix(layout.ending)
+        return {stem + suffix: array for suffix, array in layout.write(matrix, self._scale_dtype).items()}
+
+    def _describe(self) -> dict[str, Any]:
+        """Returns the config, with the entries of the library that reads it."""
+        dtypes = {leaf.dtype for leaf in self._weights.values()} or {x.dtype for x in self.tensors.values()}
+        config: dict[str, Any] = {"torch_dtype": dtypes.pop().name if len(dtypes) == 1 else "float32"}
+        formats = [leaf.format for leaf in self._weights.values()]
+        if self._format == "plain" or not formats:
+            return config
+        stored = StoredWeights(formats, self._is_symmetric, self._is_ordered, self._left_out)
+        return config | {"quantization_config": describe_weights(self._format, stored)}
+
+
+def _guess_name(path: str) -> str:
+    *modules, last = path.split("/")
+    return ".".join([*modules, "weight" if last in ("kernel", "embedding", "scale") else last])
+
+
+def _choose_dtype(scales: Iterable[Any]) -> np.dtype:
+    """Returns the dtype of scales in a checkpoint: half precision if all are exact, bfloat16 before float16."""
+    # float16 has 3 more bits, so scales of float16 are all exact in bfloat16 by chance only.
+    dtypes = [np.dtype(jnp.bfloat16), np.dtype(np.float16)]
+    for scale in scales:
+        numbers = np.asarray(scale)
+        with np.errstate(over="ignore", under="ignore"):
+            dtypes = [dtype for dtype in dtypes if (numbers.astype(dtype).astype(np.float32) == numbers).all()]
+    return next(iter(dtypes), np.dtype(np.float32))
+
+
+def _spell_axes(kind: str, leaf: Any) -> np.ndarray:
+    """Returns a floating array with the axes of PyTorch."""
+    array = np.asarray(leaf.dequantize() if is_quantized(leaf) else leaf)
+    if kind != "kernel" or array.ndim < 2:
+        return array
+    if array.ndim == 2:
+        return array.T
+    if is_quantized(leaf) and (array.ndim == 3 or leaf.layout.channels > 1):
+        *stack, inputs, outputs = find_dimensions(leaf)
+        return array.reshape(*stack, inputs, outputs).swapaxes(-1, -2)
+    if array.ndim == 3:
+        raise Unreadable(
+            f"its three axes {array.shape} may be of a convolution or of heads. Reshape it to (inputs, outputs), or "
+            "write a stack of layers by a '*' in its name"
+        )
+    return np.moveaxis(array, (-1, -2), (0, 1))
+
+
+def _raise_problems(title: str, problems: list[str]) -> None:
+    """Raises an error that lists the first problems, if there are any."""
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN)
+        raise ValueError("\n".join([title, *(f"- {problem}" for problem in [*problems[:_SHOWN], *more])]))
