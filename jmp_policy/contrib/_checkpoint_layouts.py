@@ -387,6 +387,12 @@ def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLa
     return (name, PLAIN_INT8) if headers[name].dtype == INT8 and f"{name}_scale" in headers else None
 
 
+def split_heads(array: np.ndarray, stack: Sequence[int]) -> np.ndarray:
+    """Moves the leading outputs of the last axis to the front: `(inputs, heads * n)` becomes `(heads, inputs, n)`."""
+    parts = array.reshape(*array.shape[:-1], *stack, -1)
+    return np.moveaxis(parts, range(array.ndim - 1, array.ndim - 1 + len(stack)), range(len(stack)))
+
+
 def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
     """Returns the shape `(*stack, inputs, outputs)` of a weight, without its first `depth` axes."""
     stack = stack_shape(weight.shape, weight.layout)
@@ -396,6 +402,11 @@ def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
 
 def arrange(matrix: Matrix, like: QuantizedArray, depth: int = 0) -> dict[str, np.ndarray]:
     """Returns the arrays of a weight like `like`, by name, without the first `depth` axes of its stack."""
+    stack = find_dimensions(like, depth)[:-2]
+    if stack and matrix.values.ndim == 2:
+        parts = (None if x is None else split_heads(x, stack) for x in matrix[:3])
+        order = None if matrix.order is None else np.broadcast_to(matrix.order, (*stack, *matrix.order.shape))
+        matrix = Matrix(*parts, order)  # type: ignore[arg-type]
     values, groups = matrix.values, matrix.scale.shape[-2]
     blocks = values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
     if not isinstance(like.format, Int8):

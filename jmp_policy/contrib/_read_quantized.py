@@ -36,6 +36,7 @@ from ._checkpoint_layouts import (
     find_dimensions,
     find_layout,
     is_symmetric,
+    split_heads,
     take_apart,
 )
 
@@ -281,7 +282,7 @@ def _check_weight(part: Part, path: str, leaf: Any, depth: int) -> None:
         has = f"{leaf.dtype}{list(leaf.shape)}"
         raise Unreadable(f"it is stored in {_spell(facts.format)!r}, and {path!r} of `like` is {has}. {fix}")
     wanted = find_dimensions(leaf, depth)
-    if facts.shape != wanted:
+    if facts.shape not in _list_dimensions(leaf, depth):
         raise Unreadable(
             f"it has (..., inputs, outputs) of {facts.shape}, and {path!r} of `like`, without the axes of its index, "
             f"{wanted}"
@@ -326,6 +327,13 @@ def _check_plain(header: Any, path: str, leaf: Any, depth: int) -> None:
         raise Unreadable(_describe_range(path))
 
 
+def _list_dimensions(leaf: QuantizedArray, depth: int) -> list[tuple[int, ...]]:
+    """Lists the dimensions that a weight may have in a checkpoint; leading axes may be outputs, such as heads."""
+    inputs = leaf.layout.length
+    merged = [] if depth else [(inputs, math.prod(leaf.shape) // inputs)]
+    return [find_dimensions(leaf, depth), *merged]
+
+
 def _find_axes(shape: tuple[int, ...], path: str, leaf: Any, depth: int) -> tuple[int, ...] | None:
     """Returns the order of the axes of a tensor of another library that can be reshaped to a leaf, or None."""
     wanted, axes = leaf.shape[depth:], tuple(range(len(shape)))
@@ -336,7 +344,7 @@ def _find_axes(shape: tuple[int, ...], path: str, leaf: Any, depth: int) -> tupl
         return axes if shape == wanted or (len(shape) == 1 and shape == (math.prod(wanted),)) else None
     swapped = (*shape[:-2], shape[-1], shape[-2])
     if isinstance(leaf, QuantizedArray):
-        fits = swapped == find_dimensions(leaf, depth)
+        fits = swapped in _list_dimensions(leaf, depth)
     else:  # (inputs, outputs), each perhaps several axes
         fits = len(shape) == 2 and any(swapped == (math.prod(wanted[:n]), math.prod(wanted[n:])) for n in range(9))
     if fits:
@@ -348,7 +356,10 @@ def _find_axes(shape: tuple[int, ...], path: str, leaf: Any, depth: int) -> tupl
 def _orient(array: np.ndarray, path: str, leaf: Any, depth: int) -> np.ndarray:
     axes = _find_axes(array.shape, path, leaf, depth)
     assert axes is not None
-    return array.transpose(axes).reshape(leaf.shape[depth:])
+    array = array.transpose(axes)
+    stack = find_dimensions(leaf, depth)[:-2] if isinstance(leaf, QuantizedArray) else ()
+    array = split_heads(array, stack) if stack and array.ndim == 2 else array
+    return array.reshape(leaf.shape[depth:])
 
 
 def _make_weight(made: list[dict[str, np.ndarray]], leaf: QuantizedArray, depth: int) -> QuantizedArray:

@@ -308,6 +308,23 @@ def test_a_kernel_with_heads_is_the_matrix_in_another_shape(shape, layout, forma
     np.testing.assert_array_equal(kernel.dequantize(), read_plainly("query", tensors).reshape(shape))
 
 
+@pytest.mark.parametrize("make", [make_gptq, make_packed, make_int8, lambda stem: make_gptq(stem, desc_act=True)])
+def test_a_weight_whose_heads_come_first_is_the_matrix_of_all_of_them(make):
+    """Einsums of Gemma have (heads, inputs, size)."""
+    heads, tensors = 3, make("q")
+    format = "int8" if make is make_int8 else f"int4/{GROUP}"
+    weight = jax.ShapeDtypeStruct((heads, INPUTS, OUTPUTS // heads), jnp.float32)
+    like = {"q": quantize_array(weight, f"{format}(min_size=0)", Layout((INPUTS,), 1))}
+    plain = {make_packed: plain_packed, make_int8: plain_int8}.get(make, plain_gptq)("q", tensors)
+    wanted = plain.reshape(INPUTS, heads, -1).swapaxes(0, 1)
+    read = read_quantized(tensors, like, names=lambda name: "q")
+    np.testing.assert_array_equal(read["q"].dequantize(), wanted)
+    # A floating matrix of PyTorch is rounded to the same weight.
+    again = read_quantized({"q.weight": plain.T}, like, names=lambda name: "q")
+    rounded = quantize_array(wanted, like["q"].format, like["q"].layout)
+    jax.tree.map(np.testing.assert_array_equal, again["q"], rounded)
+
+
 def test_a_table_keeps_its_rows():
     tensors = make_int8("embed")
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((OUTPUTS, INPUTS), jnp.float32)}}
