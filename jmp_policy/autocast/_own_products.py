@@ -163,7 +163,7 @@ class ProductRule(Rule):
         """Writes the function that reads a stored weight as its equations, and notes which value they make."""
         eqn = program.eqns[start]
         structure = find_structure(eqn.params["name"])
-        if structure is None:
+        if structure is None or not eqn.outvars:
             return None
         values = [read(atom) for atom in eqn.invars]
         (out,) = write_program(eqn.params["jaxpr"].jaxpr, eqn, [value.atom for value in values], body)

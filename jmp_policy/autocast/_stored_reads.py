@@ -21,7 +21,8 @@ def move_reads_inside(program: Program) -> Program:
     """Moves the reads in a jaxpr, and in those that it runs, as far inside as possible."""
     body, known, equations = body_of(program), dict[Any, JaxprEqn](), []
     for eqn in body.eqns:
-        if eqn.primitive.name == "jit" and find_structure(eqn.params["name"]) is not None:
+        # JAX leaves out the result of a read that nothing uses.
+        if eqn.primitive.name == "jit" and eqn.outvars and find_structure(eqn.params["name"]) is not None:
             known[eqn.outvars[0]] = eqn
             equations.append(eqn)
             continue
