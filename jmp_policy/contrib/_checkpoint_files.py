@@ -57,12 +57,14 @@ class Source:
             self._open_folder(Path(source))
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor as a NumPy array."""
+        """Returns a tensor as a NumPy array, which reads its file where it is used."""
         if name in self._arrays:
             return np.asarray(self._arrays[name])
         (path, start), (shape, dtype) = self._places[name], self.headers[name]
-        octets = np.fromfile(path, np.uint8, math.prod(shape) * dtype.itemsize, offset=start)
-        return octets.view(dtype).reshape(shape)
+        if not math.prod(shape):
+            return np.empty(shape, dtype)
+        octets = np.memmap(path, np.uint8, "r", start, (math.prod(shape) * dtype.itemsize,))
+        return np.asarray(octets).view(dtype).reshape(shape)
 
     def _take_arrays(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = arrays

@@ -68,6 +68,7 @@ class TensorLayout:
       suffixes: the ends of names; the first is of the values.
       optional: the ends that may be missing.
       ending: the end of the name of the weight in a checkpoint without quantization, after the stem.
+      outputs: by suffix, of each tensor with outputs: their axis, counted from the end, and how many share an element.
       measure: checks headers; it may read small tensors, such as the order of inputs.
       read: makes a matrix.
       write: makes the tensors of a matrix; the dtype is of scales that are stored as floats.
@@ -77,6 +78,7 @@ class TensorLayout:
     suffixes: tuple[str, ...]
     optional: tuple[str, ...]
     ending: str
+    outputs: Mapping[str, tuple[int, int]]
     measure: Callable[[Headers, ReadTensor], Facts]
     read: Callable[[Tensors], Matrix]
     write: Callable[[Matrix, np.dtype], dict[str, np.ndarray]]
@@ -344,6 +346,7 @@ def _make_gptq(name: str, offset: int) -> TensorLayout:
         suffixes=(".qweight", ".qzeros", ".scales", ".g_idx"),
         optional=(".g_idx",),
         ending=".weight",
+        outputs={".qweight": (-1, 1), ".qzeros": (-1, _PER_WORD), ".scales": (-1, 1)},
         measure=_measure_gptq,
         read=lambda tensors: _read_gptq(tensors, offset),
         write=lambda matrix, dtype: _write_gptq(matrix, dtype, offset),
@@ -351,12 +354,22 @@ def _make_gptq(name: str, offset: int) -> TensorLayout:
 
 
 GPTQ, GPTQ_V2 = _make_gptq("gptq", 1), _make_gptq("gptq_v2", 0)
-AWQ = TensorLayout("awq", (".qweight", ".qzeros", ".scales"), (), ".weight", _measure_awq, _read_awq, _write_awq)
+AWQ = TensorLayout(
+    name="awq",
+    suffixes=(".qweight", ".qzeros", ".scales"),
+    optional=(),
+    ending=".weight",
+    outputs={".qweight": (-1, _PER_WORD), ".qzeros": (-1, _PER_WORD), ".scales": (-1, 1)},
+    measure=_measure_awq,
+    read=_read_awq,
+    write=_write_awq,
+)
 PACKED = TensorLayout(
     name="compressed-tensors",
     suffixes=("_packed", "_scale", "_shape", "_zero_point", "_g_idx"),
     optional=("_zero_point", "_g_idx"),
     ending="",
+    outputs={"_packed": (-2, 1), "_scale": (-2, 1), "_zero_point": (-2, _PER_WORD)},
     measure=_measure_packed,
     read=_read_packed,
     write=_write_packed,
@@ -366,11 +379,21 @@ PLAIN_INT8 = TensorLayout(
     suffixes=("", "_scale", "_zero_point"),
     optional=("_zero_point",),
     ending="",
+    outputs={"": (-2, 1), "_scale": (-2, 1), "_zero_point": (-2, 1)},
     measure=_measure_int8,
     read=_read_int8,
     write=_write_int8,
 )
-BLOCKS = TensorLayout("mxfp4", ("_blocks", "_scales"), (), "", _measure_mxfp4, _read_mxfp4, _write_mxfp4)
+BLOCKS = TensorLayout(
+    name="mxfp4",
+    suffixes=("_blocks", "_scales"),
+    optional=(),
+    ending="",
+    outputs={"_blocks": (-3, 1), "_scales": (-2, 1)},
+    measure=_measure_mxfp4,
+    read=_read_mxfp4,
+    write=_write_mxfp4,
+)
 
 
 def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLayout] | None:
@@ -400,24 +423,57 @@ def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
     return (*stack, weight.layout.length, outputs)[depth:]
 
 
-def arrange(matrix: Matrix, like: QuantizedArray, depth: int = 0) -> dict[str, np.ndarray]:
-    """Returns the arrays of a weight like `like`, by name, without the first `depth` axes of its stack."""
-    stack = find_dimensions(like, depth)[:-2]
-    if stack and matrix.values.ndim == 2:
-        parts = (None if x is None else split_heads(x, stack) for x in matrix[:3])
-        order = None if matrix.order is None else np.broadcast_to(matrix.order, (*stack, *matrix.order.shape))
-        matrix = Matrix(*parts, order)  # type: ignore[arg-type]
-    values, groups = matrix.values, matrix.scale.shape[-2]
-    blocks = values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
+_CHUNK = 1 << 22  # values that are repacked at a time
+
+
+def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: QuantizedArray, depth: int) -> Tensors:
+    """Returns the arrays of a weight like `like`, by name, without the first `depth` axes of its stack.
+
+    Some outputs are repacked at a time, so that little memory is needed beside the result.
+    """
+    *_, inputs, outputs = facts.shape
+    step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD
+    made: dict[str, np.ndarray] = {}
+    order = None
+    for start in range(0, outputs, step):
+        matrix = layout.read(_slice_outputs(layout, tensors, start, start + step, inputs))
+        order = matrix.order
+        for name, array in _arrange_outputs(matrix, like).items():
+            whole = made.setdefault(name, np.empty((*array.shape[:-1], outputs), array.dtype))
+            whole[..., start : start + step] = array
+    return _shape_arrays(made, order, like, depth)
+
+
+def _slice_outputs(layout: TensorLayout, tensors: Tensors, start: int, end: int, inputs: int) -> Tensors:
+    sliced = dict(tensors)
+    for suffix, (axis, per_word) in layout.outputs.items():
+        if suffix in tensors:
+            part = slice(start // per_word, -(-end // per_word))
+            sliced[suffix] = tensors[suffix][(..., part, *[slice(None)] * (-1 - axis))]
+    if "_shape" in tensors:  # the number of outputs tells where packed zero points end
+        sliced["_shape"] = np.array([*tensors["_shape"][:-2], *sliced["_packed"].shape[-2:-1], inputs])
+    return sliced
+
+
+def _arrange_outputs(matrix: Matrix, like: QuantizedArray) -> dict[str, np.ndarray]:
+    """Returns the arrays of some outputs, `(*stack, blocks, bytes of a block or 1, outputs)`."""
+    values = matrix.values
+    blocks = values.reshape(*values.shape[:-2], matrix.scale.shape[-2], -1, values.shape[-1])
     if not isinstance(like.format, Int8):
         blocks = _pack_blocks(blocks, in_pairs=isinstance(like.format, MXFP4))
     made = {"values": blocks, "scale": matrix.scale[..., None, :]}
-    if matrix.zero_point is not None:
-        made["zero_point"] = matrix.zero_point[..., None, :]
+    return made if matrix.zero_point is None else made | {"zero_point": matrix.zero_point[..., None, :]}
+
+
+def _shape_arrays(made: Tensors, order: np.ndarray | None, like: QuantizedArray, depth: int) -> dict[str, np.ndarray]:
+    stack = find_dimensions(like, depth)[:-2]
+    if stack and made["scale"].ndim == 3:  # of a matrix
+        made = {name: split_heads(array, stack) for name, array in made.items()}
+        order = None if order is None else np.broadcast_to(order, (*stack, *order.shape))
     if not like.layout.channels:  # the rows of a table come first
         made = {name: np.moveaxis(array, -1, -3) for name, array in made.items()}
-    made = {name: array.reshape(getattr(like, name).shape[depth:]) for name, array in made.items()}
-    return made if matrix.order is None else made | {"input_order": matrix.order}
+    shaped = {name: array.reshape(getattr(like, name).shape[depth:]) for name, array in made.items()}
+    return shaped if order is None else shaped | {"input_order": order}
 
 
 def take_apart(weight: QuantizedArray) -> Matrix:

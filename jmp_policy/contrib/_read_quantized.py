@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base import PyTree, describe, did_you_mean, drop_value_key, hide_frames, is_array, is_floating_dtype
-from ..policy import MXFP4, Int4, Int8
-from ..quant import ARRAYS, QuantizedArray, is_quantized, quantize_array, stack_shape
+from ..policy import MXFP4, Int4, Int8, StoredFormat
+from ..quant import ARRAYS, Layout, QuantizedArray, is_quantized, quantize_array, stack_shape
 from ._checkpoint_files import Source, StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
     AWQ,
@@ -32,10 +32,10 @@ from ._checkpoint_layouts import (
     Facts,
     TensorLayout,
     Unreadable,
-    arrange,
     find_dimensions,
     find_layout,
     is_symmetric,
+    read_arrays,
     split_heads,
     take_apart,
 )
@@ -56,7 +56,7 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
     All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
-    and put on the devices: beside the state, memory holds a few bytes per value of one leaf. Matrices are those of
+    and put on the devices: beside the state, memory holds about one leaf as it is stored. Matrices are those of
     `torch.nn.Linear`, `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes.
     Kernels of convolutions, as floats, are transposed too.
 
@@ -211,15 +211,23 @@ class Reader:
             array = made[0] if depth == 0 else np.stack(made).reshape(*leaf.shape[:depth], *made[0].shape)
             if not isinstance(leaf, QuantizedArray):
                 return _place(array, leaf)
-            new: Any = quantize_array(jnp.asarray(array), leaf.format, leaf.layout, where=f" {path!r}")
+            static = {"format": leaf.format, "layout": leaf.layout, "dtype": leaf.dtype}
+            new: Any = _quantize(jnp.asarray(array), **static)
             return jax.tree.map(_place, new, leaf)
         return _make_weight(made, leaf, depth)
 
     def _read_part(self, part: Part, path: str, leaf: Any, depth: int) -> Any:
         tensors = {suffix: self._source.read(name) for suffix, name in part.tensors.items()}
         if part.layout is None:
-            return _orient(tensors[""], path, leaf, depth).astype(leaf.dtype)
-        return arrange(part.layout.read(tensors), leaf, depth)
+            array = _orient(tensors[""], path, leaf, depth)
+            return array if isinstance(leaf, QuantizedArray) else array.astype(leaf.dtype)
+        assert part.facts is not None
+        return read_arrays(part.layout, tensors, part.facts, leaf, depth)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "layout", "dtype"))  # at once, without a copy in float32
+def _quantize(array: jax.Array, *, format: StoredFormat, layout: Layout, dtype: np.dtype) -> QuantizedArray:
+    return quantize_array(array.astype(dtype), format, layout)
 
 
 def _join_path(path: tuple[Any, ...]) -> str:
@@ -390,7 +398,7 @@ def _place(array: Any, like: Any) -> jax.Array:
     """Puts an array by the sharding of its leaf, if it has one with devices."""
     sharding = getattr(like, "sharding", None)
     if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-        return jnp.array(array)
+        sharding = None  # the default device
     return jax.device_put(array, sharding, may_alias=False)
 
 

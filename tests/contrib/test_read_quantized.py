@@ -523,16 +523,14 @@ def break_file(tmp_path, change):
     ],
 )
 def test_a_damaged_file_is_an_error_before_a_tensor_is_read(change, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(np, "fromfile", None)
+    monkeypatch.setattr(np, "memmap", None)
     with pytest.raises(ValueError, match=text):
         read_quantized(break_file(tmp_path, change), linen_like(INPUTS, OUTPUTS, INT4))
 
 
 def test_no_matrix_is_read_before_all_headers_fit(tmp_path, monkeypatch):
-    read, sizes = np.fromfile, []
-    monkeypatch.setattr(
-        np, "fromfile", lambda path, dtype, size, **rest: sizes.append(size) or read(path, dtype, size, **rest)
-    )
+    read, sizes = np.memmap, []
+    monkeypatch.setattr(np, "memmap", lambda *args: sizes.append(*args[4]) or read(*args))
     save_checkpoint(tmp_path, without(GOOD, "dense.bias"))
     with pytest.raises(ValueError, match=r"- 'params/dense/bias' of `like` has no tensor in the checkpoint"):
         read_quantized(tmp_path, linen_like(INPUTS, OUTPUTS, INT4))
