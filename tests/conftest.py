@@ -33,6 +33,7 @@ POLICIES = [
     "infer_float32_vars",
     "int8_from_mixed_bfloat16",
     "int4/64_from_bfloat16",
+    "int4/128(activations=true)_from_mixed_bfloat16",
     "int8(activations=false,min_size=0)_from_infer",
     "int4/32(min_size=7)_from_params=float32,compute=float16,output=none,precision=highest",
     "int8_from_params=float32,compute=bfloat16,output=bfloat16,reduce=float32",

@@ -36,7 +36,9 @@ class CheckedFormat:
     def __str__(self) -> str:
         fields = dataclasses.fields(cast(Any, self))
         given = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
-        slash = f"/{given.pop(self.slash)}" if self.slash in given else ""
+        # A size that may be one of `also` is always spelled.
+        slash = f"/{getattr(self, self.slash)}" if self.slash in given or self.slash in self.also else ""
+        given.pop(self.slash, None)
         options = ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
         return f"{self.kind}{slash}" + (f"({options})" if options else "")
 

@@ -76,23 +76,29 @@ PER_CHANNEL = -1
 class Int4(CheckedFormat):
     """Asymmetric 4-bit integer weights; each block of inputs of an output channel has a scale and a zero point.
 
-    Activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8 bits by
-    default, because a lookup reads single rows, whose errors do not average out.
+    By default activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8
+    bits by default, because a lookup reads single rows, whose errors do not average out.
 
     Args:
       block_size: number of weights along the contracted axes that share a scale. It must divide the number of inputs. A
         weight with fewer inputs has one block; -1 means one block per output channel.
       min_size: see `Int8`.
       table_bits: 8 or 4, for embedding tables.
+      activations: if True (W4A8), each row of a layer's input is quantized to int8 dynamically, as for `Int8`. Each
+        block is multiplied in integers into int32, and the sums are scaled and added in float32: a matmul has a float32
+        value for each output and block. Convolutions, and weights of `awq`, round the weight alone.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
 
-    Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
+    Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies; Lin et al., QServe,
+    MLSys 2025 (4-bit weights with 8-bit activations).
 
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.Int4()), str(jmp.quant.Int4(block_size=64)), str(jmp.quant.Int4(block_size=-1))
     ('int4/128', 'int4/64', 'int4/-1')
+    >>> str(jmp.quant.Int4(activations=True))
+    'int4/128(activations=true)'
     """
 
     kind = "int4"
@@ -104,6 +110,7 @@ class Int4(CheckedFormat):
     block_size: int = 128
     min_size: int = 4096
     table_bits: int = 8
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
@@ -113,11 +120,7 @@ class Int4(CheckedFormat):
     @property
     def for_tables(self) -> "Int8 | Int4":
         """The format of embedding tables."""
-        return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
-
-    def __str__(self) -> str:
-        spelled = super().__str__()
-        return spelled if "/" in spelled else spelled.replace("int4", f"int4/{self.block_size}")
+        return Int8(activations=self.activations, min_size=self.min_size) if self.table_bits == 8 else self
 
 
 StoredFormat = Int8 | Int4 | BlockFormat
@@ -142,7 +145,7 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
-    (Int4(block_size=64, min_size=4096, table_bits=8), 0)
+    (Int4(block_size=64, min_size=4096, table_bits=8, activations=False), 0)
     >>> parse_quantization("gptq/4/64") == parse_quantization("int4/64")
     True
     """

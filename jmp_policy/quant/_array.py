@@ -116,14 +116,18 @@ class QuantizedArray(Uncast):
         elif isinstance(self.format, BlockFormat):
             wide = dequantize(self.read_blocks(), -2).reshape(self.shape)
         else:
-            axis = -1 - self.layout.channels
-            length = block_length(self.layout, self.format)
-            numbers = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis).astype(jnp.float32)
-            wide = (numbers - self.zero_point.astype(jnp.float32)) * self.scale  # type: ignore[union-attr]
+            wide = self.read_integers().astype(jnp.float32) * self.scale
             wide = (wide if self.input_scale is None else wide * self.input_scale).reshape(self.shape)
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
+
+    def read_integers(self) -> jax.Array:
+        """Returns the values of `Int4` minus their zero points: int8 `(*stack, blocks, block, *channels)`."""
+        assert self.zero_point is not None
+        axis, length = -1 - self.layout.channels, block_length(self.layout, self.format)  # type: ignore[arg-type]
+        values = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis)
+        return values.astype(jnp.int8) - self.zero_point.astype(jnp.int8)
 
     def read_blocks(self) -> Blocks:
         """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""
@@ -249,12 +253,12 @@ def quantize_array(
             "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
             "their rules alone, and the rest afterwards."
         )
-    if not isinstance(format, Int8):
-        return _quantize_in_blocks(array, layout, format, clip, where)
-    made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     clips = None  # one per weight of a stack, to be sliced with it
-    if input_clip is not None and format.activations:
+    if input_clip is not None and format.activations and isinstance(format, Int8 | Int4):
         clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
+    if not isinstance(format, Int8):
+        return dataclasses.replace(_quantize_in_blocks(array, layout, format, clip, where), input_clip=clips)
+    made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._base import cast_floating, is_floating_dtype
-from ..policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
+from ..policy import BlockFormat, Float8, Int8, Policy, StoredFormat, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Dot, label_dot
 from ._float8_product import State, float8_product, needs_state, reason_not_float8, why_sizes_wide
@@ -119,7 +119,7 @@ class Multiply:
         out = None
         # A weight whose stored values cannot be multiplied is dequantized for `wide_product`.
         is_stored = isinstance(call.rhs, StoredWeight)
-        if not is_stored or is_block_product(*call) or is_integer_product(call.operation, call.rhs):
+        if not is_stored or is_block_product(*call) or is_integer_product(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
             weight = observe_product(*call)
@@ -257,12 +257,12 @@ def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype
 
 def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:
     """Describes a quantized weight, and the reason why the layer dequantizes it, for `Row.quantization`."""
-    if isinstance(format, Int4) or not format.activations:  # their matmuls always dequantize
+    if not format.activations:  # their matmuls always dequantize
         return str(format)
-    is_in_blocks = isinstance(format, BlockFormat)
+    is_in_blocks = not isinstance(format, Int8)
     if why_as_numbers is None and is_in_blocks and layer is not None and layer.operation == "conv_general_dilated":
         why_as_numbers = "it is a convolution"
     if why_as_numbers is not None:
         return f"{format}, computed with as numbers: {why_as_numbers}"
-    is_odd = is_in_blocks and format.block_size != type(format)().block_size
+    is_odd = isinstance(format, BlockFormat) and format.block_size != type(format)().block_size
     return f"{format}, in blocks that no hardware multiplies" if is_odd else str(format)

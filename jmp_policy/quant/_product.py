@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from .._base import ROUNDING_SCOPE, vary
-from ..policy import NVFP4, BlockFormat, Int8, needs_rng
+from ..policy import NVFP4, BlockFormat, Int4, Int8, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
 from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand
@@ -57,6 +57,8 @@ def multiply_quantized(
 
     - `Int8` with activations: each row of `left` is quantized, or all of it by one static scale; int8 values are
       multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
+    - `Int4` with activations: likewise for each block. This needs a matmul that sums over all blocks of a weight
+      without input scales.
     - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
@@ -68,7 +70,7 @@ def multiply_quantized(
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
-    if not is_integer_product(operation, weight):
+    if not is_integer_product(operation, left, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     # Rounded outside of the function with the custom derivative, which would round again.
     if isinstance(weight, QuantizedArray):
@@ -84,19 +86,27 @@ def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight)
     """True if the operation multiplies blocks, because the weight's blocks span all of its summed axes."""
     if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
         return False
-    blocked = {axis % weight.ndim for axis in weight.layout.axes}
-    lies_along = set(operation.summed_axes(operation.right)) == blocked
     order = _find_order(operation)
     is_stored_so = operation.right == (*order.batch, *order.summed, *order.columns)
-    return lies_along and is_stored_so and is_matmul(operation, left.shape, weight.shape)
+    return is_stored_so and _sums_blocks(operation, left, weight)
 
 
-def is_integer_product(operation: Bilinear, weight: Any) -> bool:
-    """True if the operation multiplies integers: inputs are quantized, and each sum has one scale."""
+def _sums_blocks(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
+    """True if the operation is a matmul that sums over the axes of the weight's blocks, and no others."""
+    blocked = {axis % weight.ndim for axis in weight.layout.axes}
+    lies_along = set(operation.summed_axes(operation.right)) == blocked
+    return lies_along and is_matmul(operation, left.shape, weight.shape)
+
+
+def is_integer_product(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
+    """True if the operation multiplies integers: inputs are quantized, and each sum, or block of one, has one scale."""
     if not isinstance(weight, QuantizedArray | FakeQuantized):
         return False
-    if not isinstance(weight.format, Int8) or not weight.format.activations:
+    if not isinstance(weight.format, Int8 | Int4) or not weight.format.activations:
         return False
+    if isinstance(weight.format, Int4):
+        has_input_scale = isinstance(weight, QuantizedArray) and weight.input_scale is not None
+        return not has_input_scale and _sums_blocks(operation, left, weight)
     shared = {axis % weight.ndim for axis in weight.layout.axes}
     # A convolution with batch groups sums over examples, which have different scales.
     batch_groups = dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1)
@@ -120,14 +130,30 @@ def multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
 ) -> jax.Array:
     """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
-    sums = _sum_integers(operation, rows.values, weight.values)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if isinstance(weight, QuantizedArray) and isinstance(weight.format, Int4):
+        sums = _on_any_mesh(_sum_blocks, operation, rows.values, weight)
+        return (sums * operation.align_scale(rows.scale, operation.left)).astype(dtype)
+    sums = _sum_integers(operation, rows.values, weight.values)
     if dtype == jnp.bfloat16:  # float16 would overflow
         sums = narrow_sums(sums)
     # One by one: the product of both scales may underflow or overflow.
     scaled = sums * operation.align_scale(rows.scale, operation.left)
     scaled = scaled * operation.align_scale(weight.scale, operation.right)
     return scaled.astype(dtype)
+
+
+def _sum_blocks(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> jax.Array:
+    """Multiplies each block of int8 rows and int4 weights into int32, and sums over scaled blocks in float32."""
+    order, first = _find_order(operation), weight.ndim + weight.layout.axes[0]
+    labels = (*operation.right[:first], "blocks", "block", *operation.right[first + len(order.summed) :])
+    groups = order.batch, ("blocks",), ("block",), order.columns
+    values, scale = (_merge_axes(x, labels, *groups) for x in (weight.read_integers(), weight.scale))
+    rows = _merge_axes(left, operation.left, order.batch, order.rows, order.summed)
+    rows = rows.reshape(*rows.shape[:2], *values.shape[1:3])
+    numbers = ((3,), (2,)), ((0, 2), (0, 1))  # (batch, blocks, rows, columns)
+    sums = lax.dot_general(rows, values, numbers, preferred_element_type=jnp.int32)
+    return _split_axes(jnp.sum(sums.astype(jnp.float32) * scale, axis=1), operation, left.shape, weight.shape)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -193,21 +219,27 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    multiply: Any = functools.partial(_multiply_in_order, operation, format)
+    return _on_any_mesh(functools.partial(_multiply_in_order, format, key), operation, left, weight)
+
+
+def _on_any_mesh(multiply: Any, operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+    """Calls `multiply(operation, left, weight)`, which merges axes, on a mesh with explicit axes too."""
+    multiply = functools.partial(multiply, operation)
     if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
         # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
-        numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
-        (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
+        numbers = lambda w: w.dequantize(np.float32) if isinstance(w, QuantizedArray) else w.astype(np.float32)
+        compute = lambda x, w: operation.compute(x.astype(np.float32), numbers(w))
+        (out,) = jax.make_jaxpr(compute)(left, weight).out_avals
         multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)  # pyright: ignore[reportAttributeAccessIssue]
-    return multiply(left, weight, key)
+    return multiply(left, weight)
 
 
 def _multiply_in_order(
-    operation: Bilinear,
     format: BlockFormat,
+    key: jax.Array | None,
+    operation: Bilinear,
     left: jax.Array,
     weight: jax.Array | QuantizedArray,
-    key: jax.Array | None,
 ) -> jax.Array:
     order = _find_order(operation)
     axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
@@ -221,11 +253,7 @@ def _multiply_in_order(
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     out: jax.Array = multiply_rows(format, dtype, rows, right, key)
-    lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
-    made = (*order.batch, *order.rows, *order.columns)
-    out = out.reshape([lengths[label] for label in made])
-    places = [made.index(label) for label in operation.out]
-    return out if places == sorted(places) else lax.transpose(out, places)
+    return _split_axes(out, operation, left.shape, weight.shape)
 
 
 class _Order(NamedTuple):
@@ -249,11 +277,21 @@ def _find_order(operation: Bilinear) -> _Order:
 
 
 def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
-    """Merges the axes of each of three groups of labels into one."""
+    """Merges the axes of each group of labels into one."""
     order = [labels.index(label) for group in groups for label in group]
     moved = x if order == sorted(order) else lax.transpose(x, order)
     lengths = dict(zip(labels, x.shape, strict=True))
     return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
+
+
+def _split_axes(out: jax.Array, operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> jax.Array:
+    """Splits `(batch, rows, columns)` into the axes of the output, given the shapes of the operands."""
+    order = _find_order(operation)
+    lengths = dict(zip(operation.left, left, strict=True)) | dict(zip(operation.right, right, strict=True))
+    made = (*order.batch, *order.rows, *order.columns)
+    out = out.reshape([lengths[label] for label in made])
+    places = [made.index(label) for label in operation.out]
+    return out if places == sorted(places) else lax.transpose(out, places)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -29,6 +29,7 @@ import jmp_policy as jmp
 from jmp_policy import quant
 
 INT8, INT4 = "int8(min_size=0)_from_mixed_bfloat16", "int4/4(min_size=0)_from_mixed_bfloat16"
+W4A8 = "int4/4(activations=true,min_size=0)_from_mixed_bfloat16"
 WEIGHTS, PLAIN = "int8(activations=false,min_size=0)_from_float32", "mixed_bfloat16"
 MXFP8, NVFP4 = "mxfp8/8(min_size=0)_from_mixed_bfloat16", "nvfp4/8(min_size=0)_from_float32"
 MXFP4 = "mxfp4/8(activations=true,min_size=0)_from_mixed_bfloat16"
@@ -59,7 +60,7 @@ def of_both(names, policies):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "name", "policy"),
-    of_both([name for name in LAYERS if name not in READS_ROWS], [INT8, WEIGHTS, INT4]),
+    of_both([name for name in LAYERS if name not in READS_ROWS], [INT8, WEIGHTS, INT4, W4A8]),
 )
 def test_training_computes_what_the_quantized_layer_will(api, name, policy):
     trained = jax.jit(run(api, name, policy)).lower(made(api, name)[1])
@@ -72,13 +73,13 @@ def test_training_computes_what_the_quantized_layer_will(api, name, policy):
     ("api", "policy", "bound"),
     [
         ("linen", INT8, 0.05), ("nnx", INT8, 0.05), ("linen", MXFP8, 0.15), ("nnx", MXFP8, 0.15),
-        ("linen", NVFP4, 0.4), ("nnx", MXFP4, 0.5),
+        ("linen", NVFP4, 0.4), ("nnx", MXFP4, 0.5), ("linen", W4A8, 0.3), ("nnx", W4A8, 0.3),
     ],
 )  # fmt: skip
 def test_all_layers_compute_in_training_the_bits_of_the_quantized_weights_and_nearly_those_of_floats(
     api, policy, bound
 ):
-    in_blocks = policy != INT8
+    in_blocks = policy not in (INT8, W4A8)
     alone = ("scan of layers", "vmap of layers") if api == "linen" else ("LoRALinear",)
     names = [name for name, layer in LAYERS.items() if (layer.in_blocks or not in_blocks) and name != OWN]
     names += [] if in_blocks and api == "nnx" else alone
@@ -96,7 +97,7 @@ def test_all_layers_compute_in_training_the_bits_of_the_quantized_weights_and_ne
 
 
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("policy", [INT8, pytest.param(INT4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [INT8, pytest.param(INT4, marks=pytest.mark.slow), W4A8])
 def test_rows_are_those_that_the_quantized_table_reads(api, policy):
     given = jmp.get_policy(policy)
 
@@ -182,7 +183,14 @@ def test_a_layer_computes_what_is_written_by_hand(api, name, by_hand, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "policy", "bound"),
-    [("linen", INT8, 0.05), ("nnx", INT8, 0.05), ("linen", MXFP8, 0.15), ("nnx", INT4, 0.4), ("linen", MXFP4, 0.6)],
+    [
+        ("linen", INT8, 0.05),
+        ("nnx", INT8, 0.05),
+        ("linen", MXFP8, 0.15),
+        ("nnx", INT4, 0.4),
+        ("linen", W4A8, 0.4),
+        ("linen", MXFP4, 0.6),
+    ],
 )
 def test_gradients_pass_straight_through_to_the_floating_weights(api, policy, bound):
     names = ["Dense", "Einsum in another order", "Embed attended to", "subclass that adds", NET]
@@ -242,7 +250,7 @@ KERNELS = jnp.stack([factor * waves(None, (16, 16), jnp.float32) for factor in (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("policy", [INT8, INT4, MXFP8])
+@pytest.mark.parametrize("policy", [INT8, INT4, W4A8, MXFP8])
 def test_a_stack_has_a_scale_for_each_of_its_layers_and_computes_as_they_do(api, policy):
     model, call, variables = scanned_layers(api)
     policy = f"{jmp.get_policy(policy).quantization}_from_float32"

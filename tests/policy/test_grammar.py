@@ -60,6 +60,7 @@ QUANTIZED = {
     "int8(act_scale=static)": Int8(act_scale="static"),
     "int4": Int4(),
     "int4/-1": Int4(block_size=-1),
+    "int4/64(activations=true)": Int4(64, activations=True),
     "float8": Float8(),
     "float8(recipe=delayed/most_recent,margin=1,weight_grad=false,min_size=0)": Float8(
         DelayedScaling("most_recent"), margin=1, weight_grad=False, min_size=0
