@@ -25,7 +25,18 @@ SETTINGS = {
     "jax_debug_nans": functools.partial(jax.debug_nans, True),
 }
 
-QUANTIZED = ("int8", "int4", "int4/32", "int4(activations=true)", "float8", "mxfp8", "mxfp4", "nvfp4")
+QUANTIZED = (
+    "int8",
+    "int4",
+    "int4/32",
+    "int4(activations=true)",
+    "e4m3",
+    "e4m3(activations=true)",
+    "float8",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)
 MIXED = "params=float32,compute=bfloat16,output=float32"
 W, X = np.full((4, 4), 0.25, np.float32), np.full((8, 4), 0.5, np.float32)
 PROGRAMS = {}

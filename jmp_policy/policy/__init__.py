@@ -13,6 +13,7 @@ from ._block_formats import (
     needs_rng as needs_rng,
 )
 from ._formats import (
+    E4M3 as E4M3,
     KINDS as KINDS,
     PER_CHANNEL as PER_CHANNEL,
     Int4 as Int4,

@@ -123,12 +123,55 @@ class Int4(CheckedFormat):
         return Int8(activations=self.activations, min_size=self.min_size) if self.table_bits == 8 else self
 
 
-StoredFormat = Int8 | Int4 | BlockFormat
+@dataclasses.dataclass(frozen=True)
+class E4M3(CheckedFormat):
+    """Weights in float8_e4m3fn with float32 scales: for serving the checkpoints of DeepSeek, Qwen and others.
+
+    A scale maps the largest magnitude of its weights to 448. `Float8` is for training instead: its weights stay in the
+    parameter dtype. Embedding tables are stored as `Int8`, which is more precise in as many bits.
+
+    Args:
+      block_size: each square of so many inputs by so many outputs shares a scale; squares at the ends may be partial.
+        -1 means one scale per output channel.
+      activations: if True, inputs of matmuls are rounded dynamically to e4m3 too, with a float32 scale for each row and
+        block of inputs; with `block_size=-1`, for each row. The products of each block are summed in float32, and the
+        sums are scaled and added: a matmul has a float32 value for each output and block. Convolutions round the weight
+        alone. The backward pass runs in the compute dtype.
+      min_size: see `Int8`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2 (1 x 128 tiles of inputs, 128 x 128 blocks of
+    weights).
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.E4M3()), str(jmp.quant.E4M3(block_size=-1, activations=True))
+    ('e4m3/128', 'e4m3/-1(activations=true)')
+    """
+
+    kind = "e4m3"
+    slash = "block_size"
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
+    bits: ClassVar[int] = 8
+    """Bits per stored weight."""
+
+    block_size: int = 128
+    activations: bool = False
+    min_size: int = 4096
+
+    @property
+    def for_tables(self) -> Int8:
+        """The format of embedding tables."""
+        return Int8(activations=self.activations, min_size=self.min_size)
+
+
+StoredFormat = Int8 | Int4 | E4M3 | BlockFormat
 """Formats in which weights can be stored."""
 
 Quantization = StoredFormat | Float8
 
-_KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, Float8, MXFP8, MXFP4, NVFP4)}
+_KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, E4M3, Float8, MXFP8, MXFP4, NVFP4)}
 KINDS = tuple(_KINDS)
 
 _CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
@@ -324,6 +367,8 @@ def find_operand_format(quantization: Quantization, *, is_gradient: bool = False
         return parse_format("float8_e5m2" if is_gradient else "float8_e4m3fn")
     if isinstance(quantization, Int8):
         return parse_format("int8")
+    if isinstance(quantization, E4M3):
+        return parse_format("float8_e4m3fn")
     is_e5m2 = is_gradient and isinstance(quantization, MXFP8) and quantization.gradients == "e5m2"
     size = quantization.block_size
     blocks = f"/{size}" if size > 0 else ""  # int4 with a scale for each channel is measured in blocks, as int8 is

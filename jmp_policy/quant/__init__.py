@@ -1,8 +1,8 @@
-"""Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
+"""Quantization: weights in 8 and 4 bits, and training in float8 and block-scaled formats.
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
   layers from data; `compare` returns a `Comparison` of error and size, with a `LayerComparison` for each layer.
-- Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
+- Formats, which policy strings name: `Int8`, `Int4` and `E4M3` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
   and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
@@ -13,6 +13,7 @@ import typing as _typing
 
 from .._base import load_lazily as _load_lazily
 from ..policy import (
+    E4M3 as E4M3,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,

@@ -18,7 +18,7 @@ from ._bilinear import Dot, label_dot
 from ._float8_product import State, float8_product, needs_state, reason_not_float8, why_sizes_wide
 from ._layout import WHY_TABLES_WIDE, Layout, choose_format, kernel_layout, layer_size, reason_unquantized
 from ._operations import OPERATIONS, Multiplication, dot_general
-from ._product import is_block_product, is_integer_product, observe_product
+from ._product import is_block_product, observe_product, rounds_rows
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize, prepare_weight
 from ._wide_product import wide_product
 
@@ -119,7 +119,7 @@ class Multiply:
         out = None
         # A weight whose stored values cannot be multiplied is dequantized for `wide_product`.
         is_stored = isinstance(call.rhs, StoredWeight)
-        if not is_stored or is_block_product(*call) or is_integer_product(*call):
+        if not is_stored or is_block_product(*call) or rounds_rows(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
             weight = observe_product(*call)

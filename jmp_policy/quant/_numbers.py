@@ -86,7 +86,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 class Quantized(NamedTuple):
-    """Integers that stand for `(values - zero_point) * scale`."""
+    """Integers, or e4m3 values, that stand for `(values - zero_point) * scale`."""
 
     values: jax.Array
     scale: jax.Array
@@ -141,8 +141,8 @@ def _round_to_integers(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-E4M3 = np.dtype(jnp.float8_e4m3fn)  # inputs and weights: up to 448
-E5M2 = np.dtype(jnp.float8_e5m2)  # gradients of outputs: up to 57344
+FLOAT8_E4M3 = np.dtype(jnp.float8_e4m3fn)  # inputs and weights: up to 448
+FLOAT8_E5M2 = np.dtype(jnp.float8_e5m2)  # gradients of outputs: up to 57344
 
 
 class Scaled(NamedTuple):
@@ -179,6 +179,15 @@ def _refuse_float8_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> A
         "Float8 matmuls have no second derivative. For example, give layers that are differentiated twice the policy "
         "'mixed_bfloat16'."
     )
+
+
+def quantize_e4m3(x: jax.Array, amax: jax.Array) -> Quantized:
+    """Rounds `x / scale` to the nearest e4m3 value, ties to even; the float32 scale maps `amax` to 448.
+
+    `amax` (float32) is broadcastable to `x`. A non-finite `amax` gives a non-finite scale.
+    """
+    scale = jnp.maximum(amax * np.float32(1 / _largest_number(FLOAT8_E4M3)), _TINY)  # multiplied: see above
+    return Quantized(saturate(x, scale, FLOAT8_E4M3), scale)
 
 
 def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:

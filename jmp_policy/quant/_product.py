@@ -16,11 +16,19 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from .._base import ROUNDING_SCOPE, vary
-from ..policy import NVFP4, BlockFormat, Int4, Int8, needs_rng
+from ..policy import E4M3, NVFP4, PER_CHANNEL, BlockFormat, Int4, Int8, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
-from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand
-from ._numbers import Quantized, fence_on_cpu, measure_rows, narrow_sums, quantize_symmetric, to_numbers
+from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand, spread_over_axis
+from ._numbers import (
+    Quantized,
+    fence_on_cpu,
+    measure_rows,
+    narrow_sums,
+    quantize_e4m3,
+    quantize_symmetric,
+    to_numbers,
+)
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
@@ -59,6 +67,7 @@ def multiply_quantized(
       multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
     - `Int4` with activations: likewise for each block. This needs a matmul that sums over all blocks of a weight
       without input scales.
+    - `E4M3` with activations: as `Int4`, in e4m3, with a scale for each row and block of `left`.
     - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
@@ -70,7 +79,7 @@ def multiply_quantized(
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
-    if not is_integer_product(operation, left, weight):
+    if not rounds_rows(operation, left, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     # Rounded outside of the function with the custom derivative, which would round again.
     if isinstance(weight, QuantizedArray):
@@ -99,12 +108,17 @@ def _sums_blocks(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> 
 
 
 def is_integer_product(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
-    """True if the operation multiplies integers: inputs are quantized, and each sum, or block of one, has one scale."""
+    """True if the operation multiplies integers."""
+    return rounds_rows(operation, left, weight) and isinstance(weight.format, Int8 | Int4)
+
+
+def rounds_rows(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
+    """True if inputs are rounded to integers or e4m3: each sum, or each block of one, has one scale of the weight."""
     if not isinstance(weight, QuantizedArray | FakeQuantized):
         return False
-    if not isinstance(weight.format, Int8 | Int4) or not weight.format.activations:
+    if not isinstance(weight.format, Int8 | Int4 | E4M3) or not weight.format.activations:
         return False
-    if isinstance(weight.format, Int4):
+    if not isinstance(weight.format, Int8):
         has_input_scale = isinstance(weight, QuantizedArray) and weight.input_scale is not None
         return not has_input_scale and _sums_blocks(operation, left, weight)
     shared = {axis % weight.ndim for axis in weight.layout.axes}
@@ -115,6 +129,8 @@ def is_integer_product(operation: Bilinear, left: jax.Array, weight: Any) -> boo
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
     """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
+    if isinstance(weight.format, E4M3):
+        return _quantize_row_blocks(operation, left, weight.format.block_size)
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
         return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
@@ -125,15 +141,37 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     return quantize_symmetric(left, amax)
 
 
+def _quantize_row_blocks(operation: Bilinear, left: jax.Array, block: int) -> Quantized:
+    """Rounds each row of an input to e4m3, or each block of one along the summed axes; scales are for each element."""
+    if block == PER_CHANNEL:
+        return quantize_e4m3(*measure_rows(left, operation.summed_axes(operation.left)))
+    order = _find_order(operation)
+    groups, lengths = (order.batch, order.rows, order.summed), dict(zip(operation.left, left.shape, strict=True))
+
+    def quantize(left: jax.Array) -> tuple[jax.Array, ...]:
+        rows = _merge_axes(left, operation.left, *groups)
+        padded = pad_axes(rows, (2,), block)
+        blocks = padded.reshape(*rows.shape[:2], padded.shape[2] // block, block)
+        values, scale, _ = quantize_e4m3(*measure_rows(blocks, (3,)))
+        values = lax.slice_in_dim(values.reshape(padded.shape), 0, rows.shape[2], axis=2)
+        made = values, spread_over_axis(scale[..., 0], 2, block, rows.shape[2])
+        return tuple(_split_axes(x, sum(groups, ()), operation.left, lengths) for x in made)
+
+    run: Any = quantize
+    sharding = jax.typeof(left).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:  # as in `_on_any_mesh`
+        run = jax.sharding.auto_axes(quantize, out_sharding=(sharding, sharding))  # pyright: ignore[reportAttributeAccessIssue]
+    return Quantized(*run(left))
+
+
 @jax.custom_jvp
 def multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
 ) -> jax.Array:
-    """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
+    """Multiplies the integers, or e4m3 values, of `left` and `right`; `right` is None for a stored weight."""
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
-    if isinstance(weight, QuantizedArray) and isinstance(weight.format, Int4):
-        sums = _on_any_mesh(_sum_blocks, operation, rows.values, weight)
-        return (sums * operation.align_scale(rows.scale, operation.left)).astype(dtype)
+    if isinstance(weight, QuantizedArray) and not isinstance(weight.format, Int8):
+        return _on_any_mesh(_sum_blocks, operation, rows.values, weight, rows.scale).astype(dtype)
     sums = _sum_integers(operation, rows.values, weight.values)
     if dtype == jnp.bfloat16:  # float16 would overflow
         sums = narrow_sums(sums)
@@ -143,17 +181,23 @@ def multiply_integers(
     return scaled.astype(dtype)
 
 
-def _sum_blocks(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> jax.Array:
-    """Multiplies each block of int8 rows and int4 weights into int32, and sums over scaled blocks in float32."""
+def _sum_blocks(operation: Bilinear, left: jax.Array, weight: QuantizedArray, row_scale: jax.Array) -> jax.Array:
+    """Multiplies 8-bit rows by each block of a weight, into int32 or float32, and adds scaled sums in float32."""
     order, first = _find_order(operation), weight.ndim + weight.layout.axes[0]
     labels = (*operation.right[:first], "blocks", "block", *operation.right[first + len(order.summed) :])
     groups = order.batch, ("blocks",), ("block",), order.columns
-    values, scale = (_merge_axes(x, labels, *groups) for x in (weight.read_integers(), weight.scale))
-    rows = _merge_axes(left, operation.left, order.batch, order.rows, order.summed)
-    rows = rows.reshape(*rows.shape[:2], *values.shape[1:3])
+    values, scale = (_merge_axes(x, labels, *groups) for x in weight.split_blocks()[:2])
+    blocks, block = values.shape[1:3]
+
+    def split(x: jax.Array) -> jax.Array:
+        merged = pad_axes(_merge_axes(x, operation.left, order.batch, order.rows, order.summed), (2,), block)
+        return merged.reshape(*merged.shape[:2], blocks, block)
+
     numbers = ((3,), (2,)), ((0, 2), (0, 1))  # (batch, blocks, rows, columns)
-    sums = lax.dot_general(rows, values, numbers, preferred_element_type=jnp.int32)
-    return _split_axes(jnp.sum(sums.astype(jnp.float32) * scale, axis=1), operation, left.shape, weight.shape)
+    wide = np.int32 if values.dtype == np.int8 else np.float32
+    sums = lax.dot_general(split(left), values, numbers, preferred_element_type=wide).astype(np.float32)
+    of_rows = split(jnp.broadcast_to(row_scale, left.shape))[..., 0].swapaxes(1, 2)[..., None]
+    return _split_output(jnp.sum(sums * scale * of_rows, axis=1), operation, left.shape, weight.shape)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -219,11 +263,13 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    return _on_any_mesh(functools.partial(_multiply_in_order, format, key), operation, left, weight)
+    return _on_any_mesh(functools.partial(_multiply_in_order, format), operation, left, weight, key)
 
 
-def _on_any_mesh(multiply: Any, operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
-    """Calls `multiply(operation, left, weight)`, which merges axes, on a mesh with explicit axes too."""
+def _on_any_mesh(
+    multiply: Any, operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray, other: jax.Array | None
+) -> jax.Array:
+    """Calls `multiply(operation, left, weight, other)`, which merges axes, on a mesh with explicit axes too."""
     multiply = functools.partial(multiply, operation)
     if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
         # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
@@ -231,15 +277,15 @@ def _on_any_mesh(multiply: Any, operation: Bilinear, left: jax.Array, weight: ja
         compute = lambda x, w: operation.compute(x.astype(np.float32), numbers(w))
         (out,) = jax.make_jaxpr(compute)(left, weight).out_avals
         multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)  # pyright: ignore[reportAttributeAccessIssue]
-    return multiply(left, weight)
+    return multiply(left, weight, other)
 
 
 def _multiply_in_order(
     format: BlockFormat,
-    key: jax.Array | None,
     operation: Bilinear,
     left: jax.Array,
     weight: jax.Array | QuantizedArray,
+    key: jax.Array | None,
 ) -> jax.Array:
     order = _find_order(operation)
     axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
@@ -253,7 +299,7 @@ def _multiply_in_order(
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     out: jax.Array = multiply_rows(format, dtype, rows, right, key)
-    return _split_axes(out, operation, left.shape, weight.shape)
+    return _split_output(out, operation, left.shape, weight.shape)
 
 
 class _Order(NamedTuple):
@@ -284,14 +330,18 @@ def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
     return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
 
 
-def _split_axes(out: jax.Array, operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> jax.Array:
+def _split_output(out: jax.Array, operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> jax.Array:
     """Splits `(batch, rows, columns)` into the axes of the output, given the shapes of the operands."""
     order = _find_order(operation)
     lengths = dict(zip(operation.left, left, strict=True)) | dict(zip(operation.right, right, strict=True))
-    made = (*order.batch, *order.rows, *order.columns)
-    out = out.reshape([lengths[label] for label in made])
-    places = [made.index(label) for label in operation.out]
-    return out if places == sorted(places) else lax.transpose(out, places)
+    return _split_axes(out, (*order.batch, *order.rows, *order.columns), operation.out, lengths)
+
+
+def _split_axes(x: jax.Array, merged: Labels, labels: Labels, lengths: dict[str, int]) -> jax.Array:
+    """Inverse of `_merge_axes`, whose groups are `merged` together: returns the axes in the order of `labels`."""
+    x = x.reshape([lengths[label] for label in merged])
+    places = [merged.index(label) for label in labels]
+    return x if places == sorted(places) else lax.transpose(x, places)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -243,6 +243,8 @@ class TestQuantization:
             ("mxfp8", "mxfp8", "mxfp8, computed with as numbers: it is a convolution"),
             ("nvfp4(activations=false)", "nvfp4(activations=false)", "nvfp4(activations=false)"),
             ("mxfp4/16", "mxfp4/16", "mxfp4/16"),
+            ("e4m3/-1(activations=true)", "e4m3/-1(activations=true)",
+             "e4m3/-1(activations=true), computed with as numbers: it is a convolution"),
             ("int4/16(activations=true)", "int4/16(activations=true)",
              "int4/16(activations=true), computed with as numbers: it is a convolution"),
             ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies",
@@ -261,7 +263,7 @@ class TestQuantization:
         found = column(found, "quantization")
         assert (found["dense"], found["conv"].startswith(conv)) == (dense, True)
         left = "left: the rows of a table are read, and its logits want all the bits"
-        assert found["embed"] == ("int8" if format.startswith("int4") else left)
+        assert found["embed"] == ("int8" if format.startswith(("int4", "e4m3")) else left)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jmp_policy import quant
 
 INT8, INT4 = "int8(min_size=0)_from_mixed_bfloat16", "int4/4(min_size=0)_from_mixed_bfloat16"
 W4A8 = "int4/4(activations=true,min_size=0)_from_mixed_bfloat16"
+E4M3 = "e4m3/8(activations=true,min_size=0)_from_mixed_bfloat16"
 WEIGHTS, PLAIN = "int8(activations=false,min_size=0)_from_float32", "mixed_bfloat16"
 MXFP8, NVFP4 = "mxfp8/8(min_size=0)_from_mixed_bfloat16", "nvfp4/8(min_size=0)_from_float32"
 MXFP4 = "mxfp4/8(activations=true,min_size=0)_from_mixed_bfloat16"
@@ -60,11 +61,11 @@ def of_both(names, policies):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "name", "policy"),
-    of_both([name for name in LAYERS if name not in READS_ROWS], [INT8, WEIGHTS, INT4, W4A8]),
+    of_both([name for name in LAYERS if name not in READS_ROWS], [INT8, WEIGHTS, INT4, W4A8, E4M3]),
 )
 def test_training_computes_what_the_quantized_layer_will(api, name, policy):
     trained = jax.jit(run(api, name, policy)).lower(made(api, name)[1])
-    assert "round_nearest_even" in trained.as_text()
+    assert ("f8E4M3FN" if policy == E4M3 else "round_nearest_even") in trained.as_text()
     assert dataflow(trained) == dataflow(jax.jit(run_quantized(api, name, policy)).lower(made(api, name)[1]))
 
 
@@ -74,12 +75,13 @@ def test_training_computes_what_the_quantized_layer_will(api, name, policy):
     [
         ("linen", INT8, 0.05), ("nnx", INT8, 0.05), ("linen", MXFP8, 0.15), ("nnx", MXFP8, 0.15),
         ("linen", NVFP4, 0.4), ("nnx", MXFP4, 0.5), ("linen", W4A8, 0.3), ("nnx", W4A8, 0.3),
+        ("linen", E4M3, 0.12), ("nnx", E4M3, 0.12),
     ],
 )  # fmt: skip
 def test_all_layers_compute_in_training_the_bits_of_the_quantized_weights_and_nearly_those_of_floats(
     api, policy, bound
 ):
-    in_blocks = policy not in (INT8, W4A8)
+    in_blocks = policy not in (INT8, W4A8, E4M3)
     alone = ("scan of layers", "vmap of layers") if api == "linen" else ("LoRALinear",)
     names = [name for name, layer in LAYERS.items() if (layer.in_blocks or not in_blocks) and name != OWN]
     names += [] if in_blocks and api == "nnx" else alone
@@ -189,6 +191,7 @@ def test_a_layer_computes_what_is_written_by_hand(api, name, by_hand, policy):
         ("linen", MXFP8, 0.15),
         ("nnx", INT4, 0.4),
         ("linen", W4A8, 0.4),
+        ("linen", E4M3, 0.15),
         ("linen", MXFP4, 0.6),
     ],
 )
@@ -250,7 +253,7 @@ KERNELS = jnp.stack([factor * waves(None, (16, 16), jnp.float32) for factor in (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("policy", [INT8, INT4, W4A8, MXFP8])
+@pytest.mark.parametrize("policy", [INT8, INT4, W4A8, E4M3, MXFP8])
 def test_a_stack_has_a_scale_for_each_of_its_layers_and_computes_as_they_do(api, policy):
     model, call, variables = scanned_layers(api)
     policy = f"{jmp.get_policy(policy).quantization}_from_float32"

@@ -23,8 +23,9 @@ DELAYED, CURRENT = "float8/3(min_size=0)", "float8(recipe=current,min_size=0)"
 BY_ROW = "float8(recipe=current/row,min_size=0)"
 W4A8 = "int4/8(activations=true)"
 INTEGERS = ("int8", "int8(activations=false)", "int4/8", W4A8)
+SQUARES, CHANNELS = "e4m3/8(activations=true)", "e4m3/-1(activations=true)"
 BLOCKS = ("mxfp8/8", "nvfp4/8", "mxfp4/8(activations=true)", "mxfp4/8")
-STORED = INTEGERS + BLOCKS
+STORED = (*INTEGERS, "e4m3/8", SQUARES, CHANNELS, *BLOCKS)
 FORMATS = (*STORED, CURRENT, BY_ROW)
 
 
@@ -66,6 +67,9 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
         pytest.param("int8", "float32", marks=pytest.mark.slow),
         pytest.param("int4/8", "bfloat16", marks=pytest.mark.slow),
         (W4A8, "bfloat16"),
+        (SQUARES, "bfloat16"),
+        pytest.param("e4m3/5", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(CHANNELS, "float32", marks=pytest.mark.slow),
         pytest.param("int8(activations=false)", "float16", marks=pytest.mark.slow),
         pytest.param("nvfp4/8", "float32", marks=pytest.mark.slow),
         pytest.param("mxfp4/8", "bfloat16", marks=pytest.mark.slow),
@@ -113,7 +117,10 @@ def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("int8", 3, 0, 5), ("int4/8", 3, 16, 5), (W4A8, 0, 16, 5))
         ),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nvfp4/8", 3, 16, 0), ("mxfp4/8", 3, 0, 5))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nvfp4/8", 3, 16, 0), (SQUARES, 0, 16, 5), ("mxfp4/8", 3, 0, 5))
+        ),
     ],
 )
 def test_rows_of_zeros_no_rows_no_outputs_and_sums_of_nothing(format, rows, sums, columns):
@@ -140,7 +147,7 @@ def test_second_derivatives_are_refused(format, second):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
-    ["mxfp8/8", "int8", "int4/8", W4A8, "nvfp4/8", "mxfp4/8", BY_ROW],
+    ["mxfp8/8", "int8", "int4/8", W4A8, SQUARES, CHANNELS, "nvfp4/8", "mxfp4/8", BY_ROW],
 )
 def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     x, w, t = array(64, 16), array(16, 16), array(64, 16)
@@ -181,7 +188,9 @@ PLACES = [(P("d"), P(), None), (P(), P(None, "t"), None), (P("d"), P(None, "t"),
 
 @pytest.mark.parametrize(
     ("format", "places"),
-    list(zip(("mxfp8/8", CURRENT, "nvfp4/8", BY_ROW, DELAYED, "int8", W4A8), itertools.cycle(PLACES))),
+    list(
+        zip(("mxfp8/8", CURRENT, "nvfp4/8", BY_ROW, DELAYED, "int8", W4A8, SQUARES, CHANNELS), itertools.cycle(PLACES))
+    ),
     ids=str,
 )
 def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(format, places):
