@@ -39,6 +39,7 @@ POLICIES = [
     "int8_from_params=float32,compute=bfloat16,output=bfloat16,reduce=float32",
     "int8_from_params=float32,compute=bfloat16,output=bfloat16,accumulate=float32",
     "e4m3/128(activations=true)_from_mixed_bfloat16",
+    "nf4/64_from_mixed_bfloat16",
     "mxfp8_from_mixed_bfloat16",
     "mxfp8/64(gradients=e5m2,scale_rounding=floor)_from_mixed_float16",
     "mxfp4/16(activations=true,min_size=0)_from_bfloat16",

@@ -32,6 +32,7 @@ QUANTIZED = (
     "int4(activations=true)",
     "e4m3",
     "e4m3(activations=true)",
+    "nf4",
     "float8",
     "mxfp8",
     "mxfp4",

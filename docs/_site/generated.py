@@ -192,6 +192,10 @@ def make_quantized() -> str:
             "float32", measure_bits(quant.E4M3()),
         ),
         (
+            "`nf4`", "16 quantiles of a normal distribution",
+            f"a block of {quant.NF4().block_size} inputs of a channel", "float32", measure_bits(quant.NF4()),
+        ),
+        (
             "`float8`", "`float8_e4m3fn` forward, `float8_e5m2` for gradients",
             "a tensor, or with `current/row` a row", "float32, in the state of the layer", "weights stay as they are",
         ),

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jaxpr import shape_of
-from ..policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
+from ..policy import MULTIPLE, MXFP8, NF4, ODD_ROWS, Float8, Int4, Int8, Quantization
 from ..quant import (
     LayerProduct,
     Layout,
@@ -88,7 +88,7 @@ class WeightProduct:
 
 def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str | None) -> str | None:
     reason = reason_unquantized(shape, layout, format)
-    if reason is None and isinstance(format, Int4):
+    if reason is None and isinstance(format, Int4 | NF4):
         if where is None:
             fits = fits_blocks(format, layout.length)
             return None if fits else f"blocks of {format.block_size} do not divide its {layout.length} inputs"

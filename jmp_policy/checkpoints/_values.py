@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from .._base import describe, is_array, is_floating_dtype
 from ..optim import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
-from ..policy import E4M3, MXFP4, MXFP8, NVFP4, PER_CHANNEL, Int4, Int8, StoredFormat
+from ..policy import E4M3, MXFP4, MXFP8, NF4, NVFP4, PER_CHANNEL, Int4, Int8, StoredFormat
 from ..quant import ARRAYS, Layout, QuantizedArray, describe_arrays, is_quantized, list_arrays, quantize_array
 from ._entries import Entry, Pair, Path
 
@@ -200,6 +200,8 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Stored
         raise Misfit(f"was saved in {blocks} blocks, which do not divide the target's {shape}")
     if arrays["zero_point"] is not None:
         return Int4(block_size=length // blocks), Layout(contracted, channels)
+    if values.dtype == np.uint8 and scale.dtype == np.float32:
+        return NF4(block_size=length // blocks), Layout(contracted, channels)
     block = values.shape[packed] * (1 if values.dtype == jnp.float8_e4m3fn else 2)
     if length != blocks * block:
         raise Misfit(f"was saved in {blocks} blocks of {block}, which do not fit the target's {shape}")

@@ -166,12 +166,51 @@ class E4M3(CheckedFormat):
         return Int8(activations=self.activations, min_size=self.min_size)
 
 
-StoredFormat = Int8 | Int4 | E4M3 | BlockFormat
+@dataclasses.dataclass(frozen=True)
+class NF4(CheckedFormat):
+    """4-bit NormalFloat weights, as in QLoRA: 16 quantiles of a normal distribution, scaled by the largest magnitude.
+
+    Each block of inputs of an output channel has a float32 scale. Matmuls run in the compute dtype, and embedding
+    tables are stored as `Int8`.
+
+    Args:
+      block_size: as for `Int4`.
+      min_size: see `Int8`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
+
+    Source: Dettmers et al., QLoRA, NeurIPS 2023, section 3 and appendix E. Its blocks lie along the flattened weight.
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.NF4()), str(jmp.quant.NF4(block_size=128))
+    ('nf4/64', 'nf4/128')
+    """
+
+    kind = "nf4"
+    slash = "block_size"
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
+    bits: ClassVar[int] = 4
+    """Bits per stored weight."""
+    activations: ClassVar[bool] = False
+
+    block_size: int = 64
+    min_size: int = 4096
+
+    @property
+    def for_tables(self) -> Int8:
+        """The format of embedding tables."""
+        return Int8(activations=False, min_size=self.min_size)
+
+
+StoredFormat = Int8 | Int4 | E4M3 | NF4 | BlockFormat
 """Formats in which weights can be stored."""
 
 Quantization = StoredFormat | Float8
 
-_KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, E4M3, Float8, MXFP8, MXFP4, NVFP4)}
+_KINDS: dict[str, type[Quantization]] = {
+    kind.kind: kind for kind in (Int8, Int4, E4M3, NF4, Float8, MXFP8, MXFP4, NVFP4)
+}
 KINDS = tuple(_KINDS)
 
 _CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
@@ -372,4 +411,6 @@ def find_operand_format(quantization: Quantization, *, is_gradient: bool = False
     is_e5m2 = is_gradient and isinstance(quantization, MXFP8) and quantization.gradients == "e5m2"
     size = quantization.block_size
     blocks = f"/{size}" if size > 0 else ""  # int4 with a scale for each channel is measured in blocks, as int8 is
-    return parse_format(f"{quantization.kind}{'_e5m2' * is_e5m2}{blocks}")
+    # The 16 values of nf4 have no exponents, and are nearer to those of int4 than to another format's.
+    kind = "int4" if isinstance(quantization, NF4) else quantization.kind
+    return parse_format(f"{kind}{'_e5m2' * is_e5m2}{blocks}")

@@ -2,7 +2,7 @@
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
   layers from data; `compare` returns a `Comparison` of error and size, with a `LayerComparison` for each layer.
-- Formats, which policy strings name: `Int8`, `Int4` and `E4M3` for weights; `Float8`, with `DelayedScaling` or
+- Formats, which policy strings name: `Int8`, `Int4`, `E4M3` and `NF4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
   and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
@@ -16,6 +16,7 @@ from ..policy import (
     E4M3 as E4M3,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
+    NF4 as NF4,
     NVFP4 as NVFP4,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,

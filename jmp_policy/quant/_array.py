@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from .._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
 from ..policy import (
     E4M3,
+    NF4,
     PER_CHANNEL,
     BlockFormat,
     Int4,
@@ -36,7 +37,7 @@ from ._block_numbers import (
     spread_over_axis,
     unpack,
 )
-from ._layout import Layout, block_length, stack_shape
+from ._layout import BlockedFormat, Layout, block_length, stack_shape
 from ._numbers import (
     Clip,
     Quantized,
@@ -46,7 +47,9 @@ from ._numbers import (
     measure_amax,
     quantize_asymmetric,
     quantize_e4m3,
+    quantize_normal,
     quantize_symmetric,
+    read_normal,
 )
 
 _EMPTY: Any = object()  # an input scale that JAX mapped to None: the tree keeps its structure
@@ -63,14 +66,14 @@ class QuantizedArray(Uncast):
     Attributes:
       values: int8, or the e4m3 of `E4M3`, of the weight's shape; or of shape `(*stack, blocks, bytes of a block,
         *channels)`: uint8, two 4-bit values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the
-        first half of its block in its low half, and one of the second half in its high half; bytes of floats have two
-        neighbors.
+        first half of its block in its low half, and one of the second half in its high half, and so one of `NF4`, whose
+        values are places in its table; bytes of floats have two neighbors.
       scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
-        float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`; or float32 of shape `(*stack, blocks of
-        inputs, blocks of outputs)` for `E4M3` in squares.
+        float32 for `Int4` and `NF4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`; or float32 of shape `(*stack,
+        blocks of inputs, blocks of outputs)` for `E4M3` in squares.
       zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
       input_clip: float32, one per weight of a stack: the calibrated magnitude to clip the layer's inputs to, or `None`.
-      format: `Int8`, `Int4`, `E4M3`, `MXFP8`, `MXFP4` or `NVFP4`.
+      format: `Int8`, `Int4`, `E4M3`, `NF4`, `MXFP8`, `MXFP4` or `NVFP4`.
       layout: the axes that are summed over.
       dtype: the dtype of the original weight.
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
@@ -155,7 +158,7 @@ class QuantizedArray(Uncast):
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
     def split_blocks(self) -> Quantized:
-        """Returns the values of `Int4` (int8, without zero points) or `E4M3`, and their scales, in blocks of inputs.
+        """Returns values and scales in blocks of inputs: of `Int4` (int8, without zero points), `NF4` or `E4M3`.
 
         Their shapes are `(*stack, blocks, block, *channels)` and `(*stack, blocks, 1, *channels)`. A partial block of
         `E4M3` is padded with zeros.
@@ -170,9 +173,10 @@ class QuantizedArray(Uncast):
                 scale = spread_over_axis(scale, -1, block, outputs)
             blocks = (*stack, values.shape[-2] // block)
             return Quantized(values.reshape(*blocks, block, *channels), scale.reshape(*blocks, 1, *channels))
-        assert self.zero_point is not None
         length = block_length(self.layout, format)  # type: ignore[arg-type]
         values = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis)
+        if self.zero_point is None:
+            return Quantized(read_normal(values), self.scale)
         return Quantized(values.astype(jnp.int8) - self.zero_point.astype(jnp.int8), self.scale)
 
     def _split_shape(self) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, ...]]:
@@ -277,7 +281,7 @@ def quantize_array(
 
     Args:
       array: a non-empty real floating array of at least one axis; a `jax.ShapeDtypeStruct` gives an abstract result.
-      quantization: `Int8`, `Int4`, `E4M3`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
+      quantization: `Int8`, `Int4`, `E4M3`, `NF4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
       layout: the axes that are summed over; by default all but the last (of a vector, its only one).
       clip: how the range of integers is chosen: `"absmax"` is the full range; a percentile in (0, 100] of the
         magnitudes, or `"mse"` (least mean square error), clips values outside the range. Formats of floats support
@@ -310,7 +314,7 @@ def quantize_array(
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
     layout = layout or (Layout(array.shape[:-1], 1) if array.ndim > 1 else Layout(array.shape, 0))
-    if isinstance(format, E4M3 | BlockFormat) and check_clip(clip) != "absmax":
+    if not isinstance(format, Int8 | Int4) and check_clip(clip) != "absmax":
         raise ValueError(
             f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its "
             "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
@@ -361,7 +365,7 @@ def _quantize_e4m3(array: jax.Array, layout: Layout, format: E4M3) -> QuantizedA
 
 
 def _quantize_in_blocks(
-    array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
+    array: jax.Array, layout: Layout, format: BlockedFormat, clip: Clip, where: str
 ) -> QuantizedArray:
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
@@ -371,6 +375,10 @@ def _quantize_in_blocks(
     if isinstance(format, Int4):
         blocks = array.reshape(shape)
         values, scale, zero_point = quantize_asymmetric(blocks, *choose_bounds(blocks, (axis,), clip))
+        values = values.astype(jnp.uint4)
+    elif isinstance(format, NF4):
+        blocks = array.reshape(shape)
+        values, scale, _ = quantize_normal(blocks, measure_amax(blocks, (axis,)))
         values = values.astype(jnp.uint4)
     else:
         matrices = array.reshape(*stack, layout.length, math.prod(channels))

@@ -9,7 +9,10 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
+from ..policy import NF4, PER_CHANNEL, BlockFormat, Int4, StoredFormat
+
+BlockedFormat = Int4 | NF4 | BlockFormat
+"""Formats of blocks along the summed axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +104,15 @@ def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: Sto
     return None if fits else f"blocks of {quantization.block_size} do not divide its {layout.length} inputs"
 
 
-def fits_blocks(quantization: Int4 | BlockFormat, length: int, size: int | None = None) -> bool:
+def fits_blocks(quantization: BlockedFormat, length: int, size: int | None = None) -> bool:
     """True if blocks of a size, by default the format's, divide the inputs, or one int4 block holds all of them."""
     size = quantization.block_size if size is None else size
-    return length % size == 0 or (isinstance(quantization, Int4) and length < size)
+    return length % size == 0 or (isinstance(quantization, Int4 | NF4) and length < size)
 
 
 def block_length(
     layout: Layout,
-    quantization: Int4 | BlockFormat,
+    quantization: BlockedFormat,
     where: str = "",
     leave_out: str = "by a rule of a PolicyMap: {'path': 'float32'}.",
 ) -> int:
@@ -118,13 +121,13 @@ def block_length(
     if not fits_blocks(quantization, length):
         inputs = f"the {length} inputs of the weight{where}"
         raise ValueError(describe_misfit(quantization, inputs, [length], f"the weight out {leave_out}"))
-    is_whole = isinstance(quantization, Int4) and (block == PER_CHANNEL or length < block)
+    is_whole = isinstance(quantization, Int4 | NF4) and (block == PER_CHANNEL or length < block)
     return length if is_whole else block
 
 
 def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
     """Says that blocks cannot be split over devices like their weight; empty if they can, or if JAX does not tell."""
-    if not isinstance(quantization, Int4 | BlockFormat):
+    if not isinstance(quantization, BlockedFormat):
         return ""
     sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -143,7 +146,7 @@ def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
     )
 
 
-def describe_misfit(quantization: Int4 | BlockFormat, inputs: str, lengths: Collection[int], leave_out: str) -> str:
+def describe_misfit(quantization: BlockedFormat, inputs: str, lengths: Collection[int], leave_out: str) -> str:
     """Says that blocks do not divide `inputs`, and names a block size that fits weights of all `lengths`."""
     block = quantization.block_size
     # 4-bit floats are packed two to a byte, so their block sizes are even.

@@ -44,9 +44,9 @@ def dot_general(
       precision: as for JAX; ignored by 8-bit matmuls.
       preferred_element_type: the dtype of the output; by default the dtype of `lhs`.
       out_sharding: as for JAX.
-      quantization: `Int8`, `Int4`, `E4M3`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating
-        `rhs`; `None` calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the backward
-        pass. Only `Float8` leaves small matmuls unquantized.
+      quantization: `Int8`, `Int4`, `E4M3`, `NF4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a
+        floating `rhs`; `None` calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the
+        backward pass. Only `Float8` leaves small matmuls unquantized.
       state: for `Float8` with `DelayedScaling`, from `float8_state`. Its gradient is the next state.
       key: for `NVFP4` with `stochastic_rounding`, use a new key for each matmul and step. Under `jax.jit` the result
         does not depend on the mesh. In `jax.shard_map`, fold `jax.lax.axis_index` into the key so that devices draw

@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 
 from .._base import ROUNDING_SCOPE, PyTree, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object
-from ..policy import Int4, Int8, Policy, PolicyMap, StoredFormat, default_policy, match_policy, stored_format_of
+from ..policy import NF4, Int4, Int8, Policy, PolicyMap, StoredFormat, default_policy, match_policy, stored_format_of
 from ._array import QuantizedArray, UncalibratedError, quantize_array, register_weights_with_flax
 from ._layout import (
     Layout,
@@ -85,7 +85,7 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
     if isinstance(format, Int8):  # only stored weights have a static scale of inputs
         format = dataclasses.replace(format, act_scale="dynamic")
     weight = FakeQuantized(array, format, layout.of(array.shape))
-    if isinstance(format, Int4):
+    if isinstance(format, Int4 | NF4):
         block_length(weight.layout, format, where)  # raises here, where the name of the weight is known
     return weight
 
@@ -125,7 +125,7 @@ class Quantizer:
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}
         self._quantized = 0
-        self._lengths: dict[Int4, dict[str, int]] = {}  # inputs of the weights of each format, by path
+        self._lengths: dict[Int4 | NF4, dict[str, int]] = {}  # inputs of the weights of each format, by path
         self._whole: dict[str, str] = {}  # reasons why weights are on each device whole, by path
 
     def quantize_weight(
@@ -148,7 +148,7 @@ class Quantizer:
         assert stored is not None
         self._quantized += 1
         format = choose_format(stored, layout)
-        if isinstance(format, Int4) and not isinstance(array, QuantizedArray):
+        if isinstance(format, Int4 | NF4) and not isinstance(array, QuantizedArray):
             self._lengths.setdefault(format, {})[path] = layout.length
             if not fits_blocks(format, layout.length):
                 return None  # `check` raises, when it knows all of them
@@ -203,7 +203,7 @@ def _parse_magnitude(path: str, value: Any) -> float:
     raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
 
 
-def _check_lengths(format: Int4, lengths: Mapping[str, int]) -> None:
+def _check_lengths(format: Int4 | NF4, lengths: Mapping[str, int]) -> None:
     misfits = {path: length for path, length in lengths.items() if not fits_blocks(format, length)}
     if misfits:
         inputs = [f"the {length} inputs of the weight {path!r}" for path, length in misfits.items()]

@@ -135,6 +135,7 @@ def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
         pytest.param("int4/-1", "msgpack", (64, 64), marks=pytest.mark.slow),
         *(pytest.param(kind, "orbax", (64, 4, 16), marks=pytest.mark.slow) for kind in ("mxfp8", "mxfp4/2", "nvfp4/2")),
         ("e4m3/16", "orbax", (64, 4, 16)),
+        ("nf4/8", "msgpack", (64, 4, 16)),
         *(pytest.param(f"e4m3/{n}", "msgpack", (64, 64), marks=pytest.mark.slow) for n in (-1, 64)),
     ],
 )

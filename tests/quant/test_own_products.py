@@ -10,7 +10,15 @@ from jax import lax
 import jmp_policy as jmp
 from jmp_policy._jaxpr import walk
 
-FORMATS = ["int8", "int8(activations=false)", "int4/16", "e4m3/16(activations=true)", "mxfp8", "float8(recipe=current)"]
+FORMATS = [
+    "int8",
+    "int8(activations=false)",
+    "int4/16",
+    "e4m3/16(activations=true)",
+    "nf4/16",
+    "mxfp8",
+    "float8(recipe=current)",
+]
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 INT8 = "int8(min_size=0)_from_mixed_bfloat16"
 

@@ -25,7 +25,7 @@ W4A8 = "int4/8(activations=true)"
 INTEGERS = ("int8", "int8(activations=false)", "int4/8", W4A8)
 SQUARES, CHANNELS = "e4m3/8(activations=true)", "e4m3/-1(activations=true)"
 BLOCKS = ("mxfp8/8", "nvfp4/8", "mxfp4/8(activations=true)", "mxfp4/8")
-STORED = (*INTEGERS, "e4m3/8", SQUARES, CHANNELS, *BLOCKS)
+STORED = (*INTEGERS, "nf4/8", "e4m3/8", SQUARES, CHANNELS, *BLOCKS)
 FORMATS = (*STORED, CURRENT, BY_ROW)
 
 
@@ -68,6 +68,7 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
         pytest.param("int4/8", "bfloat16", marks=pytest.mark.slow),
         (W4A8, "bfloat16"),
         (SQUARES, "bfloat16"),
+        ("nf4/8", "bfloat16"),
         pytest.param("e4m3/5", "bfloat16", marks=pytest.mark.slow),
         pytest.param(CHANNELS, "float32", marks=pytest.mark.slow),
         pytest.param("int8(activations=false)", "float16", marks=pytest.mark.slow),
@@ -80,7 +81,8 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
     stored = quantized(w, format)
     plain, other = multiplied(x, w, format), multiplied(x, stored, None)
     assert plain.dtype == other.dtype == dtype
-    if jax.default_backend() == "gpu" and format == "int4/8":  # which multiply as floats, in an order of each kernel
+    as_floats = format in ("int4/8", "nf4/8", "e4m3/5")  # multiplied in an order of each kernel
+    if jax.default_backend() == "gpu" and as_floats:
         np.testing.assert_allclose(np.float32(plain), np.float32(other), rtol=2.0**-7, atol=1e-5)
     else:
         np.testing.assert_array_equal(plain, other)
@@ -147,7 +149,7 @@ def test_second_derivatives_are_refused(format, second):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
-    ["mxfp8/8", "int8", "int4/8", W4A8, SQUARES, CHANNELS, "nvfp4/8", "mxfp4/8", BY_ROW],
+    ["mxfp8/8", "int8", "int4/8", W4A8, SQUARES, CHANNELS, "nf4/8", "nvfp4/8", "mxfp4/8", BY_ROW],
 )
 def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     x, w, t = array(64, 16), array(16, 16), array(64, 16)

@@ -32,7 +32,9 @@ def paths_of(array):
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.integers(0, 3),
     st.integers(1, 3),
-    st.sampled_from(["int8", "e4m3/-1", "e4m3/2", "int4/2", "int4/1000", "int4/-1", "mxfp8/2", "mxfp4/2", "nvfp4/2"]),
+    st.sampled_from(
+        ["int8", "e4m3/-1", "e4m3/2", "nf4/2", "int4/2", "int4/1000", "int4/-1", "mxfp8/2", "mxfp4/2", "nvfp4/2"]
+    ),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 @examples(8)
@@ -50,7 +52,7 @@ def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(sh
     of_tensors = 4 * int(np.prod(shape[: len(shape) - channels - summed])) if format == "nvfp4/2" else 0
     assert (
         array.nbytes
-        == values + blocks * {"int8": 4, "e4m3": 4, "int4": 5}.get(format.partition("/")[0], 1) + of_tensors
+        == values + blocks * {"int8": 4, "e4m3": 4, "nf4": 4, "int4": 5}.get(format.partition("/")[0], 1) + of_tensors
     )
     restored = jax.eval_shape(lambda array: array.dequantize(), array)
     assert (restored.shape, restored.dtype) == (array.shape, array.dtype)
@@ -148,7 +150,7 @@ def test_what_cannot_be_is_an_error(make, error, text):
         make()
 
 
-@pytest.mark.parametrize("format", ["int4/8", "e4m3/4", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["int4/8", "e4m3/4", "nf4/8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_an_exported_program_of_quantized_weights_is_serialized(format):
     params, x = {"w": quantize_array(jnp.asarray(fresh(16, 8)), format)}, jnp.ones((2, 16))
     exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"].dequantize()))(params, x)
