@@ -151,7 +151,7 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
     product = describe_weight_product(eqn, 0 if read[0] else 1, quantization, format.accumulate)
     if isinstance(product, str):
         return product
-    return product.reason_left([shape_of(atom) for atom in eqn.invars], None) or product
+    return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
 
 
 _WHY_BACKWARD = "its gradient is computed inside of the model"

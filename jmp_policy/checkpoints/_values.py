@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
@@ -196,15 +197,19 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Stored
     channels = values.ndim - 1 - packed
     contracted = shape[packed - 1 : len(shape) - channels]
     blocks, length = values.shape[packed - 1], int(np.prod(contracted))
-    if length % blocks:
-        raise Misfit(f"was saved in {blocks} blocks, which do not divide the target's {shape}")
-    if arrays["zero_point"] is not None:
-        return Int4(block_size=length // blocks), Layout(contracted, channels)
-    if values.dtype == np.uint8 and scale.dtype == np.float32:
-        return NF4(block_size=length // blocks), Layout(contracted, channels)
-    block = values.shape[packed] * (1 if values.dtype == jnp.float8_e4m3fn else 2)
-    if length != blocks * block:
-        raise Misfit(f"was saved in {blocks} blocks of {block}, which do not fit the target's {shape}")
+    is_packed = values.dtype != jnp.float8_e4m3fn
+    is_odd = is_packed and scale.dtype == np.float32  # integers and nf4 may have blocks of an odd length
+    sizes = [values.shape[packed] * (1 + is_packed) - n for n in range(1 + is_odd)]
+    whole = [size for size in sizes if size * blocks == length]
+    fitting = whole or [size for size in sizes if -(-length // size) == blocks]
+    if len(fitting) == 2:  # the last byte of an odd block has zeros in its high half
+        last = _read_elements(lax.index_in_dim(values, values.shape[packed] - 1, packed))
+        fitting = fitting[-1:] if last.size and last.max() < 16 else fitting[:1]
+    if not fitting:
+        raise Misfit(f"was saved in {blocks} blocks of {sizes[0]}, which do not fit the target's {shape}")
+    block = fitting[0]
+    if is_odd:
+        return (NF4 if arrays["zero_point"] is None else Int4)(block_size=block), Layout(contracted, channels)
     kind = MXFP8 if values.dtype == jnp.float8_e4m3fn else MXFP4 if arrays["tensor_scale"] is None else NVFP4
     return kind(block_size=block), Layout(contracted, channels)
 

@@ -444,8 +444,8 @@ def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) ->
         and not set(channels) - set(operation.out)
     )
     width = math.prod(layout.contracted[len(summed) :])
-    block = layout.length if isinstance(weight.format, Int8) else block_length(layout, weight.format)
-    if not fits or (block % width and width % block):
+    block = block_length(layout, weight.format) if isinstance(weight.format, Int4) else layout.length
+    if not fits or layout.length % block or (block % width and width % block):
         return None
     rows = [label for label in operation.left if label not in (*batch, *summed)]
     moved = lax.transpose(left, [operation.left.index(label) for label in (*batch, *rows, *summed)])

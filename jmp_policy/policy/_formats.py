@@ -80,8 +80,8 @@ class Int4(CheckedFormat):
     bits by default, because a lookup reads single rows, whose errors do not average out.
 
     Args:
-      block_size: number of weights along the contracted axes that share a scale. It must divide the number of inputs. A
-        weight with fewer inputs has one block; -1 means one block per output channel.
+      block_size: number of weights along the contracted axes that share a scale. The inputs of a weight are padded with
+        zeros to whole blocks. A weight with fewer inputs has one block; -1 means one block per output channel.
       min_size: see `Int8`.
       table_bits: 8 or 4, for embedding tables.
       activations: if True (W4A8), each row of a layer's input is quantized to int8 dynamically, as for `Int8`. Each

@@ -62,7 +62,7 @@ if _typing.TYPE_CHECKING:
         find_layer_row, has_fewer_bits, is_own, multiply_wide, plan_layer, spell_format,
     )
     from ._layout import (  # noqa: F401
-        Layout, WHY_TABLES_WIDE, block_length, fits_blocks, kernel_layout, reason_unquantized, stack_shape,
+        Layout, WHY_TABLES_WIDE, block_length, kernel_layout, reason_unquantized, stack_shape,
         table_layout, weight_layout,
     )
     from ._numbers import (  # noqa: F401
@@ -93,7 +93,7 @@ else:  # layers of Flax need none of these
         "_layer": "LayerFacts LayerPlan LayerProduct Multiply Promote WeightedLayer attend "
         "find_accumulate_dtype find_layer_row has_fewer_bits is_own multiply_wide plan_layer "
         "spell_format",
-        "_layout": "Layout WHY_TABLES_WIDE block_length fits_blocks kernel_layout reason_unquantized stack_shape "
+        "_layout": "Layout WHY_TABLES_WIDE block_length kernel_layout reason_unquantized stack_shape "
         "table_layout weight_layout",
         "_numbers": "Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
         "quantize_symmetric to_numbers",

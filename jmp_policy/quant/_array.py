@@ -37,7 +37,7 @@ from ._block_numbers import (
     spread_over_axis,
     unpack,
 )
-from ._layout import BlockedFormat, Layout, block_length, stack_shape
+from ._layout import BlockedFormat, Layout, block_length, count_blocks, describe_padding, stack_shape
 from ._numbers import (
     Clip,
     Quantized,
@@ -118,8 +118,14 @@ class QuantizedArray(Uncast):
         stack, channels = self.values.shape[:blocks_axis], self.values.shape[blocks_axis + 2 :]
         # In `shard_map`, a shard has a part of the blocks, split along the first axis.
         first, *others = self.layout.contracted
-        whole = self.layout.length // block_length(self.layout, self.format)
-        return (*stack, first * self.values.shape[blocks_axis] // whole, *others, *channels)
+        whole, part = count_blocks(self.layout, self.format), self.values.shape[blocks_axis]
+        if part != whole and (padding := describe_padding(self.layout, self.format)):
+            raise ValueError(
+                f"A weight in {str(self.format)!r}{padding}, cannot be split along its inputs in shard_map, and a "
+                f"shard has {part} of its {whole} blocks. Leave its inputs whole, as in_specs=P(None, 'model') does, "
+                f"or use a block size that divides the {self.layout.length} inputs."
+            )
+        return (*stack, first * part // whole, *others, *channels)
 
     @property
     def ndim(self) -> int:
@@ -148,11 +154,11 @@ class QuantizedArray(Uncast):
         if isinstance(self.format, Int8 | E4M3):
             wide = self.values.astype(jnp.float32) * self._spread_scale()
         elif isinstance(self.format, BlockFormat):
-            wide = dequantize(self.read_blocks(), -2).reshape(self.shape)
+            wide = self._drop_padding(dequantize(self.read_blocks(), -2))
         else:
             values, scale, _ = self.split_blocks()
             wide = values.astype(jnp.float32) * scale
-            wide = (wide if self.input_scale is None else wide * self.input_scale).reshape(self.shape)
+            wide = self._drop_padding(wide if self.input_scale is None else wide * self.input_scale)
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
@@ -179,9 +185,16 @@ class QuantizedArray(Uncast):
             return Quantized(read_normal(values), self.scale)
         return Quantized(values.astype(jnp.int8) - self.zero_point.astype(jnp.int8), self.scale)
 
+    def _drop_padding(self, wide: jax.Array) -> jax.Array:
+        """Reshapes whole blocks of inputs to the shape of the weight."""
+        stack, (inputs, outputs), _ = self._split_shape()
+        if wide.size != self.size:
+            wide = lax.slice_in_dim(wide.reshape(*stack, -1, outputs), 0, inputs, axis=len(stack))
+        return wide.reshape(self.shape)
+
     def _split_shape(self) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, ...]]:
         """Returns the axes of the stack, the numbers of inputs and outputs, and the axes of the channels."""
-        shape, end = self.values.shape, self.values.ndim - self.layout.channels
+        shape, end = self.shape, self.ndim - self.layout.channels
         first = end - len(self.layout.contracted)
         return shape[:first], (math.prod(shape[first:end]), math.prod(shape[end:])), shape[end:]
 
@@ -255,7 +268,7 @@ class QuantizedArray(Uncast):
     def __repr__(self) -> str:
         try:
             shape = self.shape
-        except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with arbitrary leaves
+        except (AttributeError, TypeError, IndexError, ValueError):  # JAX rebuilds pytrees with arbitrary leaves
             shape = "?"
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
@@ -291,7 +304,7 @@ def quantize_array(
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, it is quantized already, `quantization` or `clip` is not valid, or
+      ValueError: it is quantized already, `quantization` or `clip` is not valid, or
         `act_scale="static"` has no `input_clip`. For a `jax.ShapeDtypeStruct` it needs none.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -326,7 +339,7 @@ def quantize_array(
     if isinstance(format, E4M3):
         return _quantize_e4m3(array, layout, format)
     if not isinstance(format, Int8):
-        return dataclasses.replace(_quantize_in_blocks(array, layout, format, clip, where), input_clip=clips)
+        return dataclasses.replace(_quantize_in_blocks(array, layout, format, clip), input_clip=clips)
     made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
 
@@ -364,13 +377,14 @@ def _quantize_e4m3(array: jax.Array, layout: Layout, format: E4M3) -> QuantizedA
     return QuantizedArray(*made, None, format, layout, np.dtype(array.dtype))
 
 
-def _quantize_in_blocks(
-    array: jax.Array, layout: Layout, format: BlockedFormat, clip: Clip, where: str
-) -> QuantizedArray:
-    block = block_length(layout, format, where)
+def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockedFormat, clip: Clip) -> QuantizedArray:
+    block, count = block_length(layout, format), count_blocks(layout, format)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    shape, axis = (*stack, layout.length // block, block, *channels), len(stack) + 1
+    shape, axis = (*stack, count, block, *channels), len(stack) + 1
+    dtype = np.dtype(array.dtype)
+    if count * block != layout.length:
+        array = pad_axes(array.reshape(*stack, layout.length, *channels), (len(stack),), block)
     zero_point = tensor_scale = None
     if isinstance(format, Int4):
         blocks = array.reshape(shape)
@@ -381,12 +395,12 @@ def _quantize_in_blocks(
         values, scale, _ = quantize_normal(blocks, measure_amax(blocks, (axis,)))
         values = values.astype(jnp.uint4)
     else:
-        matrices = array.reshape(*stack, layout.length, math.prod(channels))
+        matrices = array.reshape(*stack, count * block, math.prod(channels))
         values, scale, tensor_scale = round_operand(matrices, None, format, -2, "weight")
         values, scale = values.reshape(shape), scale.reshape(*shape[:axis], 1, *channels)
         tensor_scale = None if tensor_scale is None else tensor_scale.reshape(stack)
     values = values if format.bits == 8 else pack(values, axis)
-    return QuantizedArray(values, scale, zero_point, None, format, layout, np.dtype(array.dtype), tensor_scale)
+    return QuantizedArray(values, scale, zero_point, None, format, layout, dtype, tensor_scale)
 
 
 class Misread(Exception):

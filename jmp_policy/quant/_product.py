@@ -291,12 +291,14 @@ def _multiply_in_order(
     axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
     # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
     rows = _merge_axes(vary(left, axes), operation.left, order.batch, order.rows, order.summed)
+    rows = pad_axes(rows, (2,), format.block_size)
     if isinstance(weight, QuantizedArray):
         stored = jax.tree.map(lambda x: vary(lax.stop_gradient(x), axes), weight)
         lead = math.prod(weight.shape[: len(order.batch)])
         right = jax.tree.map(lambda x: x.reshape(lead, *x.shape[-2:]), stored.read_blocks())
     else:
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
+        right = pad_axes(right, (1,), format.block_size)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     out: jax.Array = multiply_rows(format, dtype, rows, right, key)
     return _split_output(out, operation, left.shape, weight.shape)

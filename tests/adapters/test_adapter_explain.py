@@ -249,8 +249,9 @@ class TestQuantization:
              "int4/16(activations=true), computed with as numbers: it is a convolution"),
             ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies",
              "mxfp8/16, computed with as numbers: it is a conv"),
-            ("mxfp8/48", "left: blocks of 48 do not divide its 64 inputs",
+            ("mxfp8/48", "mxfp8/48, padded from 64 to 96 inputs, in blocks that no hardware multiplies",
              "mxfp8/48, computed with as numbers: it is a conv"),
+            ("int4/48", "int4/48, padded from 64 to 96 inputs", "int4/48"),
         ],
     )  # fmt: skip
     def test_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(self, api, format, dense, conv):
@@ -263,7 +264,8 @@ class TestQuantization:
         found = column(found, "quantization")
         assert (found["dense"], found["conv"].startswith(conv)) == (dense, True)
         left = "left: the rows of a table are read, and its logits want all the bits"
-        assert found["embed"] == ("int8" if format.startswith(("int4", "e4m3")) else left)
+        kind = jmp.get_policy(f"{format}_from_float32").quantization
+        assert found["embed"] == str(getattr(kind, "for_tables", left))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -214,7 +214,6 @@ LEFT = {
     "no matmul": (INT8, lambda x, w: (x[..., None] * w).sum(1), "mul reads it in"),
     "opaque": (INT8, multiply, "custom_jvp_call reads it in"),
     "a gradient": (INT8, lambda x, w: jax.grad(lambda x: (jnp.sin(x) @ w).sum())(x), "its gradient is computed inside"),
-    "blocks": ("int4/48", lambda x, w: x @ w, "blocks of 48 do not divide its 64 inputs"),
     "a state": ("float8", lambda x, w: x @ w, "the format keeps a state or a key for each layer"),
 }
 
@@ -223,7 +222,7 @@ LEFT = {
 def test_explain_says_why_a_weight_is_left(case):
     policy, function, reason = LEFT[case]
     policy = policy if "_from_" in policy else f"{policy}_from_mixed_bfloat16"
-    policy = policy.replace("int4/48", "int4/48(min_size=0)").replace("float8_", "float8(min_size=0)_")
+    policy = policy.replace("float8_", "float8(min_size=0)_")
     for model in (Own(draw((64, 32)), function), OwnLinen((64, 32), function)):
         row = jmp.explain(jmp.with_policy(model, policy), X)["w"]
         assert f"left: {reason}" in row.quantization
