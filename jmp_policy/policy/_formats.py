@@ -85,8 +85,8 @@ class Int4(CheckedFormat):
       min_size: see `Int8`.
       table_bits: 8 or 4, for embedding tables.
       activations: if True (W4A8), each row of a layer's input is quantized to int8 dynamically, as for `Int8`. Each
-        block is multiplied in integers into int32, and the sums are scaled and added in float32: a matmul has a float32
-        value for each output and block. Convolutions, and weights of `awq`, round the weight alone.
+        block is multiplied in integers into int32, and the sums are scaled and added in float32. Convolutions, and
+        weights of `awq`, round the weight alone.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
@@ -135,8 +135,7 @@ class E4M3(CheckedFormat):
         -1 means one scale per output channel.
       activations: if True, inputs of matmuls are rounded dynamically to e4m3 too, with a float32 scale for each row and
         block of inputs; with `block_size=-1`, for each row. The products of each block are summed in float32, and the
-        sums are scaled and added: a matmul has a float32 value for each output and block. Convolutions round the weight
-        alone. The backward pass runs in the compute dtype.
+        sums are scaled and added. Convolutions round the weight alone. The backward pass runs in the compute dtype.
       min_size: see `Int8`.
 
     Raises:

@@ -32,6 +32,7 @@ from ._numbers import (
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
+_LARGEST_SUMS = 2**24  # float32 values of all blocks of a matmul that are in memory at once
 ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
@@ -185,19 +186,27 @@ def _sum_blocks(operation: Bilinear, left: jax.Array, weight: QuantizedArray, ro
     """Multiplies 8-bit rows by each block of a weight, into int32 or float32, and adds scaled sums in float32."""
     order, first = _find_order(operation), weight.ndim + weight.layout.axes[0]
     labels = (*operation.right[:first], "blocks", "block", *operation.right[first + len(order.summed) :])
-    groups = order.batch, ("blocks",), ("block",), order.columns
+    groups = ("blocks",), order.batch, ("block",), order.columns
     values, scale = (_merge_axes(x, labels, *groups) for x in weight.split_blocks()[:2])
-    blocks, block = values.shape[1:3]
+    blocks, _, block, _ = values.shape
 
     def split(x: jax.Array) -> jax.Array:
         merged = pad_axes(_merge_axes(x, operation.left, order.batch, order.rows, order.summed), (2,), block)
-        return merged.reshape(*merged.shape[:2], blocks, block)
+        return jnp.moveaxis(merged.reshape(*merged.shape[:2], blocks, block), 2, 0)
 
-    numbers = ((3,), (2,)), ((0, 2), (0, 1))  # (batch, blocks, rows, columns)
-    wide = np.int32 if values.dtype == np.int8 else np.float32
-    sums = lax.dot_general(split(left), values, numbers, preferred_element_type=wide).astype(np.float32)
-    of_rows = split(jnp.broadcast_to(row_scale, left.shape))[..., 0].swapaxes(1, 2)[..., None]
-    return _split_output(jnp.sum(sums * scale * of_rows, axis=1), operation, left.shape, weight.shape)
+    def multiply(rows: jax.Array, of_rows: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = np.int32 if values.dtype == np.int8 else np.float32
+        sums = lax.dot_general(rows, values, _BATCHED_MATMUL, preferred_element_type=wide)
+        return sums.astype(np.float32) * scale * of_rows
+
+    operands = split(left), split(jnp.broadcast_to(row_scale, left.shape))[..., :1], values, scale
+    like = jax.eval_shape(multiply, *(x[0] for x in operands))
+    if blocks * like.size <= _LARGEST_SUMS:
+        out = jnp.sum(jax.vmap(multiply)(*operands), axis=0)
+    else:  # one block at a time, since the sums of all would not fit beside a large output
+        axes = tuple(varying_axes(left, values))
+        out, _ = lax.scan(lambda out, each: (out + multiply(*each), None), vary(jnp.zeros_like(like), axes), operands)
+    return _split_output(out, operation, left.shape, weight.shape)
 
 
 @functools.partial(jax.jit, inline=True)

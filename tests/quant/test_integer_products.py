@@ -125,6 +125,17 @@ def test_int4_with_activations_multiplies_the_integers_of_each_block(name):
     assert (np.abs(np.asarray(jax.jit(product)(x, w), np.float64) - exact) <= 2.0**-21 * size + ties).all()
 
 
+@pytest.mark.parametrize("format", ["int4/2(activations=true)", "e4m3/2(activations=true)"])
+def test_the_sums_of_many_blocks_are_not_in_memory_at_once(format):
+    x, w = array(544, 256), array(256, 256)  # 128 blocks, of which each has sums as large as the output
+    compiled = multiplied.lower(x, w, format).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 32 * 4 * 544 * 256
+    halves = [multiplied(half, w, format) for half in (x[:128], x[128:256])]  # at once
+    # Sums of 128 blocks in two orders.
+    tolerance = 128 * 2.0**-23 * float(jnp.max(jnp.abs(x[:256]) @ jnp.abs(w)))
+    np.testing.assert_allclose(compiled(x, w)[:256], jnp.concatenate(halves), rtol=0, atol=tolerance)
+
+
 def test_int4_with_activations_clips_its_inputs_where_they_were_calibrated():
     x, w = array(5, 32), array(32, 6)
     clipped = quantize_array(w, "int4/16(activations=true)", input_clip=1.0)
