@@ -40,11 +40,8 @@ from ._numbers import (
     select,
 )
 
-DTYPES = {
-    "input": FLOAT8_E4M3,
-    "kernel": FLOAT8_E4M3,
-    "output_grad": FLOAT8_E5M2,
-}  # of the operands with an amax history
+# Of the operands with an amax history.
+DTYPES = {"input": FLOAT8_E4M3, "kernel": FLOAT8_E4M3, "output_grad": FLOAT8_E5M2}
 
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each operand, float32,
