@@ -25,7 +25,19 @@ SETTINGS = {
     "jax_debug_nans": functools.partial(jax.debug_nans, True),
 }
 
-QUANTIZED = ("int8", "int4", "int4/32", "float8", "mxfp8", "mxfp4", "nvfp4")
+QUANTIZED = (
+    "int8",
+    "int4",
+    "int4/32",
+    "int4(activations=true)",
+    "e4m3",
+    "e4m3(activations=true)",
+    "nf4",
+    "float8",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+)
 MIXED = "params=float32,compute=bfloat16,output=float32"
 W, X = np.full((4, 4), 0.25, np.float32), np.full((8, 4), 0.5, np.float32)
 PROGRAMS = {}
@@ -200,7 +212,9 @@ def test_programs_trace_under_strict_settings(setting, name):
 def test_quantized_layers_trace_under_strict_settings(setting, format_name):
     with SETTINGS[setting]():
         x = jnp.ones((16, 64), jnp.float32)
-        model = jmp.with_policy(nn.Dense(64), f"{format_name}(min_size=0)_from_mixed_bfloat16")
+        kind, _, options = format_name.partition("(")
+        format = f"{kind}({options.replace(')', ',')}min_size=0)"
+        model = jmp.with_policy(nn.Dense(64), f"{format}_from_mixed_bfloat16")
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         grad = jax.grad(lambda variables: model.apply(variables, x).astype(jnp.float32).sum(), allow_int=True)
         jax.make_jaxpr(grad)(variables)

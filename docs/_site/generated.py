@@ -30,7 +30,7 @@ FLOATS = {
     "TF32": "float32 as matrix units of NVIDIA GPUs read it; no dtype of an array",
     "bfloat16": "computing without a loss scale: the range of float32",
     "float16": "computing with a loss scale",
-    "float8_e4m3fn": "forward operands of `float8`; numbers of `mxfp8`; scales of `nvfp4`",
+    "float8_e4m3fn": "forward operands of `float8`; numbers of `e4m3` and `mxfp8`; scales of `nvfp4`",
     "float8_e5m2": "gradients of `float8`",
     "float8_e4m3": "the IEEE form of e4m3",
     "float8_e3m4": "a dtype of JAX",
@@ -186,6 +186,14 @@ def make_quantized() -> str:
         (
             "`int4`", "4-bit integers, 16 levels", f"a block of {quant.Int4().block_size} inputs of a channel",
             "float32, and a zero point", measure_bits(quant.Int4()),
+        ),
+        (
+            "`e4m3`", "`float8_e4m3fn`", f"a square of {quant.E4M3().block_size} inputs by as many outputs",
+            "float32", measure_bits(quant.E4M3()),
+        ),
+        (
+            "`nf4`", "16 quantiles of a normal distribution",
+            f"a block of {quant.NF4().block_size} inputs of a channel", "float32", measure_bits(quant.NF4()),
         ),
         (
             "`float8`", "`float8_e4m3fn` forward, `float8_e5m2` for gradients",

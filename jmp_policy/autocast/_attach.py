@@ -311,11 +311,9 @@ class WeightArguments:
         """Returns which arguments of the jaxpr are quantized weights, and a description of each named weight."""
         named = {i for group in self._groups.values() for i in group}
         names = [frozenset([i]) if i in named else NO_WEIGHT for i in range(len(self._arrays))]
-        quote = lambda found: "".join(f" {self._paths[i]!r}" for i in sorted(found)[:1])
-        find_product = lambda eqn, read, place: rule.find_weight_product(
-            eqn, read, place, quote(NO_WEIGHT.union(*read))
+        uses, _ = WeightFinder(rule.find_weight_product, rule.contexts, rule.enters).find(
+            program, names, EquationPlace()
         )
-        uses, _ = WeightFinder(find_product, rule.contexts, rule.enters).find(program, names, EquationPlace())
         by_name = {i: [use for use in uses if i in use.names] for i in sorted(named)}
         for label, group in self._groups.items():
             self._check_reached(label, group, by_name)

@@ -251,9 +251,7 @@ class CastingRule(EquationWriter):
             body.uncast[results[0].atom] = values[0].atom
         return [self._mark_place(result, context, values, bool(own)) for result, own in zip(results, made, strict=True)]
 
-    def find_weight_product(
-        self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace, where: str = ""
-    ) -> Product | str:
+    def find_weight_product(self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace) -> Product | str:
         """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
         rule = self if place.scope is None else self._find_rule_of(place.scope)
         if eqn.primitive.name not in WEIGHT_PRODUCTS:
@@ -271,7 +269,7 @@ class CastingRule(EquationWriter):
         product = describe_weight_product(eqn, position, rule.quantization, sums)
         if isinstance(product, str):
             return product
-        return product.reason_left([shape_of(atom) for atom in eqn.invars], where) or product
+        return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
 
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
         """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""

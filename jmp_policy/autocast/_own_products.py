@@ -38,7 +38,7 @@ from .._jaxpr import (
     shape_of,
     trace,
 )
-from ..policy import Int4, Int8, Quantization, needs_rng
+from ..policy import BlockFormat, Float8, Quantization, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
     FakeQuantized,
@@ -300,13 +300,13 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
         return _WHY_NO_STATE
     quantization = format.quantization
     if format.is_table:  # as a table of Flax's
-        if not isinstance(quantization, Int8 | Int4):
+        if isinstance(quantization, Float8 | BlockFormat):
             return WHY_TABLES_WIDE
         quantization = quantization.for_tables
     product = describe_weight_product(eqn, 0 if read[0] else 1, quantization, format.accumulate)
     if isinstance(product, str):
         return product
-    return product.reason_left([shape_of(atom) for atom in eqn.invars], None) or product
+    return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
 
 
 _WHY_BACKWARD = "its gradient is computed inside of the model"

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._jaxpr import float_dtype, shape_of
-from ..policy import MULTIPLE, MXFP8, ODD_ROWS, Float8, Int4, Int8, Quantization
+from ..policy import MULTIPLE, MXFP8, NF4, ODD_ROWS, BlockFormat, Float8, Int4, Int8, Quantization
 from ..quant import (
     WHY_TABLES_WIDE,
     FakeQuantized,
@@ -19,12 +19,10 @@ from ..quant import (
     Layout,
     Multiply,
     WeightedLayer,
-    block_length,
     describe_convolution,
     describe_dot_general,
     dot_general,
     fake_quantize,
-    fits_blocks,
     multiplies_8_bits,
     pad_axes,
     prepare_weight,
@@ -63,14 +61,14 @@ class WeightProduct:
         product = LayerProduct(self.operation, self.quantization, self.accumulate, lambda *x: x, as_tuple=False)
         return _reorder(Multiply(product)(inputs, stored, **dict(self.options)), self.out_order)
 
-    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str | None) -> str | None:
-        """Returns the reason why the weight is not quantized, or None. At a place, raises if int4 blocks misfit."""
+    def reason_left(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """Returns the reason why the weight is not quantized, or None."""
         shape, inputs = tuple(shapes[self.position][axis] for axis in self.order), shapes[1 - self.position]
         layout = self._find_layout(shape)
         if not self.channels or not self.summed:
             return "it is multiplied as a vector"
         if not isinstance(self.quantization, Float8):
-            return _reason_not_stored(shape, layout, self.quantization, where)
+            return reason_unquantized(shape, layout, self.quantization)
         operands = [jax.ShapeDtypeStruct(own, np.float32) for own in (inputs, shape)]
         describe: Any = describe_dot_general if self.operation == "dot_general" else describe_convolution
         operation = describe(*operands, **dict(self.options)).operation
@@ -87,22 +85,6 @@ class WeightProduct:
     def _find_layout(self, shape: tuple[int, ...]) -> Layout:
         end = len(shape) - self.channels
         return Layout(shape[end - self.summed : end], self.channels)
-
-
-def _reason_not_stored(shape: tuple[int, ...], layout: Layout, format: Any, where: str | None) -> str | None:
-    reason = reason_unquantized(shape, layout, format)
-    if reason is None and isinstance(format, Int4):
-        if where is None:
-            fits = fits_blocks(format, layout.length)
-            return None if fits else f"blocks of {format.block_size} do not divide its {layout.length} inputs"
-        path = where.strip(" '")
-        argument, _, inner = path.partition("/")
-        example = (
-            f"by weights=lambda path: path.startswith('{argument}/') and path != '{path}'" if inner else "of weights"
-        )
-        # Raises here, where the path of the weight is known.
-        block_length(layout, format, where, f"{example}. A size must divide the inputs of every weight.")
-    return reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +111,14 @@ class RaggedProduct:
             format = dataclasses.replace(format, act_scale="dynamic")
         return ragged_dot(rows, matrices, sizes, **options, quantization=format)
 
-    def reason_left(self, shapes: Sequence[tuple[int, ...]], where: str | None) -> str | None:
-        """Returns the reason why the weight is not quantized, or None. At a place, raises if int4 blocks misfit."""
+    def reason_left(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """Returns the reason why the weight is not quantized, or None."""
         (rows, inputs), (groups, *others) = shapes[:2]
         outputs = others[0 if self.is_transposed else 1]
         if isinstance(self.quantization, Float8):
             reason = why_sizes_wide(inputs * outputs, self.quantization, inputs, outputs)
             return reason or (ODD_ROWS if rows % MULTIPLE else None)
-        return _reason_not_stored((groups, inputs, outputs), Layout((inputs,), 1), self.quantization, where)
+        return reason_unquantized((groups, inputs, outputs), Layout((inputs,), 1), self.quantization)
 
     def __str__(self) -> str:
         if isinstance(self.quantization, Float8):
@@ -309,7 +291,7 @@ def describe_stored_lookup(eqn: JaxprEqn, structure: Any, order: "Order") -> Loo
 
 def choose_table_format(quantization: Quantization, shape: tuple[int, ...]) -> Int8 | str:
     """Returns the format in which the rows of a table are rounded, or why they are not."""
-    format = quantization.for_tables if isinstance(quantization, Int8 | Int4) else None
+    format = None if isinstance(quantization, BlockFormat | Float8) else quantization.for_tables
     if not isinstance(format, Int8) or len(shape) != 2:
         return WHY_TABLES_WIDE
     return reason_unquantized(shape, table_layout(shape), format) or format
@@ -372,8 +354,8 @@ def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quanti
     # Blocks, and tables in another format: only as kernels, behind the axes of a batch.
     is_dot = eqn.primitive.name == "dot_general"
     batch = {order[axis] for axis in eqn.params["dimension_numbers"][1][position]} if is_dot else set()
-    is_kernel = layout.channels > 0 and (isinstance(quantization, Int4) or batch == {a for a in order if a < axes[0]})
-    return layout if is_kernel else None
+    is_in_order = isinstance(quantization, Int4 | NF4) or batch == {axis for axis in order if axis < axes[0]}
+    return layout if layout.channels and is_in_order else None
 
 
 def move_axes(eqn: JaxprEqn, order: Order) -> Order:

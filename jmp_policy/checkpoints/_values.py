@@ -1,6 +1,7 @@
 """Converts one saved value to its target: casts, quantizes, reshapes, and places it on devices."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from .._base import describe, is_array, is_floating_dtype
 from ..optim import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
-from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
+from ..policy import E4M3, MXFP4, MXFP8, NF4, NVFP4, PER_CHANNEL, Int4, Int8, StoredFormat
 from ..quant import ARRAYS, Layout, QuantizedArray, describe_arrays, is_quantized, list_arrays, quantize_array
 from ._entries import Entry, Pair, Path
 
@@ -186,6 +188,8 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Stored
     values, scale = arrays["values"], arrays["scale"]
     if values.dtype == np.int8:
         return Int8(), Layout(shape, 0)  # the product of values and scales does not depend on the layout
+    if values.dtype == jnp.float8_e4m3fn and scale.dtype == np.float32:
+        return _read_squares(values, scale)
     # The shape is (*stack, blocks, bytes of a block, *channels); scales have 1 in place of the bytes.
     fits = lambda n: scale.shape[n] == 1 and shape[len(shape) - values.ndim + n + 1 :] == values.shape[n + 1 :]
     fitting = [n for n in range(1, values.ndim) if fits(n)]
@@ -194,15 +198,34 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Stored
     channels = values.ndim - 1 - packed
     contracted = shape[packed - 1 : len(shape) - channels]
     blocks, length = values.shape[packed - 1], int(np.prod(contracted))
-    if length % blocks:
-        raise Misfit(f"was saved in {blocks} blocks, which do not divide the target's {shape}")
-    if arrays["zero_point"] is not None:
-        return Int4(block_size=length // blocks), Layout(contracted, channels)
-    block = values.shape[packed] * (1 if values.dtype == jnp.float8_e4m3fn else 2)
-    if length != blocks * block:
-        raise Misfit(f"was saved in {blocks} blocks of {block}, which do not fit the target's {shape}")
+    is_packed = values.dtype != jnp.float8_e4m3fn
+    is_odd = is_packed and scale.dtype == np.float32  # integers and nf4 may have blocks of an odd length
+    sizes = [values.shape[packed] * (1 + is_packed) - n for n in range(1 + is_odd)]
+    whole = [size for size in sizes if size * blocks == length]
+    fitting = whole or [size for size in sizes if -(-length // size) == blocks]
+    if len(fitting) == 2:  # the last byte of an odd block has zeros in its high half
+        last = _read_elements(lax.index_in_dim(values, values.shape[packed] - 1, packed))
+        fitting = fitting[-1:] if last.size and last.max() < 16 else fitting[:1]
+    if not fitting:
+        raise Misfit(f"was saved in {blocks} blocks of {sizes[0]}, which do not fit the target's {shape}")
+    block = fitting[0]
+    if is_odd:
+        return (NF4 if arrays["zero_point"] is None else Int4)(block_size=block), Layout(contracted, channels)
     kind = MXFP8 if values.dtype == jnp.float8_e4m3fn else MXFP4 if arrays["tensor_scale"] is None else NVFP4
     return kind(block_size=block), Layout(contracted, channels)
+
+
+def _read_squares(values: jax.Array, scale: jax.Array) -> tuple[StoredFormat, Layout]:
+    """Finds the size of squares, a power of two, and the axes of inputs and outputs."""
+    shape, stack = values.shape, scale.ndim - 2
+    if scale.ndim == values.ndim and all(n in (1, length) for n, length in zip(scale.shape, shape, strict=True)):
+        return E4M3(block_size=PER_CHANNEL), Layout(shape, 0)
+    for block in [128, *(2**n for n in range(17))]:
+        for end in range(stack + 1, len(shape)):
+            sizes = math.prod(shape[stack:end]), math.prod(shape[end:])
+            if scale.shape[-2:] == tuple(-(-size // block) for size in sizes):
+                return E4M3(block_size=block), Layout(shape[stack:end], len(shape) - end)
+    raise Misfit(f"was saved with scales of shape {scale.shape}, which fit no squares of {shape}")
 
 
 def _convert_number(saved: Any, like: Any) -> Any:

@@ -444,8 +444,8 @@ def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) ->
         and not set(channels) - set(operation.out)
     )
     width = math.prod(layout.contracted[len(summed) :])
-    block = layout.length if isinstance(weight.format, Int8) else block_length(layout, weight.format)
-    if not fits or (block % width and width % block):
+    block = block_length(layout, weight.format) if isinstance(weight.format, Int4) else layout.length
+    if not fits or layout.length % block or (block % width and width % block):
         return None
     rows = [label for label in operation.left if label not in (*batch, *summed)]
     moved = lax.transpose(left, [operation.left.index(label) for label in (*batch, *rows, *summed)])
@@ -474,7 +474,10 @@ def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArr
 def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
     unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
     named = ", ".join(map(repr, unseen))
-    why = "they are not called, run inside of vmap or remat, or compute with a function that no policy replaces"
+    why = (
+        "they are not called, run inside of vmap or remat, are padded to whole blocks, or compute with a function that "
+        "no policy replaces"
+    )
     if not uses:
         raise ValueError(f"{name} cannot read the inputs of any weight ({named or 'there are tables alone'}): {why}.")
     if unseen:

@@ -13,7 +13,9 @@ from ._block_formats import (
     needs_rng as needs_rng,
 )
 from ._formats import (
+    E4M3 as E4M3,
     KINDS as KINDS,
+    NF4 as NF4,
     PER_CHANNEL as PER_CHANNEL,
     Int4 as Int4,
     Int8 as Int8,

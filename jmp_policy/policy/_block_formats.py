@@ -36,7 +36,9 @@ class CheckedFormat:
     def __str__(self) -> str:
         fields = dataclasses.fields(cast(Any, self))
         given = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
-        slash = f"/{given.pop(self.slash)}" if self.slash in given else ""
+        # A size that may be one of `also` is always spelled.
+        slash = f"/{getattr(self, self.slash)}" if self.slash in given or self.slash in self.also else ""
+        given.pop(self.slash, None)
         options = ",".join(f"{name}={str(value).lower()}" for name, value in given.items())
         return f"{self.kind}{slash}" + (f"({options})" if options else "")
 
@@ -215,9 +217,9 @@ class MXFP8(_Blocks):
     sums over. No state is kept between steps. In training, weights stay in the parameter dtype; `quant.quantize` stores
     them as e4m3.
 
-    A weight is quantized if the block size divides the number of its inputs; otherwise it stays in the compute dtype,
-    and `jmp_policy.explain` says so. Output and batch sizes may be any number: backward matmuls pad them with zeros.
-    Embedding tables are not quantized. Convolutions round the weight and run in the compute dtype.
+    Sizes may be any number: matmuls pad them with zeros to whole blocks, and `quant.quantize` stores the padding of a
+    weight's inputs, of which `jmp_policy.explain` tells. Embedding tables are not quantized. Convolutions round the
+    weight and run in the compute dtype.
 
     Args:
       activations: if True, inputs and gradients are rounded too and matmuls multiply 8-bit elements. If False, only

@@ -76,23 +76,29 @@ PER_CHANNEL = -1
 class Int4(CheckedFormat):
     """Asymmetric 4-bit integer weights; each block of inputs of an output channel has a scale and a zero point.
 
-    Activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8 bits by
-    default, because a lookup reads single rows, whose errors do not average out.
+    By default activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8
+    bits by default, because a lookup reads single rows, whose errors do not average out.
 
     Args:
-      block_size: number of weights along the contracted axes that share a scale. It must divide the number of inputs. A
-        weight with fewer inputs has one block; -1 means one block per output channel.
+      block_size: number of weights along the contracted axes that share a scale. The inputs of a weight are padded with
+        zeros to whole blocks. A weight with fewer inputs has one block; -1 means one block per output channel.
       min_size: see `Int8`.
       table_bits: 8 or 4, for embedding tables.
+      activations: if True (W4A8), each row of a layer's input is quantized to int8 dynamically, as for `Int8`. Each
+        block is multiplied in integers into int32, and the sums are scaled and added in float32. Convolutions, and
+        weights of `awq`, round the weight alone.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type or an unknown value.
 
-    Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
+    Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies; Lin et al., QServe,
+    MLSys 2025 (4-bit weights with 8-bit activations).
 
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.Int4()), str(jmp.quant.Int4(block_size=64)), str(jmp.quant.Int4(block_size=-1))
     ('int4/128', 'int4/64', 'int4/-1')
+    >>> str(jmp.quant.Int4(activations=True))
+    'int4/128(activations=true)'
     """
 
     kind = "int4"
@@ -104,6 +110,7 @@ class Int4(CheckedFormat):
     block_size: int = 128
     min_size: int = 4096
     table_bits: int = 8
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
@@ -113,19 +120,96 @@ class Int4(CheckedFormat):
     @property
     def for_tables(self) -> "Int8 | Int4":
         """The format of embedding tables."""
-        return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
-
-    def __str__(self) -> str:
-        spelled = super().__str__()
-        return spelled if "/" in spelled else spelled.replace("int4", f"int4/{self.block_size}")
+        return Int8(activations=self.activations, min_size=self.min_size) if self.table_bits == 8 else self
 
 
-StoredFormat = Int8 | Int4 | BlockFormat
+@dataclasses.dataclass(frozen=True)
+class E4M3(CheckedFormat):
+    """Weights in float8_e4m3fn with float32 scales: for serving the checkpoints of DeepSeek, Qwen and others.
+
+    A scale maps the largest magnitude of its weights to 448. `Float8` is for training instead: its weights stay in the
+    parameter dtype. Embedding tables are stored as `Int8`, which is more precise in as many bits.
+
+    Args:
+      block_size: each square of so many inputs by so many outputs shares a scale; squares at the ends may be partial.
+        -1 means one scale per output channel.
+      activations: if True, inputs of matmuls are rounded dynamically to e4m3 too, with a float32 scale for each row and
+        block of inputs; with `block_size=-1`, for each row. The products of each block are summed in float32, and the
+        sums are scaled and added. Convolutions round the weight alone. The backward pass runs in the compute dtype.
+      min_size: see `Int8`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2 (1 x 128 tiles of inputs, 128 x 128 blocks of
+    weights).
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.E4M3()), str(jmp.quant.E4M3(block_size=-1, activations=True))
+    ('e4m3/128', 'e4m3/-1(activations=true)')
+    """
+
+    kind = "e4m3"
+    slash = "block_size"
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
+    bits: ClassVar[int] = 8
+    """Bits per stored weight."""
+
+    block_size: int = 128
+    activations: bool = False
+    min_size: int = 4096
+
+    @property
+    def for_tables(self) -> Int8:
+        """The format of embedding tables."""
+        return Int8(activations=self.activations, min_size=self.min_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class NF4(CheckedFormat):
+    """4-bit NormalFloat weights, as in QLoRA: 16 quantiles of a normal distribution, scaled by the largest magnitude.
+
+    Each block of inputs of an output channel has a float32 scale. Matmuls run in the compute dtype, and embedding
+    tables are stored as `Int8`.
+
+    Args:
+      block_size: as for `Int4`.
+      min_size: see `Int8`.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
+
+    Source: Dettmers et al., QLoRA, NeurIPS 2023, section 3 and appendix E. Its blocks lie along the flattened weight.
+
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.NF4()), str(jmp.quant.NF4(block_size=128))
+    ('nf4/64', 'nf4/128')
+    """
+
+    kind = "nf4"
+    slash = "block_size"
+    least, also = {"block_size": 1}, {"block_size": PER_CHANNEL}
+    bits: ClassVar[int] = 4
+    """Bits per stored weight."""
+    activations: ClassVar[bool] = False
+
+    block_size: int = 64
+    min_size: int = 4096
+
+    @property
+    def for_tables(self) -> Int8:
+        """The format of embedding tables."""
+        return Int8(activations=False, min_size=self.min_size)
+
+
+StoredFormat = Int8 | Int4 | E4M3 | NF4 | BlockFormat
 """Formats in which weights can be stored."""
 
 Quantization = StoredFormat | Float8
 
-_KINDS: dict[str, type[Quantization]] = {kind.kind: kind for kind in (Int8, Int4, Float8, MXFP8, MXFP4, NVFP4)}
+_KINDS: dict[str, type[Quantization]] = {
+    kind.kind: kind for kind in (Int8, Int4, E4M3, NF4, Float8, MXFP8, MXFP4, NVFP4)
+}
 KINDS = tuple(_KINDS)
 
 _CALIBRATED_INT4 = re.compile(r"^\s*(?:gptq|awq)\s*/\s*4\s*/\s*(-?\d+)", re.IGNORECASE)
@@ -142,7 +226,7 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(min_size=0)").min_size
-    (Int4(block_size=64, min_size=4096, table_bits=8), 0)
+    (Int4(block_size=64, min_size=4096, table_bits=8, activations=False), 0)
     >>> parse_quantization("gptq/4/64") == parse_quantization("int4/64")
     True
     """
@@ -321,7 +405,11 @@ def find_operand_format(quantization: Quantization, *, is_gradient: bool = False
         return parse_format("float8_e5m2" if is_gradient else "float8_e4m3fn")
     if isinstance(quantization, Int8):
         return parse_format("int8")
+    if isinstance(quantization, E4M3):
+        return parse_format("float8_e4m3fn")
     is_e5m2 = is_gradient and isinstance(quantization, MXFP8) and quantization.gradients == "e5m2"
     size = quantization.block_size
     blocks = f"/{size}" if size > 0 else ""  # int4 with a scale for each channel is measured in blocks, as int8 is
-    return parse_format(f"{quantization.kind}{'_e5m2' * is_e5m2}{blocks}")
+    # The 16 values of nf4 have no exponents, and are nearer to those of int4 than to another format's.
+    kind = "int4" if isinstance(quantization, NF4) else quantization.kind
+    return parse_format(f"{kind}{'_e5m2' * is_e5m2}{blocks}")

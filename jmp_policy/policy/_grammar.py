@@ -2,7 +2,8 @@
 
     policy     ::= [quantized "_from_"] plain
     quantized  ::= format ["(" option ("," option)* ")"]               (such as int8(activations=false))
-    format     ::= "int8" | ("int4" | "mxfp8" | "mxfp4" | "nvfp4") ["/" block_size] | "float8" ["/" amax_history_length]
+    format     ::= "int8" | ("int4" | "nf4" | "e4m3" | "mxfp8" | "mxfp4" | "nvfp4") ["/" block_size]
+               | "float8" ["/" amax_history_length]
                | "gptq/4/" block_size | "awq/4/" block_size | "gptq/8/-1"              (Keras's names of int4 and int8)
     option     ::= argument "=" (number | "true" | "false" | recipe | word)   (of the format's class in jmp.quant)
     recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]

@@ -53,8 +53,8 @@ class Policy:
       precision: matmul precision, as for `jax.default_matmul_precision` (`"highest"`, `jax.lax.Precision.HIGHEST`,
         ...); `None` does not set it.
       quantization: format of the matmuls and the stored weights of Flax layers: `quant.Int8()`, `quant.Int4()`,
-        `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, a string such as `"int4/64"`, or `None`.
-        It applies to modules; a plain function has no weights to quantize.
+        `quant.E4M3()`, `quant.NF4()`, `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, a string
+        such as `"int4/64"`, or `None`. It applies to modules; a plain function has no weights to quantize.
       reduce_dtype: dtype in which gradients are summed over devices; `None` leaves that to the function.
         `value_and_grad` and `grad`, also in `jmp_policy.nnx`, and `optim.minimize` read it from the policies of the
         function that they trace. `jax.grad` does not.

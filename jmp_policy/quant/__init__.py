@@ -1,8 +1,8 @@
-"""Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
+"""Quantization: weights in 8 and 4 bits, and training in float8 and block-scaled formats.
 
 - `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
   layers from data; `compare` returns a `Comparison` of error and size, with a `LayerComparison` for each layer.
-- Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
+- Formats, which policy strings name: `Int8`, `Int4`, `E4M3` and `NF4` for weights; `Float8`, with `DelayedScaling` or
   `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
 - `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
   and `embedding_lookup` compute with it. `float8_state` makes the state of a float8 matmul.
@@ -13,8 +13,10 @@ import typing as _typing
 
 from .._base import load_lazily as _load_lazily
 from ..policy import (
+    E4M3 as E4M3,
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
+    NF4 as NF4,
     NVFP4 as NVFP4,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
@@ -60,7 +62,7 @@ if _typing.TYPE_CHECKING:
         find_layer_row, has_fewer_bits, is_own, multiply_wide, plan_layer, spell_format,
     )
     from ._layout import (  # noqa: F401
-        Layout, WHY_TABLES_WIDE, block_length, fits_blocks, kernel_layout, reason_unquantized, stack_shape,
+        Layout, WHY_TABLES_WIDE, block_length, kernel_layout, reason_unquantized, stack_shape,
         table_layout, weight_layout,
     )
     from ._numbers import (  # noqa: F401
@@ -92,7 +94,7 @@ else:  # layers of Flax need none of these
         "_layer": "LayerFacts LayerPlan LayerProduct Multiply Promote WeightedLayer attend "
         "find_accumulate_dtype find_layer_row has_fewer_bits is_own multiply_wide plan_layer "
         "spell_format",
-        "_layout": "Layout WHY_TABLES_WIDE block_length fits_blocks kernel_layout reason_unquantized stack_shape "
+        "_layout": "Layout WHY_TABLES_WIDE block_length kernel_layout reason_unquantized stack_shape "
         "table_layout weight_layout",
         "_numbers": "Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
         "quantize_symmetric to_numbers",

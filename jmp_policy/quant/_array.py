@@ -15,10 +15,42 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
-from ..policy import BlockFormat, Int4, Int8, Quantization, StoredFormat, parse_quantization, stored_format_of
-from ._block_numbers import Blocks, dequantize, pack, round_operand, unpack
-from ._layout import Layout, block_length, stack_shape
-from ._numbers import Clip, check_clip, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric
+from ..policy import (
+    E4M3,
+    NF4,
+    PER_CHANNEL,
+    BlockFormat,
+    Int4,
+    Int8,
+    Quantization,
+    StoredFormat,
+    parse_quantization,
+    stored_format_of,
+)
+from ._block_numbers import (
+    Blocks,
+    dequantize,
+    pack,
+    pad_axes,
+    quantize_squares,
+    round_operand,
+    spread_over_axis,
+    unpack,
+)
+from ._layout import BlockedFormat, Layout, block_length, count_blocks, describe_padding, stack_shape
+from ._numbers import (
+    Clip,
+    Quantized,
+    check_clip,
+    choose_bounds,
+    choose_peak,
+    measure_amax,
+    quantize_asymmetric,
+    quantize_e4m3,
+    quantize_normal,
+    quantize_symmetric,
+    read_normal,
+)
 
 _EMPTY: Any = object()  # a last array that JAX mapped to None: the tree keeps its structure
 
@@ -32,14 +64,16 @@ class QuantizedArray(Uncast):
     `quantize_array` from an array. A stack of weights may be sliced along its leading axes, as `scan` and `vmap` do.
 
     Attributes:
-      values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two 4-bit
-        values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the first half of its block in its low
-        half, and one of the second half in its high half; bytes of floats have two neighbors.
+      values: int8, or the e4m3 of `E4M3`, of the weight's shape; or of shape `(*stack, blocks, bytes of a block,
+        *channels)`: uint8, two 4-bit values to a byte, or the e4m3 of `MXFP8`. A byte of `Int4` has a value of the
+        first half of its block in its low half, and one of the second half in its high half, and so one of `NF4`, whose
+        values are places in its table; bytes of floats have two neighbors.
       scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
-        float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`.
+        float32 for `Int4` and `NF4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`; or float32 of shape `(*stack,
+        blocks of inputs, blocks of outputs)` for `E4M3` in squares.
       zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
       input_clip: float32, one per weight of a stack: the calibrated magnitude to clip the layer's inputs to, or `None`.
-      format: `Int8`, `Int4`, `MXFP8`, `MXFP4` or `NVFP4`.
+      format: `Int8`, `Int4`, `E4M3`, `NF4`, `MXFP8`, `MXFP4` or `NVFP4`.
       layout: the axes that are summed over.
       dtype: the dtype of the original weight.
       tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
@@ -86,14 +120,20 @@ class QuantizedArray(Uncast):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
-        if isinstance(self.format, Int8):
+        if isinstance(self.format, Int8 | E4M3):
             return self.values.shape
         blocks_axis = self.values.ndim - 2 - self.layout.channels
         stack, channels = self.values.shape[:blocks_axis], self.values.shape[blocks_axis + 2 :]
         # In `shard_map`, a shard has a part of the blocks, split along the first axis.
         first, *others = self.layout.contracted
-        whole = self.layout.length // block_length(self.layout, self.format)
-        return (*stack, first * self.values.shape[blocks_axis] // whole, *others, *channels)
+        whole, part = count_blocks(self.layout, self.format), self.values.shape[blocks_axis]
+        if part != whole and (padding := describe_padding(self.layout, self.format)):
+            raise ValueError(
+                f"A weight in {str(self.format)!r}{padding}, cannot be split along its inputs in shard_map, and a "
+                f"shard has {part} of its {whole} blocks. Leave its inputs whole, as in_specs=P(None, 'model') does, "
+                f"or use a block size that divides the {self.layout.length} inputs."
+            )
+        return (*stack, first * part // whole, *others, *channels)
 
     @property
     def ndim(self) -> int:
@@ -119,23 +159,21 @@ class QuantizedArray(Uncast):
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Returns the weight as a floating array, rounded once from float32 to `dtype` (default: the original)."""
         dtype = self.dtype if dtype is None else parse_dtype(dtype)
-        if isinstance(self.format, Int8):
-            wide = self.values.astype(jnp.float32) * self.scale
+        if isinstance(self.format, Int8 | E4M3):
+            wide = self.values.astype(jnp.float32) * self._spread_scale()
         elif isinstance(self.format, BlockFormat):
-            wide = dequantize(self.read_blocks(), -2).reshape(self.shape)
+            wide = self._drop_padding(dequantize(self.read_blocks(), -2))
         else:
-            axis = -1 - self.layout.channels
-            length = block_length(self.layout, self.format)
-            numbers = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis).astype(jnp.float32)
-            wide = (numbers - self.zero_point.astype(jnp.float32)) * self.scale  # type: ignore[union-attr]
+            values, scale, _ = self.split_blocks()
+            wide = values.astype(jnp.float32) * scale
             wide = wide if self.input_scale is None else wide * self.input_scale
-            wide = (wide if self.input_order is None else self._restore_order(wide)).reshape(self.shape)
+            wide = self._drop_padding(wide) if self.input_order is None else self._restore_order(wide)
         # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
     def _restore_order(self, blocks: jax.Array) -> jax.Array:
-        """Returns `(*stack, blocks, block, *channels)` in the order of inputs, as `(*stack, inputs, channels)`."""
+        """Returns `(*stack, blocks, block, *channels)` in the order of inputs, in the shape of the weight."""
         order: Any = self.input_order
         axis = blocks.ndim - 2 - self.layout.channels
         length = blocks.shape[axis] * blocks.shape[axis + 1]
@@ -144,7 +182,51 @@ class QuantizedArray(Uncast):
                 f"{self!r} has an input_order of all {self.layout.length} inputs, and `shard_map` gave each device a "
                 "part of these. Split its outputs instead, or none of its axes."
             )
-        return jnp.take_along_axis(blocks.reshape(*blocks.shape[:axis], length, -1), order[..., None], axis=-2)
+        rows = jnp.take_along_axis(blocks.reshape(*blocks.shape[:axis], length, -1), order[..., None], axis=-2)
+        return rows.reshape(self.shape)
+
+    def split_blocks(self) -> Quantized:
+        """Returns values and scales in blocks of inputs: of `Int4` (int8, without zero points), `NF4` or `E4M3`.
+
+        Their shapes are `(*stack, blocks, block, *channels)` and `(*stack, blocks, 1, *channels)`. A partial block of
+        `E4M3` is padded with zeros.
+        """
+        axis, format = -1 - self.layout.channels, self.format
+        if isinstance(format, E4M3):
+            stack, (inputs, outputs), channels = self._split_shape()
+            block = inputs if format.block_size == PER_CHANNEL else format.block_size
+            values = pad_axes(self.values.reshape(*stack, inputs, outputs), (len(stack),), block)
+            scale = self.scale
+            if format.block_size != PER_CHANNEL:
+                scale = spread_over_axis(scale, -1, block, outputs)
+            blocks = (*stack, values.shape[-2] // block)
+            return Quantized(values.reshape(*blocks, block, *channels), scale.reshape(*blocks, 1, *channels))
+        length = block_length(self.layout, format)  # type: ignore[arg-type]
+        values = lax.slice_in_dim(unpack(self.values, axis, jnp.uint4), 0, length, axis=axis)
+        if self.zero_point is None:
+            return Quantized(read_normal(values), self.scale)
+        return Quantized(values.astype(jnp.int8) - self.zero_point.astype(jnp.int8), self.scale)
+
+    def _drop_padding(self, wide: jax.Array) -> jax.Array:
+        """Reshapes whole blocks of inputs to the shape of the weight."""
+        stack, (inputs, outputs), _ = self._split_shape()
+        if wide.size != self.size:
+            wide = lax.slice_in_dim(wide.reshape(*stack, -1, outputs), 0, inputs, axis=len(stack))
+        return wide.reshape(self.shape)
+
+    def _split_shape(self) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, ...]]:
+        """Returns the axes of the stack, the numbers of inputs and outputs, and the axes of the channels."""
+        shape, end = self.shape, self.ndim - self.layout.channels
+        first = end - len(self.layout.contracted)
+        return shape[:first], (math.prod(shape[first:end]), math.prod(shape[end:])), shape[end:]
+
+    def _spread_scale(self) -> jax.Array:
+        """Returns the scale of `Int8` or `E4M3`, broadcastable to the values."""
+        if isinstance(self.format, Int8) or self.format.block_size == PER_CHANNEL:
+            return self.scale
+        _, (inputs, outputs), _ = self._split_shape()
+        spread = spread_over_axis(self.scale, -2, self.format.block_size, inputs)
+        return spread_over_axis(spread, -1, self.format.block_size, outputs).reshape(self.values.shape)
 
     def read_blocks(self) -> Blocks:
         """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""
@@ -159,15 +241,18 @@ class QuantizedArray(Uncast):
     def shard(self, sharding: NamedSharding) -> "QuantizedArray":
         """Places values by the sharding of the weight, and each scale beside its values.
 
-        For block formats, the entry of the first summed axis applies to the blocks.
+        For block formats, the entry of the first summed axis applies to the blocks. Each device has all scales of
+        squares.
         """
         spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
-        if not isinstance(self.format, Int8):
+        if not isinstance(self.format, Int8 | E4M3):
             first = self.ndim - self.layout.channels - len(self.layout.contracted)
             spec = (*spec[: first + 1], None, *spec[self.ndim - self.layout.channels :])
+        is_in_squares = isinstance(self.format, E4M3) and self.format.block_size != PER_CHANNEL
 
         def place(leaf: jax.Array) -> jax.Array:
-            fits = [n for n in range(leaf.ndim) if leaf.shape[n] > 1]
+            is_whole = is_in_squares and leaf is self.scale
+            fits = [n for n in range(leaf.ndim) if leaf.shape[n] > 1 and not is_whole]
             here = PartitionSpec(*[spec[n] if n in fits else None for n in range(leaf.ndim)])
             return jax.device_put(leaf, NamedSharding(sharding.mesh, here))
 
@@ -205,7 +290,7 @@ class QuantizedArray(Uncast):
     def __repr__(self) -> str:
         try:
             shape = self.shape
-        except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with arbitrary leaves
+        except (AttributeError, TypeError, IndexError, ValueError):  # JAX rebuilds pytrees with arbitrary leaves
             shape = "?"
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
@@ -232,17 +317,17 @@ def quantize_array(
 
     Args:
       array: a non-empty real floating array of at least one axis; a `jax.ShapeDtypeStruct` gives an abstract result.
-      quantization: `Int8`, `Int4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
+      quantization: `Int8`, `Int4`, `E4M3`, `NF4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
       layout: the axes that are summed over; by default all but the last (of a vector, its only one).
       clip: how the range of integers is chosen: `"absmax"` is the full range; a percentile in (0, 100] of the
-        magnitudes, or `"mse"` (least mean square error), clips values outside the range. Block formats support
+        magnitudes, or `"mse"` (least mean square error), clips values outside the range. Formats of floats support
         `"absmax"` only.
       input_clip: a magnitude to clip the inputs of the layer to, if the format quantizes inputs to integers.
       where: the place of the weight, for error messages.
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, it is quantized already, `quantization` or `clip` is not valid, or
+      ValueError: it is quantized already, `quantization` or `clip` is not valid, or
         `act_scale="static"` has no `input_clip`. For a `jax.ShapeDtypeStruct` it needs none.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -265,18 +350,20 @@ def quantize_array(
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
     layout = layout or (Layout(array.shape[:-1], 1) if array.ndim > 1 else Layout(array.shape, 0))
-    if isinstance(format, BlockFormat) and check_clip(clip) != "absmax":
+    if not isinstance(format, Int8 | Int4) and check_clip(clip) != "absmax":
         raise ValueError(
             f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its "
             "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
             "their rules alone, and the rest afterwards."
         )
-    if not isinstance(format, Int8):
-        return _quantize_in_blocks(array, layout, format, clip, where)
-    made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     clips = None  # one per weight of a stack, to be sliced with it
-    if input_clip is not None and format.activations:
+    if input_clip is not None and format.activations and isinstance(format, Int8 | Int4):
         clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
+    if isinstance(format, E4M3):
+        return _quantize_e4m3(array, layout, format)
+    if not isinstance(format, Int8):
+        return dataclasses.replace(_quantize_in_blocks(array, layout, format, clip), input_clip=clips)
+    made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
 
 
@@ -303,25 +390,40 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
-def _quantize_in_blocks(
-    array: jax.Array, layout: Layout, format: Int4 | BlockFormat, clip: Clip, where: str
-) -> QuantizedArray:
-    block = block_length(layout, format, where)
+def _quantize_e4m3(array: jax.Array, layout: Layout, format: E4M3) -> QuantizedArray:
+    if format.block_size == PER_CHANNEL:
+        made = quantize_e4m3(array, measure_amax(array, layout.axes))
+    else:
+        stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
+        values, scale, _ = quantize_squares(array.reshape(*stack, layout.length, -1), format.block_size)
+        made = Quantized(values.reshape(array.shape), scale)
+    return QuantizedArray(*made, None, format, layout, np.dtype(array.dtype))
+
+
+def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockedFormat, clip: Clip) -> QuantizedArray:
+    block, count = block_length(layout, format), count_blocks(layout, format)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    shape, axis = (*stack, layout.length // block, block, *channels), len(stack) + 1
+    shape, axis = (*stack, count, block, *channels), len(stack) + 1
+    dtype = np.dtype(array.dtype)
+    if count * block != layout.length:
+        array = pad_axes(array.reshape(*stack, layout.length, *channels), (len(stack),), block)
     zero_point = tensor_scale = None
     if isinstance(format, Int4):
         blocks = array.reshape(shape)
         values, scale, zero_point = quantize_asymmetric(blocks, *choose_bounds(blocks, (axis,), clip))
         values = values.astype(jnp.uint4)
+    elif isinstance(format, NF4):
+        blocks = array.reshape(shape)
+        values, scale, _ = quantize_normal(blocks, measure_amax(blocks, (axis,)))
+        values = values.astype(jnp.uint4)
     else:
-        matrices = array.reshape(*stack, layout.length, math.prod(channels))
+        matrices = array.reshape(*stack, count * block, math.prod(channels))
         values, scale, tensor_scale = round_operand(matrices, None, format, -2, "weight")
         values, scale = values.reshape(shape), scale.reshape(*shape[:axis], 1, *channels)
         tensor_scale = None if tensor_scale is None else tensor_scale.reshape(stack)
     values = values if format.bits == 8 else pack(values, axis)
-    return QuantizedArray(values, scale, zero_point, None, format, layout, np.dtype(array.dtype), tensor_scale)
+    return QuantizedArray(values, scale, zero_point, None, format, layout, dtype, tensor_scale)
 
 
 class Misread(Exception):

@@ -15,7 +15,7 @@ from .._base import DTypeLike, at_least_float32, quote
 from ..policy import MXFP8, Int8, Policy, PolicyMap, Quantization, list_policies
 from ._bilinear import label_einsum
 from ._block_numbers import pad_axes
-from ._numbers import E4M3, compute_current_scale, measure_amax, quantize_symmetric, saturate
+from ._numbers import FLOAT8_E4M3, compute_current_scale, measure_amax, quantize_symmetric, saturate
 from ._operations import check_floating, einsum, parse_product_format
 
 
@@ -252,5 +252,5 @@ def _round_rows(x: jax.Array, format: np.dtype) -> tuple[jax.Array, jax.Array]:
     amax = measure_amax(x, (x.ndim - 1,))
     if format == np.int8:
         return quantize_symmetric(x, amax)[:2]
-    scale = compute_current_scale(amax, E4M3, margin=0)
-    return saturate(x, scale, E4M3), scale
+    scale = compute_current_scale(amax, FLOAT8_E4M3, margin=0)
+    return saturate(x, scale, FLOAT8_E4M3), scale

@@ -1,4 +1,4 @@
-"""Rounding to the block-scaled formats MXFP8, MXFP4 and NVFP4, and of the operands of their matmuls.
+"""Rounding to the block-scaled formats MXFP8, MXFP4, NVFP4 and E4M3, and of the operands of their matmuls.
 
 CPUs, GPUs and TPUs, eager or compiled, must return the same bits. So magnitudes are compared as integers (some backends
 flush subnormals, and XLA's float32 `max` on CPUs may lose a nan), and scales are powers of two made from bits, or
@@ -16,6 +16,7 @@ from jax import lax
 
 from .._base import ROUNDING_SCOPE, keep_rounding
 from ..policy import MXFP8, NVFP4, BlockFormat, find_format
+from ._numbers import Quantized, measure_amax, quantize_e4m3
 
 E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
 E8M0 = np.dtype(jnp.float8_e8m0fnu)  # powers of two from 2**-127 to 2**127, and nan
@@ -170,6 +171,27 @@ def quantize_nv(
     if key is not None:
         scaled = _round_e2m1_at_random(scaled, draw_noise(key, x.shape, axis))
     return Blocks(_round_elements(scaled, _repeat_in_blocks(is_finite, axis, block_size), E2M1), scale, tensor_scale)
+
+
+def quantize_squares(x: jax.Array, block_size: int) -> Quantized:
+    """Rounds matrices to e4m3, with a float32 scale per square; the last squares of both axes may be partial.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2.
+    """
+    padded = pad_axes(x, (x.ndim - 2, x.ndim - 1), block_size)
+    rows, columns = (length // block_size for length in padded.shape[-2:])
+    # One axis at a time: with explicit shardings, JAX splits and merges no two at once.
+    strips = padded.reshape(*x.shape[:-2], rows, block_size, padded.shape[-1])
+    squares = strips.reshape(*strips.shape[:-1], columns, block_size)
+    values, scale, _ = quantize_e4m3(squares, measure_amax(squares, (-3, -1)))
+    values = values.reshape(strips.shape).reshape(padded.shape)[..., : x.shape[-2], : x.shape[-1]]
+    return Quantized(values, scale.reshape(*x.shape[:-2], rows, columns))
+
+
+def spread_over_axis(scale: jax.Array, axis: int, block_size: int, length: int) -> jax.Array:
+    """Repeats the scales of blocks for the elements of an axis of a length, whose last block may be partial."""
+    axis %= scale.ndim
+    return lax.slice_in_dim(_repeat_in_blocks(scale, axis, block_size), 0, length, axis=axis)
 
 
 def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -37,7 +37,7 @@ class ClipCalibration:
 
     def observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
         """Records the input of an integer matmul, and returns its weight."""
-        if is_integer_product(operation, weight):
+        if is_integer_product(operation, left, weight):
             self.add(left, operation.summed_axes(operation.left))
         return weight
 

@@ -29,9 +29,19 @@ from ._bilinear import (
     varying_axes,
     without_preferred_dtype,
 )
-from ._numbers import E4M3, E5M2, Scaled, compute_current_scale, compute_scale, measure_amax, saturate, select
+from ._numbers import (
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    Scaled,
+    compute_current_scale,
+    compute_scale,
+    measure_amax,
+    saturate,
+    select,
+)
 
-DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}  # of the operands with an amax history
+# Of the operands with an amax history.
+DTYPES = {"input": FLOAT8_E4M3, "kernel": FLOAT8_E4M3, "output_grad": FLOAT8_E5M2}
 
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each operand, float32,

@@ -12,13 +12,21 @@ import numpy as np
 from jax import lax
 
 from .._base import cast_floating, is_floating_dtype
-from ..policy import BlockFormat, Float8, Int4, Policy, StoredFormat, needs_rng
+from ..policy import BlockFormat, Float8, Int8, Policy, StoredFormat, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Dot, label_dot
 from ._float8_product import State, float8_product, needs_state, reason_not_float8, why_sizes_wide
-from ._layout import WHY_TABLES_WIDE, Layout, choose_format, kernel_layout, layer_size, reason_unquantized
+from ._layout import (
+    WHY_TABLES_WIDE,
+    Layout,
+    choose_format,
+    describe_padding,
+    kernel_layout,
+    layer_size,
+    reason_unquantized,
+)
 from ._operations import OPERATIONS, Multiplication, dot_general
-from ._product import is_block_product, is_integer_product, observe_product
+from ._product import is_block_product, observe_product, rounds_rows
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize, prepare_weight
 from ._wide_product import wide_product
 
@@ -119,7 +127,7 @@ class Multiply:
         out = None
         # A weight whose stored values cannot be multiplied is dequantized for `wide_product`.
         is_stored = isinstance(call.rhs, StoredWeight)
-        if not is_stored or is_block_product(*call) or is_integer_product(call.operation, call.rhs):
+        if not is_stored or is_block_product(*call) or rounds_rows(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
             weight = observe_product(*call)
@@ -229,7 +237,9 @@ def plan_layer(facts: LayerFacts, policy: Policy, compute_dtype: Any) -> LayerPl
         return LayerPlan(format, accumulate, str(format))
     is_fixed = layer is not None and layer.operation is None and layer.weight == "kernel"
     why_as_numbers = _WHY_FIXED if is_fixed else facts.why_as_numbers
-    return LayerPlan(format, accumulate, spell_format(choose_format(format, layout), layer, why_as_numbers))
+    stored = choose_format(format, layout)
+    quantization = spell_format(stored, layer, why_as_numbers, describe_padding(layout, stored))
+    return LayerPlan(format, accumulate, quantization)
 
 
 def _why_not_float8(facts: LayerFacts, layout: Layout, format: Float8) -> str | None:
@@ -255,14 +265,17 @@ def find_accumulate_dtype(policy: Policy, compute_dtype: Any = None) -> np.dtype
     return dtype if compute_dtype is None or np.dtype(compute_dtype).itemsize < dtype.itemsize else None
 
 
-def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:
+def spell_format(
+    format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None, padding: str = ""
+) -> str:
     """Describes a quantized weight, and the reason why the layer dequantizes it, for `Row.quantization`."""
-    if isinstance(format, Int4) or not format.activations:  # their matmuls always dequantize
-        return str(format)
-    is_in_blocks = isinstance(format, BlockFormat)
+    spelled = f"{format}{padding}"
+    if not format.activations:  # their matmuls always dequantize
+        return spelled
+    is_in_blocks = not isinstance(format, Int8)
     if why_as_numbers is None and is_in_blocks and layer is not None and layer.operation == "conv_general_dilated":
         why_as_numbers = "it is a convolution"
     if why_as_numbers is not None:
-        return f"{format}, computed with as numbers: {why_as_numbers}"
-    is_odd = is_in_blocks and format.block_size != type(format)().block_size
-    return f"{format}, in blocks that no hardware multiplies" if is_odd else str(format)
+        return f"{spelled}, computed with as numbers: {why_as_numbers}"
+    is_odd = isinstance(format, BlockFormat) and format.block_size != type(format)().block_size
+    return f"{spelled}, in blocks that no hardware multiplies" if is_odd else spelled

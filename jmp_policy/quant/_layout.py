@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..policy import PER_CHANNEL, BlockFormat, Int4, StoredFormat
+from ..policy import NF4, PER_CHANNEL, BlockFormat, Int4, StoredFormat
+
+BlockedFormat = Int4 | NF4 | BlockFormat
+"""Formats of blocks along the summed axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,37 +96,31 @@ def reason_unquantized(shape: tuple[int, ...], layout: Layout, quantization: Sto
     size = layer_size(shape, layout)
     if size < quantization.min_size or size == 0:
         return f"{size} elements are fewer than min_size={quantization.min_size}"
-    if not isinstance(quantization, BlockFormat):
-        return None
-    # The backward matmuls, which sum over outputs and rows, pad with zeros.
-    fits = fits_blocks(quantization, layout.length)
-    return None if fits else f"blocks of {quantization.block_size} do not divide its {layout.length} inputs"
+    return None
 
 
-def fits_blocks(quantization: Int4 | BlockFormat, length: int, size: int | None = None) -> bool:
-    """True if blocks of a size, by default the format's, divide the inputs, or one int4 block holds all of them."""
-    size = quantization.block_size if size is None else size
-    return length % size == 0 or (isinstance(quantization, Int4) and length < size)
-
-
-def block_length(
-    layout: Layout,
-    quantization: Int4 | BlockFormat,
-    where: str = "",
-    leave_out: str = "by a rule of a PolicyMap: {'path': 'float32'}.",
-) -> int:
-    """Returns the number of weights that share a scale; raises if it does not divide the inputs."""
+def block_length(layout: Layout, quantization: BlockedFormat) -> int:
+    """Returns the number of inputs that share a scale; the last block may be padded with zeros."""
     block, length = quantization.block_size, layout.length
-    if not fits_blocks(quantization, length):
-        inputs = f"the {length} inputs of the weight{where}"
-        raise ValueError(describe_misfit(quantization, inputs, [length], f"the weight out {leave_out}"))
-    is_whole = isinstance(quantization, Int4) and (block == PER_CHANNEL or length < block)
+    is_whole = isinstance(quantization, Int4 | NF4) and (block == PER_CHANNEL or length < block)
     return length if is_whole else block
+
+
+def count_blocks(layout: Layout, quantization: BlockedFormat) -> int:
+    return -(-layout.length // block_length(layout, quantization))
+
+
+def describe_padding(layout: Layout, quantization: StoredFormat) -> str:
+    """Says how many inputs a weight is stored with, as the end of a sentence; empty without padding."""
+    if not isinstance(quantization, BlockedFormat):
+        return ""
+    padded = count_blocks(layout, quantization) * block_length(layout, quantization)
+    return "" if padded == layout.length else f", padded from {layout.length} to {padded} inputs"
 
 
 def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
     """Says that blocks cannot be split over devices like their weight; empty if they can, or if JAX does not tell."""
-    if not isinstance(quantization, Int4 | BlockFormat):
+    if not isinstance(quantization, BlockedFormat):
         return ""
     sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -132,25 +128,10 @@ def describe_whole(array: Any, layout: Layout, quantization: Any) -> str:
     spec = (*sharding.spec, *[None] * array.ndim)
     names = spec[array.ndim + layout.axes[0]] or ()
     parts = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-    blocks, kind = layout.length // block_length(layout, quantization), str(quantization).partition("/")[0]
+    block, blocks = block_length(layout, quantization), count_blocks(layout, quantization)
     if blocks % parts == 0:
         return ""
-    fits = (size for size in range(2, layout.length // blocks, 2) if layout.length % (size * parts) == 0)
+    fits = (size for size in range(2, block, 2) if layout.length % (size * parts) == 0)
     size = max(fits, default=None)
-    fix = "" if size is None else f"; with '{kind.partition('(')[0]}/{size}' it is split"
-    return (
-        f"its {blocks} blocks of {layout.length // blocks} cannot be split over the {parts} devices of {names!r}{fix}"
-    )
-
-
-def describe_misfit(quantization: Int4 | BlockFormat, inputs: str, lengths: Collection[int], leave_out: str) -> str:
-    """Says that blocks do not divide `inputs`, and names a block size that fits weights of all `lengths`."""
-    block = quantization.block_size
-    # 4-bit floats are packed two to a byte, so their block sizes are even.
-    step = 2 if isinstance(quantization, BlockFormat) and quantization.bits == 4 else 1
-    fits = lambda size: all(fits_blocks(quantization, length, size) for length in lengths)
-    fitting = max(filter(fits, range(step, block, step)), default=None)
-    kind = str(quantization).partition("(")[0].partition("/")[0]
-    which = "fits every weight" if len(lengths) > 1 else "does"
-    fix = "Leave" if fitting is None else f"The largest size that {which} is {fitting}: '{kind}/{fitting}', or leave"
-    return f"Blocks of {block} do not divide {inputs}. {fix} {leave_out}"
+    fix = "" if size is None else f"; with '{quantization.kind}/{size}' it is split"
+    return f"its {blocks} blocks of {block} cannot be split over the {parts} devices of {names!r}{fix}"

@@ -11,6 +11,7 @@ XLA fuses some of these steps well in different forms on different platforms:
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 class Quantized(NamedTuple):
-    """Integers that stand for `(values - zero_point) * scale`."""
+    """Integers, or values of e4m3 or `NORMAL_FLOAT`, that stand for `(values - zero_point) * scale`."""
 
     values: jax.Array
     scale: jax.Array
@@ -141,8 +142,40 @@ def _round_to_integers(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-E4M3 = np.dtype(jnp.float8_e4m3fn)  # inputs and weights: up to 448
-E5M2 = np.dtype(jnp.float8_e5m2)  # gradients of outputs: up to 57344
+# Quantiles of a normal distribution, and zero, in units of the largest magnitude: appendix E of the paper.
+NORMAL_FLOAT = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def quantize_normal(x: jax.Array, amax: jax.Array) -> Quantized:
+    """Rounds `x / amax` to the nearest of 16 values; returns their places in `NORMAL_FLOAT` as uint8.
+
+    A midpoint is rounded down. `amax` (float32) is broadcastable to `x`; where it is not finite, the scale is not.
+
+    Source: Dettmers et al., QLoRA, NeurIPS 2023, section 3.
+    """
+    scale = jnp.maximum(amax, _TINY)
+    fraction = x.astype(jnp.float32) / scale
+    midpoints = [np.float32((low + high) / 2) for low, high in itertools.pairwise(NORMAL_FLOAT)]
+    is_above = [(fraction > midpoint).astype(jnp.uint8) for midpoint in midpoints]
+    return Quantized(sum(is_above[1:], is_above[0]), scale)
+
+
+def read_normal(places: jax.Array) -> jax.Array:
+    """Returns the values of places in `NORMAL_FLOAT` as float32."""
+    # By selections, which fuse, and not by a gather of a constant array.
+    values: list[Any] = [np.float32(value) for value in NORMAL_FLOAT]
+    for bit in range(4):
+        is_odd = (places >> bit) & 1 == 1
+        values = [jnp.where(is_odd, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+FLOAT8_E4M3 = np.dtype(jnp.float8_e4m3fn)  # inputs and weights: up to 448
+FLOAT8_E5M2 = np.dtype(jnp.float8_e5m2)  # gradients of outputs: up to 57344
 
 
 class Scaled(NamedTuple):
@@ -179,6 +212,15 @@ def _refuse_float8_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> A
         "Float8 matmuls have no second derivative. For example, give layers that are differentiated twice the policy "
         "'mixed_bfloat16'."
     )
+
+
+def quantize_e4m3(x: jax.Array, amax: jax.Array) -> Quantized:
+    """Rounds `x / scale` to the nearest e4m3 value, ties to even; the float32 scale maps `amax` to 448.
+
+    `amax` (float32) is broadcastable to `x`. A non-finite `amax` gives a non-finite scale.
+    """
+    scale = jnp.maximum(amax * np.float32(1 / _largest_number(FLOAT8_E4M3)), _TINY)  # multiplied: see above
+    return Quantized(saturate(x, scale, FLOAT8_E4M3), scale)
 
 
 def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:

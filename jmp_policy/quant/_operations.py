@@ -1,7 +1,6 @@
 """JAX operations with a quantized weight: `dot_general`, `einsum`, `conv_general_dilated`, and `embedding_lookup`."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -14,7 +13,7 @@ from ..policy import MXFP8, BlockFormat, Float8, Int8, Quantization, needs_rng, 
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum, is_matmul
 from ._float8_product import State, float8_product, needs_state, new_state, reason_not_float8
-from ._layout import Layout, block_length, table_layout
+from ._layout import Layout, table_layout
 from ._product import block_product, multiply_quantized
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
@@ -44,9 +43,9 @@ def dot_general(
       precision: as for JAX; ignored by 8-bit matmuls.
       preferred_element_type: the dtype of the output; by default the dtype of `lhs`.
       out_sharding: as for JAX.
-      quantization: `Int8`, `Int4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating `rhs`; `None`
-        calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the backward pass. Only
-        `Float8` leaves small matmuls unquantized.
+      quantization: `Int8`, `Int4`, `E4M3`, `NF4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a
+        floating `rhs`; `None` calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the
+        backward pass. Only `Float8` leaves small matmuls unquantized.
       state: for `Float8` with `DelayedScaling`, from `float8_state`. Its gradient is the next state.
       key: for `NVFP4` with `stochastic_rounding`, use a new key for each matmul and step. Under `jax.jit` the result
         does not depend on the mesh. In `jax.shard_map`, fold `jax.lax.axis_index` into the key so that devices draw
@@ -59,9 +58,8 @@ def dot_general(
     Raises:
       TypeError: `lhs`, or an `rhs` to quantize, is not floating; or a float8 or block-scaled matmul is differentiated
         twice.
-      ValueError: `quantization` is not valid, or its blocks do not divide the inputs; a quantized `rhs` has another
-        format; or a state or key is missing, or given to a format without one. A missing key raises an error only when
-        the function is differentiated.
+      ValueError: `quantization` is not valid; a quantized `rhs` has another format; or a state or key is missing, or
+        given to a format without one. A missing key raises an error only when the function is differentiated.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
@@ -223,8 +221,6 @@ def _multiply_in_format(
         check_floating(rhs)
         if format.activations and is_matmul(operation, lhs.shape, rhs.shape):
             # Any order of axes is fine, because the weight is not stored in blocks yet.
-            inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
-            block_length(Layout((inputs,), 1), format)
             return block_product(operation, lhs, rhs, format, key)
     return multiply_quantized(operation, lhs, FakeQuantized(rhs, format, _infer_layout(operation, rhs.shape)), key)
 

@@ -16,14 +16,23 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from .._base import ROUNDING_SCOPE, vary
-from ..policy import NVFP4, BlockFormat, Int8, needs_rng
+from ..policy import E4M3, NVFP4, PER_CHANNEL, BlockFormat, Int4, Int8, needs_rng
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Labels, RaggedDot, is_matmul, varying_axes, widen_on_cpu, without_preferred_dtype
-from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand
-from ._numbers import Quantized, fence_on_cpu, measure_rows, narrow_sums, quantize_symmetric, to_numbers
+from ._block_numbers import Blocks, dequantize, mix_rows, pad_axes, round_operand, spread_over_axis
+from ._numbers import (
+    Quantized,
+    fence_on_cpu,
+    measure_rows,
+    narrow_sums,
+    quantize_e4m3,
+    quantize_symmetric,
+    to_numbers,
+)
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
+_LARGEST_SUMS = 2**24  # float32 values of all blocks of a matmul that are in memory at once
 ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
@@ -57,6 +66,9 @@ def multiply_quantized(
 
     - `Int8` with activations: each row of `left` is quantized, or all of it by one static scale; int8 values are
       multiplied into int32, and the sums are scaled in float32. This needs one weight scale per sum.
+    - `Int4` with activations: likewise for each block. This needs a matmul that sums over all blocks of a weight
+      without input scales.
+    - `E4M3` with activations: as `Int4`, in e4m3, with a scale for each row and block of `left`.
     - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
@@ -68,7 +80,7 @@ def multiply_quantized(
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
-    if not is_integer_product(operation, weight):
+    if not rounds_rows(operation, left, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     # Rounded outside of the function with the custom derivative, which would round again.
     if isinstance(weight, QuantizedArray):
@@ -84,19 +96,33 @@ def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight)
     """True if the operation multiplies blocks, because the weight's blocks span all of its summed axes."""
     if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
         return False
-    blocked = {axis % weight.ndim for axis in weight.layout.axes}
-    lies_along = set(operation.summed_axes(operation.right)) == blocked
     order = _find_order(operation)
     is_stored_so = operation.right == (*order.batch, *order.summed, *order.columns)
-    return lies_along and is_stored_so and is_matmul(operation, left.shape, weight.shape)
+    return is_stored_so and _sums_blocks(operation, left, weight)
 
 
-def is_integer_product(operation: Bilinear, weight: Any) -> bool:
-    """True if the operation multiplies integers: inputs are quantized, and each sum has one scale."""
+def _sums_blocks(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
+    """True if the operation is a matmul that sums over the axes of the weight's blocks, and no others."""
+    blocked = {axis % weight.ndim for axis in weight.layout.axes}
+    lies_along = set(operation.summed_axes(operation.right)) == blocked
+    return lies_along and is_matmul(operation, left.shape, weight.shape)
+
+
+def is_integer_product(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
+    """True if the operation multiplies integers."""
+    return rounds_rows(operation, left, weight) and isinstance(weight.format, Int8 | Int4)
+
+
+def rounds_rows(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
+    """True if inputs are rounded to integers or e4m3: each sum, or each block of one, has one scale of the weight."""
     if not isinstance(weight, QuantizedArray | FakeQuantized):
         return False
-    if not isinstance(weight.format, Int8) or not weight.format.activations:
+    if not isinstance(weight.format, Int8 | Int4 | E4M3) or not weight.format.activations:
         return False
+    if not isinstance(weight.format, Int8):
+        # Scales or an order of the inputs are those of the dequantized weight.
+        of_inputs = (weight.input_scale, weight.input_order) if isinstance(weight, QuantizedArray) else ()
+        return all(array is None for array in of_inputs) and _sums_blocks(operation, left, weight)
     shared = {axis % weight.ndim for axis in weight.layout.axes}
     # A convolution with batch groups sums over examples, which have different scales.
     batch_groups = dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1)
@@ -105,6 +131,8 @@ def is_integer_product(operation: Bilinear, weight: Any) -> bool:
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
     """Quantizes each row of an input to int8 by its largest magnitude, or all rows by the calibrated one."""
+    if isinstance(weight.format, E4M3):
+        return _quantize_row_blocks(operation, left, weight.format.block_size)
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     if clip is not None and isinstance(weight.format, Int8) and weight.format.act_scale == "static":
         return quantize_symmetric(left, jnp.full((1,) * left.ndim, jnp.min(clip)))
@@ -115,19 +143,71 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     return quantize_symmetric(left, amax)
 
 
+def _quantize_row_blocks(operation: Bilinear, left: jax.Array, block: int) -> Quantized:
+    """Rounds each row of an input to e4m3, or each block of one along the summed axes; scales are for each element."""
+    if block == PER_CHANNEL:
+        return quantize_e4m3(*measure_rows(left, operation.summed_axes(operation.left)))
+    order = _find_order(operation)
+    groups, lengths = (order.batch, order.rows, order.summed), dict(zip(operation.left, left.shape, strict=True))
+
+    def quantize(left: jax.Array) -> tuple[jax.Array, ...]:
+        rows = _merge_axes(left, operation.left, *groups)
+        padded = pad_axes(rows, (2,), block)
+        blocks = padded.reshape(*rows.shape[:2], padded.shape[2] // block, block)
+        values, scale, _ = quantize_e4m3(*measure_rows(blocks, (3,)))
+        values = lax.slice_in_dim(values.reshape(padded.shape), 0, rows.shape[2], axis=2)
+        made = values, spread_over_axis(scale[..., 0], 2, block, rows.shape[2])
+        return tuple(_split_axes(x, sum(groups, ()), operation.left, lengths) for x in made)
+
+    run: Any = quantize
+    sharding = jax.typeof(left).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:  # as in `_on_any_mesh`
+        run = jax.sharding.auto_axes(quantize, out_sharding=(sharding, sharding))  # pyright: ignore[reportAttributeAccessIssue]
+    return Quantized(*run(left))
+
+
 @jax.custom_jvp
 def multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
 ) -> jax.Array:
-    """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
-    sums = _sum_integers(operation, rows.values, weight.values)
+    """Multiplies the integers, or e4m3 values, of `left` and `right`; `right` is None for a stored weight."""
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if isinstance(weight, QuantizedArray) and not isinstance(weight.format, Int8):
+        return _on_any_mesh(_sum_blocks, operation, rows.values, weight, rows.scale).astype(dtype)
+    sums = _sum_integers(operation, rows.values, weight.values)
     if dtype == jnp.bfloat16:  # float16 would overflow
         sums = narrow_sums(sums)
     # One by one: the product of both scales may underflow or overflow.
     scaled = sums * operation.align_scale(rows.scale, operation.left)
     scaled = scaled * operation.align_scale(weight.scale, operation.right)
     return scaled.astype(dtype)
+
+
+def _sum_blocks(operation: Bilinear, left: jax.Array, weight: QuantizedArray, row_scale: jax.Array) -> jax.Array:
+    """Multiplies 8-bit rows by each block of a weight, into int32 or float32, and adds scaled sums in float32."""
+    order, first = _find_order(operation), weight.ndim + weight.layout.axes[0]
+    labels = (*operation.right[:first], "blocks", "block", *operation.right[first + len(order.summed) :])
+    groups = ("blocks",), order.batch, ("block",), order.columns
+    values, scale = (_merge_axes(x, labels, *groups) for x in weight.split_blocks()[:2])
+    blocks, _, block, _ = values.shape
+
+    def split(x: jax.Array) -> jax.Array:
+        merged = pad_axes(_merge_axes(x, operation.left, order.batch, order.rows, order.summed), (2,), block)
+        return jnp.moveaxis(merged.reshape(*merged.shape[:2], blocks, block), 2, 0)
+
+    def multiply(rows: jax.Array, of_rows: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = np.int32 if values.dtype == np.int8 else np.float32
+        sums = lax.dot_general(rows, values, _BATCHED_MATMUL, preferred_element_type=wide)
+        return sums.astype(np.float32) * scale * of_rows
+
+    operands = split(left), split(jnp.broadcast_to(row_scale, left.shape))[..., :1], values, scale
+    like = jax.eval_shape(multiply, *(x[0] for x in operands))
+    if blocks * like.size <= _LARGEST_SUMS:
+        out = jnp.sum(jax.vmap(multiply)(*operands), axis=0)
+    else:  # one block at a time, since the sums of all would not fit beside a large output
+        axes = tuple(varying_axes(left, values))
+        out, _ = lax.scan(lambda out, each: (out + multiply(*each), None), vary(jnp.zeros_like(like), axes), operands)
+    return _split_output(out, operation, left.shape, weight.shape)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -193,18 +273,26 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    multiply: Any = functools.partial(_multiply_in_order, operation, format)
+    return _on_any_mesh(functools.partial(_multiply_in_order, format), operation, left, weight, key)
+
+
+def _on_any_mesh(
+    multiply: Any, operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray, other: jax.Array | None
+) -> jax.Array:
+    """Calls `multiply(operation, left, weight, other)`, which merges axes, on a mesh with explicit axes too."""
+    multiply = functools.partial(multiply, operation)
     if AxisType.Explicit in jax.typeof(left).sharding.mesh.axis_types:
         # Blocks span merged axes, so XLA shards the inside of the matmul. JAX raises if it needs `out_sharding`.
-        numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
-        (out,) = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight).out_avals
+        numbers = lambda w: w.dequantize(np.float32) if isinstance(w, QuantizedArray) else w.astype(np.float32)
+        compute = lambda x, w: operation.compute(x.astype(np.float32), numbers(w))
+        (out,) = jax.make_jaxpr(compute)(left, weight).out_avals
         multiply = jax.sharding.auto_axes(multiply, out_sharding=out.sharding)  # pyright: ignore[reportAttributeAccessIssue]
-    return multiply(left, weight, key)
+    return multiply(left, weight, other)
 
 
 def _multiply_in_order(
-    operation: Bilinear,
     format: BlockFormat,
+    operation: Bilinear,
     left: jax.Array,
     weight: jax.Array | QuantizedArray,
     key: jax.Array | None,
@@ -213,19 +301,17 @@ def _multiply_in_order(
     axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
     # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
     rows = _merge_axes(vary(left, axes), operation.left, order.batch, order.rows, order.summed)
+    rows = pad_axes(rows, (2,), format.block_size)
     if isinstance(weight, QuantizedArray):
         stored = jax.tree.map(lambda x: vary(lax.stop_gradient(x), axes), weight)
         lead = math.prod(weight.shape[: len(order.batch)])
         right = jax.tree.map(lambda x: x.reshape(lead, *x.shape[-2:]), stored.read_blocks())
     else:
         right = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
+        right = pad_axes(right, (1,), format.block_size)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     out: jax.Array = multiply_rows(format, dtype, rows, right, key)
-    lengths = dict(zip(operation.left, left.shape, strict=True)) | dict(zip(operation.right, weight.shape, strict=True))
-    made = (*order.batch, *order.rows, *order.columns)
-    out = out.reshape([lengths[label] for label in made])
-    places = [made.index(label) for label in operation.out]
-    return out if places == sorted(places) else lax.transpose(out, places)
+    return _split_output(out, operation, left.shape, weight.shape)
 
 
 class _Order(NamedTuple):
@@ -249,11 +335,25 @@ def _find_order(operation: Bilinear) -> _Order:
 
 
 def _merge_axes(x: jax.Array, labels: Labels, *groups: Labels) -> jax.Array:
-    """Merges the axes of each of three groups of labels into one."""
+    """Merges the axes of each group of labels into one."""
     order = [labels.index(label) for group in groups for label in group]
     moved = x if order == sorted(order) else lax.transpose(x, order)
     lengths = dict(zip(labels, x.shape, strict=True))
     return moved.reshape([math.prod(lengths[label] for label in group) for group in groups])
+
+
+def _split_output(out: jax.Array, operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> jax.Array:
+    """Splits `(batch, rows, columns)` into the axes of the output, given the shapes of the operands."""
+    order = _find_order(operation)
+    lengths = dict(zip(operation.left, left, strict=True)) | dict(zip(operation.right, right, strict=True))
+    return _split_axes(out, (*order.batch, *order.rows, *order.columns), operation.out, lengths)
+
+
+def _split_axes(x: jax.Array, merged: Labels, labels: Labels, lengths: dict[str, int]) -> jax.Array:
+    """Inverse of `_merge_axes`, whose groups are `merged` together: returns the axes in the order of `labels`."""
+    x = x.reshape([lengths[label] for label in merged])
+    places = [merged.index(label) for label in labels]
+    return x if places == sorted(places) else lax.transpose(x, places)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,15 +14,12 @@ from jax.tree_util import KeyPath
 
 from .._base import ROUNDING_SCOPE, PyTree, describe, did_you_mean, is_floating_dtype, list_paths_to, warn_user
 from ..modules import find_adapter, is_flax_object
-from ..policy import Int4, Int8, Policy, PolicyMap, StoredFormat, default_policy, match_policy, stored_format_of
+from ..policy import Int8, Policy, PolicyMap, StoredFormat, default_policy, match_policy, stored_format_of
 from ._array import QuantizedArray, UncalibratedError, quantize_array, register_weights_with_flax
 from ._layout import (
     Layout,
-    block_length,
     choose_format,
-    describe_misfit,
     describe_whole,
-    fits_blocks,
     reason_unquantized,
     weight_layout,
 )
@@ -84,10 +81,7 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
         return array
     if isinstance(format, Int8):  # only stored weights have a static scale of inputs
         format = dataclasses.replace(format, act_scale="dynamic")
-    weight = FakeQuantized(array, format, layout.of(array.shape))
-    if isinstance(format, Int4):
-        block_length(weight.layout, format, where)  # raises here, where the name of the weight is known
-    return weight
+    return FakeQuantized(array, format, layout.of(array.shape))
 
 
 def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -> QuantizedArray:
@@ -129,7 +123,6 @@ class Quantizer:
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}
         self._quantized = 0
-        self._lengths: dict[Int4, dict[str, int]] = {}  # inputs of the weights of each format, by path
         self._whole: dict[str, str] = {}  # reasons why weights are on each device whole, by path
 
     def quantize_weight(
@@ -152,10 +145,6 @@ class Quantizer:
         assert stored is not None
         self._quantized += 1
         format = choose_format(stored, layout)
-        if isinstance(format, Int4) and not isinstance(array, QuantizedArray):
-            self._lengths.setdefault(format, {})[path] = layout.length
-            if not fits_blocks(format, layout.length):
-                return None  # `check` raises, when it knows all of them
         if not isinstance(array, QuantizedArray) and (whole := describe_whole(array, layout, format)):
             if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:  # JAX refuses to split it otherwise
                 raise ValueError(f"The weight {path!r} cannot be quantized where it is: {whole}.")
@@ -164,12 +153,10 @@ class Quantizer:
         return quantize_array(array, format, layout, **options, where=f" {path!r}")
 
     def check(self, unused: Collection[str]) -> None:
-        """Raises if blocks do not divide a weight, nothing was quantized, or `input_clips` names no weight.
+        """Raises if nothing was quantized, or `input_clips` names no weight.
 
         Warns of rules that are `unused`.
         """
-        for format, lengths in self._lengths.items():
-            _check_lengths(format, lengths)
         if not self._quantized:
             why = (
                 _join_first([f"{path!r}: {why}" for path, why in self._left.items()], "; ")
@@ -216,15 +203,6 @@ def _parse_magnitude(path: str, value: Any) -> float:
     if number > 0:
         return number
     raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
-
-
-def _check_lengths(format: Int4, lengths: Mapping[str, int]) -> None:
-    misfits = {path: length for path, length in lengths.items() if not fits_blocks(format, length)}
-    if misfits:
-        inputs = [f"the {length} inputs of the weight {path!r}" for path, length in misfits.items()]
-        rules = ", ".join(f"{path.rpartition('/')[0]!r}: 'float32'" for path in [*misfits][:_SHOWN])
-        leave_out = f"the weight{'s' * (len(misfits) > 1)} out by a rule of a PolicyMap: {{{rules}}}."
-        raise ValueError(describe_misfit(format, _join_first(inputs, ", "), lengths.values(), leave_out))
 
 
 def _join_first(parts: Sequence[str], separator: str) -> str:

@@ -20,8 +20,8 @@ from .._base import DTypeLike, quote
 from ..policy import MXFP8, Int8, Quantization
 from ._array import QuantizedArray
 from ._bilinear import RaggedDot, label_ragged_dot, make_ragged_dot, vary_together
+from ._block_numbers import pad_axes
 from ._float8_product import float8_product, why_sizes_wide
-from ._layout import Layout, block_length
 from ._numbers import measure_amax, measure_rows, quantize_symmetric
 from ._operations import check_floating, parse_product_format
 from ._product import multiply_integers, multiply_rows
@@ -62,7 +62,7 @@ def ragged_dot(
     Raises:
       TypeError: `lhs` or `rhs` is not floating, `group_sizes` are not integers, or a float8 or block-scaled matmul is
         differentiated twice.
-      ValueError: shapes do not match, the format multiplies no 8-bit operands, or blocks do not divide `k`.
+      ValueError: shapes do not match, the format multiplies no 8-bit operands.
       NotImplementedError: a quantized matmul has a `group_offset`.
 
     Source: `jax.lax.ragged_dot`; Gale et al., MegaBlocks, MLSys 2023 (grouped matmuls of experts).
@@ -93,7 +93,7 @@ def ragged_dot(
         rounded = quantize_symmetric(*measure_rows(lax.stop_gradient(lhs), (1,)))
         return multiply_integers(operation, lhs, rhs, *map(lax.stop_gradient, (rounded, weight)))
     if isinstance(format, MXFP8):
-        block_length(Layout((inputs,), 1), format)  # raises if blocks do not divide the inputs
+        lhs, rhs = (pad_axes(x, (1,), format.block_size) for x in (lhs, rhs))
         return multiply_rows(format, np.dtype(preferred_element_type or lhs.dtype), lhs, rhs, groups=compute)
     if why_sizes_wide(inputs * outputs, format, inputs, outputs) is not None:
         return compute(lhs, rhs.astype(lhs.dtype))

@@ -76,6 +76,8 @@ FORMAT_STYLES = {
     "float8_e5m2": Style(PURPLE, (0, (8, 2, 2, 2)), 2.6),
     "int8": Style(GREEN, (0, (6, 3)), 1.9),
     "int4": Style(SKY, (0, (1, 1)), 1.6),
+    "e4m3": Style(BLUE, (0, (5, 1)), 2.3),
+    "nf4": Style(ORANGE, (0, (2, 2)), 2.0),
     "mxfp8": Style(BLACK, (0, (7, 1.5)), 2.1),
     "mxfp4": Style(YELLOW, (0, (3, 3)), 1.4),
     "nvfp4": Style(VERMILION, (0, (3, 1, 1, 1)), 1.8),

@@ -243,10 +243,15 @@ class TestQuantization:
             ("mxfp8", "mxfp8", "mxfp8, computed with as numbers: it is a convolution"),
             ("nvfp4(activations=false)", "nvfp4(activations=false)", "nvfp4(activations=false)"),
             ("mxfp4/16", "mxfp4/16", "mxfp4/16"),
+            ("e4m3/-1(activations=true)", "e4m3/-1(activations=true)",
+             "e4m3/-1(activations=true), computed with as numbers: it is a convolution"),
+            ("int4/16(activations=true)", "int4/16(activations=true)",
+             "int4/16(activations=true), computed with as numbers: it is a convolution"),
             ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies",
              "mxfp8/16, computed with as numbers: it is a conv"),
-            ("mxfp8/48", "left: blocks of 48 do not divide its 64 inputs",
+            ("mxfp8/48", "mxfp8/48, padded from 64 to 96 inputs, in blocks that no hardware multiplies",
              "mxfp8/48, computed with as numbers: it is a conv"),
+            ("int4/48", "int4/48, padded from 64 to 96 inputs", "int4/48"),
         ],
     )  # fmt: skip
     def test_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(self, api, format, dense, conv):
@@ -258,7 +263,9 @@ class TestQuantization:
         found = explain(api, Blocks, f"{format}_from_mixed_bfloat16", jax.ShapeDtypeStruct((2, 4), "int32"))
         found = column(found, "quantization")
         assert (found["dense"], found["conv"].startswith(conv)) == (dense, True)
-        assert found["embed"] == "left: the rows of a table are read, and its logits want all the bits"
+        left = "left: the rows of a table are read, and its logits want all the bits"
+        kind = jmp.get_policy(f"{format}_from_float32").quantization
+        assert found["embed"] == str(getattr(kind, "for_tables", left))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from jmp_policy import quant
 
 INT8, INT4 = "int8(min_size=0)_from_float32", "int4/4(min_size=0)_from_float32"
 NVFP4 = "nvfp4/4(min_size=0)_from_float32"
-POLICIES = [INT8, INT4, NVFP4, *(f"{kind}/4(min_size=0)_from_float32" for kind in ("mxfp8", "mxfp4"))]
+POLICIES = [INT8, INT4, "int4/6(min_size=0)_from_float32", NVFP4]
+POLICIES += [f"{kind}/4(min_size=0)_from_float32" for kind in ("e4m3", "nf4", "mxfp8", "mxfp4")]
 VARIABLES = filled(made("linen", "Dense")[1])
 
 

@@ -60,6 +60,9 @@ def train_nnx(policy):
     [
         (train_linen, "int8(min_size=0)_from_mixed_float16"),
         (train_nnx, "int4/8(min_size=0)_from_mixed_float16"),
+        (train_linen, "int4/8(activations=true,min_size=0)_from_mixed_bfloat16"),
+        (train_nnx, "e4m3/8(activations=true,min_size=0)_from_mixed_float16"),
+        (train_linen, "nf4/8(min_size=0)_from_mixed_bfloat16"),
         (train_linen, "mxfp8/8(min_size=0)_from_mixed_float16"),
         (train_nnx, "mxfp8/8(min_size=0)_from_mixed_bfloat16"),
     ],

@@ -134,6 +134,12 @@ def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
         pytest.param("int8", "msgpack", (64, 4, 16), marks=pytest.mark.slow),
         pytest.param("int4/-1", "msgpack", (64, 64), marks=pytest.mark.slow),
         *(pytest.param(kind, "orbax", (64, 4, 16), marks=pytest.mark.slow) for kind in ("mxfp8", "mxfp4/2", "nvfp4/2")),
+        ("e4m3/16", "orbax", (64, 4, 16)),
+        ("nf4/8", "msgpack", (64, 4, 16)),
+        ("nf4/24", "msgpack", (64, 4, 16)),
+        ("int4/23", "msgpack", (64, 64)),
+        ("mxfp4/48", "msgpack", (64, 64)),
+        *(pytest.param(f"e4m3/{n}", "msgpack", (64, 64), marks=pytest.mark.slow) for n in (-1, 64)),
     ],
 )
 def test_saved_numbers_stay_or_become_the_floats_that_they_stand_for(kind, saver, shape):
@@ -269,7 +275,7 @@ BEGIN_ANEW = {"head": {"w": W, "b": W[0]}, "body": W}
         (
             RAW(INT4),
             {"kernel": W[:3]},
-            r"\n  kernel was saved in 2 blocks, which do not divide the target's \(3, 64\)\n",
+            r"\n  kernel was saved in 2 blocks of 32, which do not fit the target's \(3, 64\)\n",
         ),
         (
             RAW(MXFP4),

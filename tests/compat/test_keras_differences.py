@@ -47,10 +47,6 @@ ERRORS = {  # by row, calls that raise an error with this text
         ValueError, r"Cannot convert 'flaot16' to a mixed precision DTypePolicy\.",
         lambda: keras.DTypePolicyMap().__setitem__("a", "flaot16"),
     ),
-    '`"int4/100"` of 256': (
-        ValueError, r"Blocks of 100 do not divide the 256 inputs .* The largest size that ",
-        lambda: jmp.quant.quantize({"kernel": _weight((256, 64))}, keras.Int4DTypePolicy("int4/100", "float32")),
-    ),
     "`amax_history_length`": (
         (TypeError, ValueError), "amax_history_length must be ",
         *(lambda bad=bad: keras.QuantizedFloat8DTypePolicy("float8", "float32", bad) for bad in (0, -1, True)),

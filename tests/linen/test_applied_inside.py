@@ -256,10 +256,13 @@ def test_delayed_float8_leaves_a_layer_that_keeps_no_state_wide():
 
 
 def test_error_of_a_quantized_layer_names_where_it_stands():
-    model = jmp.with_policy(MaskedLM(), "int4/3(min_size=0)_from_float32")
-    rules = jmp.PolicyMap({"body|cls/transform|embed": "float32"}, jmp.policy_of(model))
-    with pytest.raises(ValueError, match=re.escape("the 16 inputs of the weight 'cls/decoder/kernel'")):
-        jax.eval_shape(jmp.with_policy(MaskedLM(), rules).init, KEY, IDS)
+    policies = [f"{format}(min_size=0)_from_float32" for format in ("int8", "int4/4")]
+    saved, other = (jmp.PolicyMap({"body|embed": "float32"}, policy) for policy in policies)
+    variables = jax.eval_shape(lambda: jmp.quant.quantize(MaskedLM().init(KEY, IDS), saved))
+    with pytest.raises(
+        ValueError, match=re.escape("The weight 'cls/transform/kernel' is stored as 'int8(min_size=0)'")
+    ):
+        jax.eval_shape(jmp.with_policy(MaskedLM(), other).apply, variables, IDS)
 
 
 def test_place_is_known_where_a_function_of_the_root_makes_the_call():

@@ -14,8 +14,10 @@ from properties import examples
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
 from jmp_policy.policy import (
+    E4M3,
     MXFP4,
     MXFP8,
+    NF4,
     NVFP4,
     CurrentScaling,
     DelayedScaling,
@@ -60,6 +62,11 @@ QUANTIZED = {
     "int8(act_scale=static)": Int8(act_scale="static"),
     "int4": Int4(),
     "int4/-1": Int4(block_size=-1),
+    "int4/64(activations=true)": Int4(64, activations=True),
+    "nf4": NF4(),
+    "nf4/-1(min_size=0)": NF4(-1, 0),
+    "e4m3": E4M3(),
+    "e4m3/-1(activations=true)": E4M3(-1, True),
     "float8": Float8(),
     "float8(recipe=delayed/most_recent,margin=1,weight_grad=false,min_size=0)": Float8(
         DelayedScaling("most_recent"), margin=1, weight_grad=False, min_size=0
@@ -255,6 +262,7 @@ def test_a_bad_format_is_an_error(make, error, text):
 
 def test_formats_are_immutable_hash_by_value_and_may_have_their_recipe_as_a_string():
     assert (Int8().bits, Int4().bits, MXFP8().bits, MXFP4().bits, NVFP4().bits) == (8, 4, 8, 4, 4)
+    assert (E4M3().bits, NF4().bits) == (8, 4)
     assert eval(repr(Int4(64)), {"Int4": Int4}) == Int4(64)
     assert len({Int4(), Int4(128), Int8(), Int8(True)}) == 2
     assert len({Float8(), Float8("delayed"), Float8(DelayedScaling()), Float8("current")}) == 2

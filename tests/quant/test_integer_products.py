@@ -1,5 +1,6 @@
 """Products with quantized weights against NumPy's of integers, and within a bound of those of real numbers."""
 
+import dataclasses
 import functools
 import re
 import string
@@ -95,6 +96,55 @@ def test_any_dot_general_is_that_of_the_integers(case):
     x, w = (array(*shape) for shape in shapes)
     result = jax.jit(lambda x, w: dot_general(x, w, numbers, quantization="int8"))(x, w)
     check(result, equation, np.asarray(x), np.asarray(w))
+
+
+W4A8 = {
+    "a matmul": ("ab,bc->ac", (5, 32), (32, 6)),
+    "a weight with its outputs first": ("ab,cb->ac", (5, 32), (6, 32)),
+    "heads and a batch in another order": ("xbhd,bhdnm->mxbn", (3, 2, 4, 8), (2, 4, 8, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", W4A8)
+def test_int4_with_activations_multiplies_the_integers_of_each_block(name):
+    equation, *shapes = W4A8[name]
+    x, w = (array(*shape) for shape in shapes)
+    product = functools.partial(einsum, equation, quantization="int4/16(activations=true)")
+    (line,) = (line for line in str(jax.make_jaxpr(product)(x, w)).splitlines() if "dot_general" in line)
+    assert ":i32[" in line
+    labels, right = equation.split("->")[0].split(",")
+    summed = [axis for axis, label in enumerate(labels) if label in right and label not in equation.split("->")[1]]
+    first, channels = right.index(labels[summed[0]]), len(right) - right.index(labels[summed[-1]]) - 1
+    layout = Layout(w.shape[first : w.ndim - channels], channels)
+    weight = np.asarray(quantized(w, "int4/16", layout).dequantize(), np.float64)
+    rows, scale = rounded_rows(x, tuple(summed))
+    multiply = functools.partial(np.einsum, equation)
+    exact, size = multiply(rows * np.float64(scale), weight), multiply(np.abs(rows) * np.float64(scale), np.abs(weight))
+    ties = multiply(find_ties(np.asarray(x), scale) * scale, np.abs(weight))
+    # Each weight is rounded once in the reference; each block's sum is scaled twice and added to one other.
+    assert (np.abs(np.asarray(jax.jit(product)(x, w), np.float64) - exact) <= 2.0**-21 * size + ties).all()
+
+
+@pytest.mark.parametrize("format", ["int4/2(activations=true)", "e4m3/2(activations=true)"])
+def test_the_sums_of_many_blocks_are_not_in_memory_at_once(format):
+    x, w = array(544, 256), array(256, 256)  # 128 blocks, of which each has sums as large as the output
+    compiled = multiplied.lower(x, w, format).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 32 * 4 * 544 * 256
+    halves = [multiplied(half, w, format) for half in (x[:128], x[128:256])]  # at once
+    # Sums of 128 blocks in two orders.
+    tolerance = 128 * 2.0**-23 * float(jnp.max(jnp.abs(x[:256]) @ jnp.abs(w)))
+    np.testing.assert_allclose(compiled(x, w)[:256], jnp.concatenate(halves), rtol=0, atol=tolerance)
+
+
+def test_int4_with_activations_clips_its_inputs_where_they_were_calibrated():
+    x, w = array(5, 32), array(32, 6)
+    clipped = quantize_array(w, "int4/16(activations=true)", input_clip=1.0)
+    assert clipped.input_clip.shape == ()
+    plain = dataclasses.replace(clipped, input_clip=None)
+    x = x.at[:, 0].set(1.0)  # a largest magnitude that all rows have
+    multiply = jax.jit(lambda x, w: dot_general(x, w, ROWS))
+    np.testing.assert_array_equal(multiply(x, clipped), multiply(jnp.clip(x, -1, 1), plain))
+    assert quantize_array(w, "int4/16", input_clip=1.0).input_clip is None
 
 
 IMAGES = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}

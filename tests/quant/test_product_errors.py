@@ -24,11 +24,6 @@ def product(x, w, quantization, state=None, key=None):
          r"^The weight is quantized already, as 'int8', and cannot be as 'int4/128'\. Leave quan"),
         (lambda: product(X, quantize_array(X, "int8"), CURRENT), ValueError,
          r"^The weight is quantized already, as 'int8', and cannot be as 'float8\(recipe=current,min_size=0\)'\. Lea"),
-        (lambda: product(X, W, "int4/5"), ValueError, r"^Blocks of 5 do not divide the "),
-        (lambda: product(X, W[:15], "nvfp4/8"), ValueError,
-         r"^Blocks of 8 do not divide the 15 inputs of the weight\. Leave the weight out by a rule of a PolicyMap: "),
-        (lambda: einsum("bd,nm->bdnm", X, W, quantization="mxfp8/8"), ValueError,
-         r"^Blocks of 8 do not divide the 1 inputs of the weight\. "),
         (lambda: product(X, W.astype(int), "int8"), TypeError,
          r"^Only floating arrays with axes and elements are quantized, got int32\[16, 6\]\. For example:"),
         *[

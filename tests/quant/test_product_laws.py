@@ -21,9 +21,11 @@ from jmp_policy.quant._numbers import _measure_by_bits, measure_amax
 ROWS = (((1,), (0,)), ((), ()))
 DELAYED, CURRENT = "float8/3(min_size=0)", "float8(recipe=current,min_size=0)"
 BY_ROW = "float8(recipe=current/row,min_size=0)"
-INTEGERS = ("int8", "int8(activations=false)", "int4/8")
+W4A8 = "int4/8(activations=true)"
+INTEGERS = ("int8", "int8(activations=false)", "int4/8", W4A8)
+SQUARES, CHANNELS = "e4m3/8(activations=true)", "e4m3/-1(activations=true)"
 BLOCKS = ("mxfp8/8", "nvfp4/8", "mxfp4/8(activations=true)", "mxfp4/8")
-STORED = INTEGERS + BLOCKS
+STORED = (*INTEGERS, "nf4/8", "e4m3/8", SQUARES, CHANNELS, *BLOCKS)
 FORMATS = (*STORED, CURRENT, BY_ROW)
 
 
@@ -64,6 +66,11 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
         ("mxfp8/8", "float16"),
         pytest.param("int8", "float32", marks=pytest.mark.slow),
         pytest.param("int4/8", "bfloat16", marks=pytest.mark.slow),
+        (W4A8, "bfloat16"),
+        (SQUARES, "bfloat16"),
+        ("nf4/8", "bfloat16"),
+        pytest.param("e4m3/5", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(CHANNELS, "float32", marks=pytest.mark.slow),
         pytest.param("int8(activations=false)", "float16", marks=pytest.mark.slow),
         pytest.param("nvfp4/8", "float32", marks=pytest.mark.slow),
         pytest.param("mxfp4/8", "bfloat16", marks=pytest.mark.slow),
@@ -74,7 +81,8 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
     stored = quantized(w, format)
     plain, other = multiplied(x, w, format), multiplied(x, stored, None)
     assert plain.dtype == other.dtype == dtype
-    if jax.default_backend() == "gpu" and "int4" in format:  # which multiply as floats, in an order of each kernel
+    as_floats = format in ("int4/8", "nf4/8", "e4m3/5")  # multiplied in an order of each kernel
+    if jax.default_backend() == "gpu" and as_floats:
         np.testing.assert_allclose(np.float32(plain), np.float32(other), rtol=2.0**-7, atol=1e-5)
     else:
         np.testing.assert_array_equal(plain, other)
@@ -107,8 +115,14 @@ def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_
     ("format", "rows", "sums", "columns"),
     [
         ("mxfp8/8", 0, 16, 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", 3, 0, 5), ("int4/8", 3, 16, 5))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nvfp4/8", 3, 16, 0), ("mxfp4/8", 3, 0, 5))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("int8", 3, 0, 5), ("int4/8", 3, 16, 5), (W4A8, 0, 16, 5))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nvfp4/8", 3, 16, 0), (SQUARES, 0, 16, 5), ("mxfp4/8", 3, 0, 5))
+        ),
     ],
 )
 def test_rows_of_zeros_no_rows_no_outputs_and_sums_of_nothing(format, rows, sums, columns):
@@ -135,7 +149,7 @@ def test_second_derivatives_are_refused(format, second):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
-    ["mxfp8/8", "int8", "int4/8", "nvfp4/8", "mxfp4/8", BY_ROW],
+    ["mxfp8/8", "int8", "int4/8", W4A8, SQUARES, CHANNELS, "nf4/8", "nvfp4/8", "mxfp4/8", BY_ROW],
 )
 def test_remat_vmap_and_devices_compute_what_the_plain_call_does(format):
     x, w, t = array(64, 16), array(16, 16), array(64, 16)
@@ -176,7 +190,9 @@ PLACES = [(P("d"), P(), None), (P(), P(None, "t"), None), (P("d"), P(None, "t"),
 
 @pytest.mark.parametrize(
     ("format", "places"),
-    list(zip(("mxfp8/8", CURRENT, "nvfp4/8", BY_ROW, DELAYED, "int8"), itertools.cycle(PLACES))),
+    list(
+        zip(("mxfp8/8", CURRENT, "nvfp4/8", BY_ROW, DELAYED, "int8", W4A8, SQUARES, CHANNELS), itertools.cycle(PLACES))
+    ),
     ids=str,
 )
 def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(format, places):

@@ -188,7 +188,6 @@ X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
         ((X, W, SIZES), {"quantization": "int4"}, ValueError, r"'int4/128' has 4\. For example: quantization='int8'"),
         ((X, W, SIZES), {"quantization": "int8(activations=false)"}, ValueError, r"quantizes weights only\. For exam"),
         ((X, W, SIZES), {"quantization": "float8"}, ValueError, r"which 'float8' needs\. For .*float8\(recipe=current"),
-        ((X, W, SIZES), {"quantization": "mxfp8"}, ValueError, r"Blocks of 32 do not divide the 4 inputs"),
         ((X, quant.quantize_array(jax.ShapeDtypeStruct(W.shape, W.dtype), "int8"), SIZES), {}, TypeError,
          r"got QuantizedArray\(int8, .*For example: rhs\.dequantize\(\)"),
     ],

@@ -80,6 +80,8 @@ def test_an_input_scale_multiplies_the_weights_of_an_input_and_is_sliced_with_th
     x = jax.random.normal(jax.random.key(1), (2, 16))
     product = quant.dot_general(x, second, (((1,), (0,)), ((), ())))
     assert (product == x @ second.dequantize()).all()
+    in_integers = dataclasses.replace(second, format=quant.Int4(8, activations=True))
+    assert (quant.dot_general(x, in_integers, (((1,), (0,)), ((), ()))) == product).all()  # no integer has the scale
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = weight.shard(jax.NamedSharding(mesh, jax.P(None, "x", None)))
     spec = jax.NamedSharding(mesh, jax.P(None, "x", None, None))

@@ -240,3 +240,9 @@ def test_an_error_of_a_batch_is_raised_and_ends_all_runs():
     with pytest.raises(KeyError, match="the third batch"):
         contrib.gptq(jmp.with_policy(Parallel(fail_at_the_fourth), POLICY), BATCHES)
     assert threading.active_count() == before
+
+
+def test_a_padded_weight_is_left_at_nearest_and_the_error_says_so():
+    model = jmp.with_policy(nnx.Linear(20, 8, rngs=nnx.Rngs(0)), "int4/16(min_size=0)_from_float32")
+    with pytest.raises(ValueError, match=r"any weight \('kernel'\): they are .*, are padded to whole blocks, or comp"):
+        contrib.gptq(model, [jnp.ones((4, 20))])
