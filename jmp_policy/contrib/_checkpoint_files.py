@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from .._base import hide_frames, is_array, quote
-from ..policy import MXFP4, Int4, Int8, Policy, PolicyMap, StoredFormat, get_policy
+from ..policy import E4M3, MXFP4, Int4, Int8, Policy, PolicyMap, StoredFormat, get_policy
 from ._checkpoint_layouts import FLOATS, Header
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -171,7 +171,7 @@ def save_folder(folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-SUPPORTED = "gptq, awq, compressed-tensors and mxfp4"
+SUPPORTED = "gptq, awq, compressed-tensors, fp8 and mxfp4"
 
 
 @hide_frames
@@ -249,6 +249,10 @@ def read_format(config: Mapping[str, Any]) -> StoredFormat:
             _require_setting(config, "bits" if "bits" in config else "w_bit", (4,))
             size = config.get("group_size", config.get("q_group_size", 128))
             return Int4(block_size=size, min_size=0)
+        case "fp8":
+            if config.get("weight_block_size") != [128, 128]:
+                _require_setting(config, "weight_block_size", ("[128, 128]",))
+            return E4M3(activations=config.get("activation_scheme") == "dynamic", min_size=0)
         case "compressed-tensors":
             return _read_scheme(config)
     raise ValueError(f"The quant_method {quote(method)} is not supported yet. Supported are {SUPPORTED}.")
@@ -272,7 +276,12 @@ def _read_scheme(config: Mapping[str, Any]) -> StoredFormat:
         raise ValueError(f"The config has {len(groups)} config_groups with weights; one is supported so far.")
     weights, inputs = groups[0]["weights"], groups[0].get("input_activations")
     place = "weights of compressed-tensors"
-    _require_setting(weights, "type", ("int",), place)
+    if weights.get("type") == "float":
+        _require_setting(config, "format", ("float-quantized", "naive-quantized"))
+        _require_setting(weights, "num_bits", (8,), place)
+        _require_setting(weights, "strategy", ("channel",), place)
+        return E4M3(block_size=-1, activations=inputs is not None, min_size=0)
+    _require_setting(weights, "type", ("int", "float"), place)
     _require_setting(weights, "num_bits", (4, 8), place)
     if weights["num_bits"] == 8:
         _require_setting(config, "format", ("int-quantized", "naive-quantized"))
@@ -302,22 +311,26 @@ def describe_weights(format: str, weights: StoredWeights) -> dict[str, Any]:
             config |= {"bits": 4, "group_size": size, **ways}
         case "awq":
             config |= {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        case "fp8":
+            scheme = "dynamic" if any(getattr(one, "activations", False) for one in weights.formats) else None
+            config |= {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": scheme}
         case "compressed-tensors":
             return config | _describe_scheme(weights, size)
     return config | {"modules_to_not_convert": weights.left_out}
 
 
 def _describe_scheme(weights: StoredWeights, size: int) -> dict[str, Any]:
-    bits = 8 if isinstance(weights.formats[0], Int8) else 4
-    common = {"num_bits": bits, "type": "int"}
+    is_float = isinstance(weights.formats[0], E4M3)
+    bits = 8 if isinstance(weights.formats[0], Int8 | E4M3) else 4
+    common = {"num_bits": bits, "type": "float" if is_float else "int"}
     grouped = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
     tokens = {**common, "symmetric": True, "strategy": "token", "dynamic": True}
-    is_dynamic = any(isinstance(format, Int8) and format.activations for format in weights.formats)
+    is_dynamic = bits == 8 and any(getattr(format, "activations", False) for format in weights.formats)
     group = {
         "targets": ["Linear"],
         "weights": {**common, "symmetric": weights.is_symmetric, **grouped},
         "input_activations": tokens if is_dynamic else None,
     }
-    form = "int-quantized" if bits == 8 else "pack-quantized"
+    form = "float-quantized" if is_float else "int-quantized" if bits == 8 else "pack-quantized"
     settings = {"format": form, "quantization_status": "compressed", "config_groups": {"group_0": group}}
     return settings | {"ignore": weights.left_out}

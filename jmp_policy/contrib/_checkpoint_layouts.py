@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ..policy import MXFP4, Int4, Int8, StoredFormat
+from ..policy import E4M3, MXFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray, stack_shape
 
 
@@ -44,12 +44,15 @@ class Facts(NamedTuple):
     kind: str  # of the format
     shape: tuple[int, ...]  # (*stack, inputs, outputs)
     groups: int
+    square: int = 0  # of float8: the size of squares, or -1 for a scale per output
 
     @property
     def format(self) -> StoredFormat:
         """The format that stores such weights, of any size."""
         if self.kind == "int8":
             return Int8(min_size=0)
+        if self.kind == "e4m3":
+            return E4M3(block_size=self.square, min_size=0)
         block = self.shape[-2] // self.groups
         return MXFP4(block_size=block, min_size=0) if self.kind == "mxfp4" else Int4(block_size=block, min_size=0)
 
@@ -86,6 +89,7 @@ class TensorLayout:
 
 INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _SYMMETRIC = 8  # the zero point of signed 4-bit integers that are stored with an offset
 _PER_WORD = 8  # 4-bit values in an int32
@@ -340,6 +344,57 @@ def _write_mxfp4(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
     return {"_blocks": values[..., ::2] | values[..., 1::2] << 4, "_scales": scales}
 
 
+# FP8 of DeepSeek and Qwen: weight (outputs, inputs) in float8_e4m3fn, and a factor for each square of 128 x 128. In
+# compressed-tensors, for each output. Source: `weight_dequant` of DeepSeek-V3's inference code.
+
+_SQUARE = 128
+
+
+def _measure_squares(headers: Headers, read: ReadTensor) -> Facts:
+    *stack, outputs, inputs = _check_float8(headers)
+    wanted = (*stack, -(-outputs // _SQUARE), -(-inputs // _SQUARE))
+    _require(headers["_scale_inv"], FLOATS, wanted, "weight_scale_inv")
+    return Facts("e4m3", (*stack, inputs, outputs), wanted[-1], _SQUARE)
+
+
+def _measure_float8(headers: Headers, read: ReadTensor) -> Facts:
+    *stack, outputs, inputs = _check_float8(headers)
+    _require(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
+    return Facts("e4m3", (*stack, inputs, outputs), 1, -1)
+
+
+def _check_float8(headers: Headers) -> tuple[int, ...]:
+    _require_axes(headers[""], "weight", 2, more=True)
+    return headers[""].shape
+
+
+def _read_float8(tensors: Tensors) -> Matrix:
+    scale = tensors["_scale_inv"] if "_scale_inv" in tensors else tensors["_scale"]
+    return Matrix(_swap(tensors[""]), _swap(scale).astype(np.float32))
+
+
+def _write_float8(matrix: Matrix, dtype: np.dtype, suffix: str) -> dict[str, np.ndarray]:
+    # Factors of squares are published as float32 or bfloat16, which the dtype of all scales tells.
+    return {"": _swap(matrix.values), suffix: _swap(matrix.scale).astype(dtype)}
+
+
+def _make_float8(name: str, suffix: str, measure: Callable[[Headers, ReadTensor], Facts]) -> TensorLayout:
+    return TensorLayout(
+        name=name,
+        suffixes=("", suffix),
+        optional=(),
+        ending="",
+        outputs={},
+        measure=measure,
+        read=_read_float8,
+        write=lambda matrix, dtype: _write_float8(matrix, dtype, suffix),
+    )
+
+
+SQUARES = _make_float8("fp8", "_scale_inv", _measure_squares)
+PLAIN_FLOAT8 = _make_float8("compressed-tensors", "_scale", _measure_float8)
+
+
 def _make_gptq(name: str, offset: int) -> TensorLayout:
     return TensorLayout(
         name=name,
@@ -407,6 +462,9 @@ def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLa
         return name.removesuffix("_packed"), PACKED
     if name.endswith("_blocks") and headers[name].dtype == UINT8:
         return name.removesuffix("_blocks"), BLOCKS
+    if headers[name].dtype == _FLOAT8:
+        kinds = {f"{name}_scale_inv": SQUARES, f"{name}_scale": PLAIN_FLOAT8}
+        return next(((name, layout) for scale, layout in kinds.items() if scale in headers), None)
     return (name, PLAIN_INT8) if headers[name].dtype == INT8 and f"{name}_scale" in headers else None
 
 
@@ -432,6 +490,9 @@ def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: Quan
     Some outputs are repacked at a time, so that little memory is needed beside the result.
     """
     *_, inputs, outputs = facts.shape
+    if isinstance(like.format, E4M3):  # as it is stored, but for the order of axes
+        matrix = layout.read(tensors)
+        return {name: _shape_float8(getattr(matrix, name), getattr(like, name), depth) for name in ("values", "scale")}
     step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD
     made: dict[str, np.ndarray] = {}
     order = None
@@ -442,6 +503,10 @@ def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: Quan
             whole = made.setdefault(name, np.empty((*array.shape[:-1], outputs), array.dtype))
             whole[..., start : start + step] = array
     return _shape_arrays(made, order, like, depth)
+
+
+def _shape_float8(array: np.ndarray, like: Any, depth: int) -> np.ndarray:
+    return array.reshape(like.shape[depth:])
 
 
 def _slice_outputs(layout: TensorLayout, tensors: Tensors, start: int, end: int, inputs: int) -> Tensors:
@@ -479,6 +544,11 @@ def _shape_arrays(made: Tensors, order: np.ndarray | None, like: QuantizedArray,
 def take_apart(weight: QuantizedArray) -> Matrix:
     """Inverse of `arrange`, for a weight of NumPy arrays."""
     *stack, inputs, outputs = find_dimensions(weight)
+    if isinstance(weight.format, E4M3):
+        values, scale = (np.asarray(array) for array in (weight.values, weight.scale))
+        per_output = (*stack, 1, outputs)
+        shape = per_output if weight.format.block_size == -1 else scale.shape
+        return Matrix(values.reshape(*stack, inputs, outputs), scale.reshape(shape))
     is_table = not weight.layout.channels
 
     def split(array: Any, groups: int) -> np.ndarray:

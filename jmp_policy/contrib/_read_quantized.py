@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base import PyTree, describe, did_you_mean, drop_value_key, hide_frames, is_array, is_floating_dtype
-from ..policy import MXFP4, Int4, Int8, StoredFormat
+from ..policy import E4M3, MXFP4, Int4, Int8, StoredFormat
 from ..quant import ARRAYS, Layout, QuantizedArray, is_quantized, quantize_array, stack_shape
 from ._checkpoint_files import Source, StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
@@ -28,7 +28,9 @@ from ._checkpoint_layouts import (
     GPTQ,
     GPTQ_V2,
     PACKED,
+    PLAIN_FLOAT8,
     PLAIN_INT8,
+    SQUARES,
     Facts,
     TensorLayout,
     Unreadable,
@@ -52,7 +54,8 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     """Reads a quantized checkpoint of another library into the state of a model with a quantized policy.
 
     Integers, scales and zero points become those of our quantized arrays bit for bit; nothing is dequantized. Known are
-    GPTQ and AWQ with 4 bits, int4 and int8 of compressed-tensors, MXFP4 as in gpt-oss, and floating tensors. Floating
+    GPTQ and AWQ with 4 bits, int4, int8 and float8 of compressed-tensors, float8 in squares of 128 as of DeepSeek and
+    Qwen, MXFP4 as in gpt-oss, and floating tensors. Floating
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
     All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
@@ -295,7 +298,9 @@ def _check_weight(part: Part, path: str, leaf: Any, depth: int) -> None:
             f"it has (..., inputs, outputs) of {facts.shape}, and {path!r} of `like`, without the axes of its index, "
             f"{wanted}"
         )
-    groups = _count_blocks(leaf)
+    groups = facts.groups if isinstance(leaf.format, E4M3) else _count_blocks(leaf)
+    if isinstance(leaf.format, E4M3) and facts.kind == "e4m3" and leaf.format.block_size != facts.square:
+        groups = 0  # another form of scales
     if leaf.format.kind != facts.kind or groups != facts.groups:
         raise Unreadable(
             f"it is stored in {_spell(facts.format)!r}, with {facts.groups} scales for the inputs of each output, and "
@@ -406,8 +411,9 @@ _WRITTEN: dict[str, dict[type, TensorLayout]] = {
     "gptq": {Int4: GPTQ},
     "gptq_v2": {Int4: GPTQ_V2},
     "awq": {Int4: AWQ},
-    "compressed-tensors": {Int4: PACKED, Int8: PLAIN_INT8},
+    "compressed-tensors": {Int4: PACKED, Int8: PLAIN_INT8, E4M3: PLAIN_FLOAT8},
     "mxfp4": {MXFP4: BLOCKS},
+    "fp8": {E4M3: SQUARES},
     "plain": {},
 }
 """The layouts of each `format` of `write_quantized`, by our formats."""
@@ -426,7 +432,8 @@ def write_quantized(state: PyTree, folder: str | os.PathLike[str], *, format: st
     Args:
       state: linen variables or parameters, or the `nnx.state` of a model.
       folder: where to write; it is made if it does not exist.
-      format: `"gptq"`, `"gptq_v2"`, `"awq"`, `"compressed-tensors"`, `"mxfp4"`, or `"plain"`, which dequantizes.
+      format: `"gptq"`, `"gptq_v2"`, `"awq"`, `"compressed-tensors"`, `"fp8"`, `"mxfp4"`; or `"plain"`, which
+        dequantizes.
       names: gives the name of a weight for its path, without the collection `params`; as for `read_quantized`, the
         other way round. A `*` in a name stands for the index along the leading axis of a stack, which is then written
         element by element: `{r"blocks/(.*)/kernel": r"model.layers.*.\\1.weight"}`. By default, slashes become dots,
@@ -510,6 +517,9 @@ class Writer:
 
     def _encode(self, name: str, weight: QuantizedArray) -> dict[str, np.ndarray]:
         layout = _WRITTEN[self._format].get(type(weight.format))
+        if isinstance(weight.format, E4M3) and layout is not None:
+            fits = weight.format.block_size == (128 if layout is SQUARES else -1)
+            layout = layout if fits else None
         if layout is None:
             raise Unreadable(f"it is stored in {_spell(weight.format)!r}, which this layout has not")
         if weight.input_scale is not None:

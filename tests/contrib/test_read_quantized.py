@@ -142,6 +142,23 @@ def make_mxfp4(stem):
     }
 
 
+def make_float8(stem, suffix, inputs, outputs, rows):
+    values = draw().normal(size=(outputs, inputs)).astype(ml_dtypes.float8_e4m3fn)
+    return {f"{stem}.weight": values, f"{stem}.weight_{suffix}": draw_scales(*rows, dtype=np.float32)}
+
+
+def make_squares(stem):
+    return make_float8(stem, "scale_inv", 200, 160, (2, 2))
+
+
+def plain_squares(stem, tensors):
+    weight, scale = tensors[f"{stem}.weight"].astype(np.float32), tensors[f"{stem}.weight_scale_inv"]
+    made = np.empty(weight.shape[::-1], np.float32)
+    for i, j in np.ndindex(*made.shape):
+        made[i, j] = weight[j, i] * scale[j // 128, i // 128]
+    return made
+
+
 SHUFFLED = draw().permutation(np.arange(INPUTS, dtype=np.int32) // GROUP)
 LAYOUTS = {
     "gptq": (make_gptq, plain_gptq, f"int4/{GROUP}"),
@@ -155,6 +172,8 @@ LAYOUTS = {
     "packed in odd sizes": (lambda stem: make_packed(stem, 30, 21, 5, zero_point=True), plain_packed, "int4/5"),
     "int8": (make_int8, plain_int8, "int8"),
     "mxfp4": (make_mxfp4, plain_mxfp4, "mxfp4/16"),
+    "fp8": (make_squares, plain_squares, "e4m3/128"),
+    "float8": (lambda stem: make_float8(stem, "scale", INPUTS, OUTPUTS, (OUTPUTS, 1)), plain_int8, "e4m3/-1"),
 }
 """Tensors of a layer, their plain reader, and our format."""
 
@@ -220,6 +239,7 @@ def test_a_layer_is_read_bit_for_bit_and_written_with_the_same_tensors(layout, m
         assert described[0] == described[1]
 
     written_as = layout.partition(" ")[0].replace("packed", "compressed-tensors").replace("int8", "compressed-tensors")
+    written_as = written_as.replace("float8", "compressed-tensors")
     write_quantized(state, tmp_path / "written", format=written_as)
     check_tensors(tmp_path / "written" / "model.safetensors", tensors)
 
@@ -231,6 +251,7 @@ def check_tensors(path, tensors):
     entries = json.loads(data[8:start])
     assert entries.keys() - {"__metadata__"} == tensors.keys()
     names = {"int32": "I32", "int64": "I64", "int8": "I8", "uint8": "U8", "float16": "F16", "bfloat16": "BF16"}
+    names |= {"float32": "F32", "float8_e4m3fn": "F8_E4M3"}
     for name, array in tensors.items():
         first, last = entries[name]["data_offsets"]
         assert entries[name]["shape"] == list(array.shape), name
@@ -668,9 +689,9 @@ def test_modules_that_a_config_leaves_out_have_rules(tmp_path):
     assert policy_of_checkpoint(tmp_path)["lm_head"] == jmp.get_policy("float32")
 
 
-@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors", "mxfp4"])
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors", "mxfp4", "fp8"])
 def test_what_was_written_says_its_policy(format, tmp_path):
-    ours = f"int4/{GROUP}" if format != "mxfp4" else "mxfp4/32"
+    ours = {"mxfp4": "mxfp4/32", "fp8": "e4m3/128(activations=true)"}.get(format, f"int4/{GROUP}")
     like = {"dense": {"kernel": jnp.ones((64, 8)) * jnp.arange(-4.0, 4.0)}, "head": {"kernel": jnp.ones((8, 8))}}
     policy = jmp.PolicyMap({"head": "float32"}, policy_in(ours))
     state = jmp.quant.quantize(like, policy)
@@ -692,8 +713,12 @@ def test_what_was_written_says_its_policy(format, tmp_path):
         ("{", r"config\.json' is not JSON: "),
         ("[]", r"config\.json' is not a JSON object\. For example: "),
         (
+            {"quant_method": "quanto"},
+            r"^The quant_method 'quanto' is not supported yet\. Supported are gptq, awq, compressed",
+        ),
+        (
             {"quant_method": "fp8"},
-            r"^The quant_method 'fp8' is not supported yet\. Supported are gptq, awq, compressed",
+            r"^weight_block_size of the quantization_config is None, .*\. Supported is '\[128, 128\]'",
         ),
         ({"quant_method": "bitsandbytes"}, r"^The quant_method 'bitsandbytes' is not supported yet\."),
         ({"quant_method": "gptq", "bits": 8}, r"^bits of the quantization_config is 8, .*\. Supported is 4\."),
