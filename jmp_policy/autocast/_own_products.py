@@ -54,6 +54,7 @@ from ._place import EquationPlace
 from ._precision import write_product, write_program
 from ._stored_reads import move_reads_inside
 from ._weight_products import (
+    ANNOTATED,
     AttentionProduct,
     LookUp,
     Order,
@@ -78,6 +79,7 @@ class WeightFormat(NamedTuple):
     is_table: bool = False  # True if rows of it are looked up, too
     is_of_layer: bool = False  # True if a layer of Flax owns it, and the code around multiplies by it
     layout: Layout | None = None  # in which it is stored, and so rounded, whatever reads it
+    shape: tuple[int, ...] | None = None  # in which code reads it, perhaps without the axes of a stack
 
 
 class OwnWeight(NamedTuple):
@@ -315,7 +317,7 @@ _WHY_NO_STATE = "the format keeps a state or a key for each layer, and its code 
 _AROUND, _OUTERMOST = "around", "outermost"
 """The paths of the place around the outermost jaxpr, and of those in it."""
 
-_MOVING = ("convert_element_type", "transpose")
+_MOVING = ("convert_element_type", "transpose", *ANNOTATED)
 """Primitives through which a stored weight is followed."""
 
 _FOUND: contextvars.ContextVar[list[OwnWeight] | None] = contextvars.ContextVar("_FOUND", default=None)
@@ -427,6 +429,8 @@ def _find_uses(program: Jaxpr, weights: dict[int, tuple[str, WeightFormat]]) -> 
     def describe_use(i: int, use: WeightUse) -> WeightUse:
         if not use.is_lookup or formats[i].is_of_layer:
             return use
+        if not use.reads_rows:
+            return use._replace(product="gather reads parts of it", is_lookup=False)
         return use._replace(product=choose_table_format(formats[i].quantization, shape_of(program.invars[i])))
 
     uses = find()
@@ -452,9 +456,11 @@ def _list_floating(
     """Describes the floating weights that no layer of Flax owns; those `rounded` are computed with as numbers."""
     found = []
     for i, own in uses.items():
-        path, format = weights[i]
+        (path, format), leaf_shape = weights[i], traced.leaves[i].shape
         layouts = {None} if any(isinstance(use.product, str) for use in own) else rule.layouts.get(i, {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
+        end = leaf_shape[len(leaf_shape) - len(format.shape) :] if format.shape is not None else None
+        layout = layout if end == format.shape else None  # a stack along another axis cannot be sliced when stored
         if not format.is_of_layer:
             text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)
             leaf = traced.leaves[i]
@@ -466,7 +472,7 @@ def _describe(uses: Sequence[WeightUse]) -> str:
     """Describes how a floating weight is multiplied by, or why it is left."""
     products = [use.product for use in uses if use.is_product or use.is_lookup]
     texts = [f"left: {own}" if isinstance(own, str) else str(own) for own in products or [use.product for use in uses]]
-    return "; ".join(dict.fromkeys(texts)) or "left: nothing reads it"
+    return "; ".join(dict.fromkeys(texts)) or "left: no matmul reads it"
 
 
 def _describe_stored(

@@ -347,20 +347,26 @@ def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quanti
     axes = sorted(order[axis] for axis in find_summed_axes(eqn, position))
     if axes != list(range(axes[0], axes[0] + len(axes))):
         return None
+    is_dot = eqn.primitive.name == "dot_general"
+    batch = {order[axis] for axis in eqn.params["dimension_numbers"][1][position]} if is_dot else set()
+    if batch != set(range(-len(shape), -len(shape) + len(batch))):  # a vmap over another axis slices layouts wrong
+        return None
     lengths = dict(zip(order, shape, strict=True))
     layout = Layout(tuple(lengths[axis] for axis in axes), -1 - axes[-1])
     if isinstance(quantization, Int8):
         return layout
     # Blocks, and tables in another format: only as kernels, behind the axes of a batch.
-    is_dot = eqn.primitive.name == "dot_general"
-    batch = {order[axis] for axis in eqn.params["dimension_numbers"][1][position]} if is_dot else set()
     is_in_order = isinstance(quantization, Int4 | NF4) or batch == {axis for axis in order if axis < axes[0]}
     return layout if layout.channels and is_in_order else None
 
 
+ANNOTATED = ("copy", "sharding_constraint")
+"""Primitives that return their operand, perhaps elsewhere."""
+
+
 def move_axes(eqn: JaxprEqn, order: Order) -> Order:
     """Returns the order of the axes of a weight after an equation that moves it."""
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive.name == "convert_element_type" or eqn.primitive.name in ANNOTATED:
         return order
     order = _trim(order, len(shape_of(eqn.invars[0])))
     if order is None or eqn.primitive.name != "transpose":

@@ -11,7 +11,7 @@ from ..policy import Int8
 from ..quant import WHY_TABLES_WIDE
 from ._place import EquationPlace
 from ._precision import PRODUCTS
-from ._weight_products import Product
+from ._weight_products import Product, describe_lookup
 
 Names = frozenset[int]
 """The numbers of the weights that a value consists of; empty for a value that is not a weight."""
@@ -54,6 +54,7 @@ class WeightUse(NamedTuple):
     product: Product | Int8 | str  # its quantized form, that of the rows that it reads, or the reason to leave it
     is_product: bool  # True for a matmul or convolution
     is_lookup: bool = False  # True if it reads rows of a table
+    reads_rows: bool = False  # True if these are whole rows of two axes
 
 
 class WeightFinder(NamedTuple):
@@ -109,7 +110,7 @@ class WeightFinder(NamedTuple):
         if any(made):
             return []
         if name == "gather" and read[0]:
-            return [WeightUse(weights, WHY_TABLES_WIDE, False, True)]
+            return [WeightUse(weights, WHY_TABLES_WIDE, False, True, describe_lookup(eqn, Int8()) is not None)]
         line = find_line(eqn)
         reason = f"{name} reads it{line and f' in {line}'}"
         if name in CUSTOM:

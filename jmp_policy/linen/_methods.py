@@ -239,7 +239,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
     ):
         try:
             call = functools.partial(_call_and_restore, method, policy)
-            rewrites = is_rewritten(module, given.policy)
+            rewrites = is_rewritten(method, call, module, given.policy, active.attachment._known_weights, args, kwargs)
             out = call_rewritten(call, module, args, kwargs) if rewrites else call(module, *args, **kwargs)
         except ScopeParamShapeError as error:
             note_quantized_weights(module, error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,14 +14,23 @@ from flax import linen as nn
 from flax.core import lift, meta
 from flax.linen import transforms
 
-from .._base import REWRITING, Args, Kwargs, drop_value_key, is_array, is_floating
+from .._base import (
+    REWRITING,
+    Args,
+    Kwargs,
+    PyTree,
+    drop_value_key,
+    is_array,
+    is_floating,
+)
+from ..modules import eval_shapes, hide_constants, show_constants
 from ..policy import Policy, PolicyMap, list_policies
 from ..quant import Layout, QuantizedArray, find_accumulate_dtype
 from ._layer_table import layer_of
 from ._place import path_text
 
 if TYPE_CHECKING:
-    from ..autocast import WeightFormat
+    from ..autocast import WeightFormat, Weights
 
 
 class _Read(NamedTuple):
@@ -52,7 +63,7 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
         return False
     from ..autocast import WeightFormat
 
-    format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout)
+    format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout, shape=value.shape)
     found.append(_Read(key, value, path, format))
     return True
 
@@ -61,14 +72,48 @@ def _is_of_flax(module: nn.Module) -> bool:
     return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
 
 
-def is_rewritten(module: nn.Module, given: Policy | PolicyMap) -> bool:
-    """True if a call of a module begins to rewrite the matmuls inside by their weights.
+def is_rewritten(
+    method: Callable[..., Any],
+    call: Callable[..., Any],
+    module: nn.Module,
+    given: Policy | PolicyMap,
+    known: dict[Any, bool],
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
+    """True if `call` of a method is to be rewritten, because code in it reads weights of its own.
 
-    Not under `jax.disable_jit`, where hooks need the values of modules inside.
+    The first call with such parameters and arguments is traced to know. Not under `jax.disable_jit`, where hooks need
+    the values of modules inside.
     """
     if REWRITING.value or jax.config.jax_disable_jit or module.is_initializing():
         return False
-    return any(policy.quantization is not None for policy in list_policies(given))
+    if all(policy.quantization is None for policy in list_policies(given)):
+        return False
+    others = [leaf for leaf in jax.tree.leaves((args, kwargs)) if not isinstance(leaf, jax.Array)]
+    structure = jax.tree.structure((module.variables.get("params"), args, kwargs))
+    key = str(structure), *map(repr, others), repr(getattr(inspect.unwrap(method), "__code__", method))
+    if key not in known:
+        known[key] = _reads_own_weights(call, module, args, kwargs)
+    return known[key]
+
+
+class _Probed(Exception):
+    """Ends a call whose results do not matter."""
+
+
+def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    found: list[Any] = []
+
+    def probe(pure: Callable[..., Any], given: tuple, weights: Weights) -> Any:
+        with contextlib.suppress(Exception):  # the call raises it again
+            eval_shapes(lambda *given: pure(*given) and None, *given)
+        found.extend([*weights.floating, *weights.stored])
+        raise _Probed
+
+    with contextlib.suppress(_Probed):
+        _call_lifted(probe, call, module, args, kwargs, type(module._state)())
+    return bool(found)
 
 
 def is_rewritten_alone(module: nn.Module, policy: Policy, method_name: str) -> bool:
@@ -89,50 +134,62 @@ def call_rewritten(
 
     The method of a module that is running already is called again, as if it was not.
     """
-    from ..autocast import Weights, quantize_products  # loads the rewriter
+    from ..autocast import quantize_products  # loads the rewriter
 
-    state: Any = module._state
-    exported = type(state)() if is_running else state.export()
-    scopes, args, kwargs = transforms.get_module_scopes(module, args, kwargs)
+    run = lambda pure, given, weights: quantize_products(pure, given, {}, lambda: weights)
+    return _call_lifted(run, call, module, args, kwargs, None if is_running else module._state)
+
+
+def _call_lifted(
+    run: Callable[..., Any], call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs, state: Any
+) -> Any:
+    """Calls `run(pure function, its arguments, the weights that it finds)` for a call of a bound module.
+
+    `state` is Flax's own of the module, or None to call it as if it was not running.
+    """
+    from ..autocast import Weights
+
+    new: Any = type(module._state)
+    scopes, args, kwargs = transforms.get_module_scopes(module, *hide_constants((args, kwargs)))
 
     def call_on_variables(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves: list[Any] = []
-        keys: dict[int, str] = {}
-        reads: list[_Read] = []
+        weights = Weights({}, {})
 
         def pure(*given: Any) -> Any:
             variables, rngs, args, kwargs = given
-            leaves.extend(leaf for leaf in jax.tree.leaves(given) if is_array(leaf))
             scopes = scope_fn(variables, rngs)
-            for scope in scopes:
-                keys.update(_name_params(scope))
             copy, args, kwargs = transforms.set_module_scopes(module, args, kwargs, scopes)
-            object.__setattr__(copy, "_state", exported.export())
+            object.__setattr__(copy, "_state", new() if state is None else state.export())
+            args, kwargs = show_constants((args, kwargs))
+            reads: list[_Read] = []
             token = _READ.set(reads)
             try:
                 with REWRITING(True):
                     out = call(copy, *args, **kwargs)
             finally:
                 _READ.reset(token)
-            if not is_running:
+                _note_numbers(weights, reads, scopes, given)
+            if state is not None:
                 state.reimport(copy._state)
             return out, repack(scopes)
 
-        def find_weights() -> Weights:
-            # A module that runs by `.apply` has other variables, made of the same arrays.
-            known: dict[Any, Any] = {id(read.value): read for read in reads} | {read.key: read for read in reads}
-            found = Weights({}, {})
-            for number, leaf in enumerate(leaves):
-                read = known.get(keys.get(id(leaf)), known.get(id(leaf)))
-                if read is not None and read.format is None:
-                    found.stored[number] = read.path, read.weight
-                elif read is not None:
-                    found.floating[number] = read.path, read.format
-            return found
-
-        return quantize_products(pure, (variables, rngs, args, kwargs), {}, find_weights)
+        return run(pure, (variables, rngs, args, kwargs), weights)
 
     return lift.pack(call_on_variables, (True,), (True,), (True,), enable_kwargs=True)(scopes, *args, **kwargs)
+
+
+def _note_numbers(weights: Weights, reads: Sequence[_Read], scopes: Sequence[Any], given: PyTree) -> None:
+    """Notes the weights that were read by their numbers among the arrays that were given."""
+    # A module that runs by `.apply` has other variables, made of the same arrays.
+    known: dict[Any, _Read] = {id(read.value): read for read in reads} | {read.key: read for read in reads}
+    keys = dict(pair for scope in scopes for pair in _name_params(scope).items())
+    for number, leaf in enumerate(leaf for leaf in jax.tree.leaves(given) if is_array(leaf)):
+        read = known.get(keys.get(id(leaf)), known.get(id(leaf)))
+        if read is not None and read.weight is not None:
+            describe = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            weights.stored[number] = read.path, jax.tree.map(describe, read.weight)
+        elif read is not None and read.format is not None:
+            weights.floating[number] = read.path, read.format
 
 
 def _name_params(scope: Any) -> dict[int, str]:

@@ -41,4 +41,10 @@ from ._call_casts import (
     round_result as round_result,
     widen_policy as widen_policy,
 )
-from ._observation import Observation as Observation, eval_shapes as eval_shapes, read_path as read_path
+from ._observation import (
+    Observation as Observation,
+    eval_shapes as eval_shapes,
+    hide_constants as hide_constants,
+    read_path as read_path,
+    show_constants as show_constants,
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._base import IN_FULL_PRECISION, OBSERVING, Args, Kwargs, PyTree, Results, flatten_function, is_array
 from ._adapter import ModuleCall, is_flax_object
@@ -75,3 +76,22 @@ def _add_dtypes(dtypes: dict[str, tuple[str, ...]], path: str, tree: PyTree) -> 
     found = [leaf.dtype for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object) if is_array(leaf)]
     new = (str(dtype) for dtype in found if not jnp.issubdtype(dtype, jax.dtypes.extended))
     dtypes[path] = tuple(dict.fromkeys((*dtypes.get(path, ()), *new)))
+
+
+class _Constant:
+    """Hides a NumPy array or number, which code may use as a Python value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def hide_constants(tree: PyTree) -> PyTree:
+    """Hides the NumPy arrays and numbers in a tree from tracing."""
+    hide = lambda leaf: _Constant(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+    return jax.tree.map(hide, tree, is_leaf=is_flax_object)
+
+
+def show_constants(tree: PyTree) -> PyTree:
+    """Inverse of `hide_constants`."""
+    show = lambda leaf: leaf.value if isinstance(leaf, _Constant) else leaf
+    return jax.tree.map(show, tree, is_leaf=is_flax_object)

@@ -174,7 +174,7 @@ class Attachment:
         # Decide once what the policy does to its matmul, and make the attributes that an expert would write for that.
         facts = read_layer(base, attributes)
         plan = plan_layer(facts, policy, policy.compute_dtype)
-        check_weight(here, facts, plan, policy)
+        check_weight(here, attributes, facts, plan, policy)
         new_attributes |= make_product_attributes(base, attributes, policy, facts, plan)
         new_state = make_float8_attributes(state, attributes, facts, plan)
         layer_class = choose_layer_class(base, facts.layer, plan)

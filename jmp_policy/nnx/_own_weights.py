@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from .._base import REWRITING, Args, Kwargs, is_array, is_floating
+from ..modules import hide_constants, show_constants
 from ..policy import Policy, list_policies
 from ..quant import QuantizedArray, find_accumulate_dtype
 from ._layer_table import find_layer
@@ -43,6 +44,7 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
     known = {own.path: own for own in list_own_weights(module)}
 
     def call_inside(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = show_constants((args, kwargs))
         with REWRITING(True):
             return call(*args, **kwargs)
 
@@ -64,6 +66,7 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
         return found
 
     run = lambda pure, state: quantize_products(pure, (state,), {}, lambda: find_weights(state))
+    args, kwargs = hide_constants((args, kwargs))
     return lift(run, call_inside, (module, *args), kwargs)
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .._base import OVERWRITE, Args, remember_on_class
 from ..modules import make_subclass, read_wide, round_result
-from ..policy import Float8, Policy, Quantization, stored_format_of
+from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
 from ..quant import (
     LayerFacts,
     LayerPlan,
@@ -256,19 +256,28 @@ def make_float8_attributes(known: Any, attributes: Attributes, facts: LayerFacts
     return {OVERWRITE: states}
 
 
-def check_weight(path: str, facts: LayerFacts, plan: LayerPlan, policy: Policy) -> None:
-    """Raises a `ValueError` if a weight has another format than the policy, or no whole number of blocks."""
-    if facts.layer is None or facts.layout is None:
-        return
-    value, format = facts.weight, stored_format_of(policy.quantization)
-    where = f" {f'{path}/{facts.layer.weight}'.lstrip('/')!r}"
-    if isinstance(value, QuantizedArray):
-        if format is None:
-            raise ValueError(
-                f"The weight{where} is quantized, as {str(value.format)!r}, but the policy {policy.name!r} "
-                "stores no quantized weights. Give the model a policy that does, such as "
-                f"'{value.format}_from_{policy.name}', or give this policy to the original."
-            )
-        match_format(value, format, where)
-    elif format is not None and plan.format is not None:
-        prepare_weight(value, format, facts.layout, where)
+def check_weight(path: str, attributes: Attributes, facts: LayerFacts, plan: LayerPlan, policy: Policy) -> None:
+    """Raises a `ValueError` if a weight has another format than the policy."""
+    format = stored_format_of(policy.quantization)
+    if facts.layer is None:
+        for name, variable in attributes.items():
+            if isinstance(variable, QuantizedParam) and isinstance(variable.get_raw_value(), QuantizedArray):
+                _check_stored(variable.get_raw_value(), format, _quote(path, name), policy)
+    elif facts.layout is not None and isinstance(facts.weight, QuantizedArray):
+        _check_stored(facts.weight, format, _quote(path, facts.layer.weight), policy)
+    elif facts.layout is not None and format is not None and plan.format is not None:
+        prepare_weight(facts.weight, format, facts.layout, _quote(path, facts.layer.weight))
+
+
+def _check_stored(weight: QuantizedArray, format: StoredFormat | None, where: str, policy: Policy) -> None:
+    if format is None:
+        raise ValueError(
+            f"The weight{where} is quantized, as {str(weight.format)!r}, but the policy {policy.name!r} "
+            "stores no quantized weights. Give the model a policy that does, such as "
+            f"'{weight.format}_from_{policy.name}', or give this policy to the original."
+        )
+    match_format(weight, format, where)
+
+
+def _quote(path: str, name: str) -> str:
+    return f" {f'{path}/{name}'.lstrip('/')!r}"

@@ -298,7 +298,7 @@ def _quantization(weight: Any, called: tuple[str, str] | None, *, is_layer: bool
     if isinstance(weight, QuantizedArray):
         return str(weight.format)
     if not is_layer:
-        return "left: not the weight of a Flax layer"
+        return "left: not stored, and not the weight of a Flax layer"
     if called is None:
         return "left: not called"
     described = called[1] or "left: no quantization in its policy"

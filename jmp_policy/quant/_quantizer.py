@@ -117,7 +117,11 @@ class Quantizer:
             )
         self.given = given
         # The layouts of the weights that the model multiplies by in its own code, by path.
-        self.own = {} if explanation is None else _list_layouts(explanation)
+        self.own: dict[str, Layout] = {}
+        self._explained: dict[str, Policy | None] = {}  # the policies of these weights
+        self._unfit: list[str] = []  # paths of weights without a layout
+        if explanation is not None:
+            self._read_explanation(explanation)
         self._clip = check_clip(clip)
         self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
         self._modules: set[str] = set()
@@ -125,12 +129,40 @@ class Quantizer:
         self._quantized = 0
         self._whole: dict[str, str] = {}  # reasons why weights are on each device whole, by path
 
+    def _read_explanation(self, explanation: Any) -> None:
+        rows = getattr(explanation, "rows", None)
+        if rows is None or not all(hasattr(row, "is_weight") for row in rows):
+            raise TypeError(
+                f"explanation is the result of explain, got {describe(explanation)}. "
+                "For example: quantize(model, policy, explanation=explain(with_policy(model, policy), x))."
+            )
+        for row in rows:
+            if row.is_weight and row.layout is not None:
+                self.own[row.path], self._explained[row.path] = row.layout, row.policy
+            elif row.is_weight:
+                self._unfit.append(row.path)
+
+    def _check_explained(self, path: str, array: Any, policy: Policy) -> None:
+        """Raises if an explanation is of another model or policy."""
+        layout, explained = self.own[path], self._explained[path]
+        fits = len(array.shape) >= len(layout.contracted) + layout.channels and layout.of(array.shape) == layout
+        if fits and explained is not None and explained.quantization == policy.quantization:
+            return
+        raise ValueError(
+            f"The explanation is of another model or policy: it says that matmuls by {path!r} sum over "
+            f"{layout.contracted} under {explained and explained.name!r}, and the weight has the shape "
+            f"{tuple(array.shape)} and the policy {policy.name!r}. For example: "
+            "explanation=explain(with_policy(model, policy), x)."
+        )
+
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
     ) -> QuantizedArray | None:
         """Quantizes a weight; returns None, and records the reason (or `unfit`), if it stays unchanged."""
         self._modules.add(module)
         path, stored = f"{module}/{name}".removeprefix("/"), stored_format_of(policy.quantization)
+        if path in self.own:
+            self._check_explained(path, array, policy)
         if stored is None:
             why = f"its policy {policy.name!r} stores no quantized weights"
         elif isinstance(array, QuantizedArray):
@@ -158,9 +190,10 @@ class Quantizer:
         Warns of rules that are `unused`.
         """
         if not self._quantized:
-            why = (
-                _join_first([f"{path!r}: {why}" for path, why in self._left.items()], "; ")
-                or "there is no 'kernel' or 'embedding' of two or more axes"
+            why = _join_first(
+                [f"{path!r}: {why}" for path, why in self._left.items()], "; "
+            ) or "there is no 'kernel' or 'embedding' of two or more axes" + "".join(
+                f", and the explanation has no layout for {path!r}" for path in self._unfit[:_SHOWN]
             )
             also = "".join(f" The {message}." for message in unused)
             raise ValueError(f"Nothing to quantize under {_describe_policy(self.given)}: {why}.{also}")
@@ -173,17 +206,6 @@ class Quantizer:
         if self._whole:
             each = _join_first([f"{path!r}: {why}" for path, why in self._whole.items()], "; ")
             warn_user(f"Each device has quantized weights whole, of which it had a part: {each}.")
-
-
-def _list_layouts(explanation: Any) -> dict[str, Layout]:
-    """Lists the layouts of the weights that an explanation has rows for, by path."""
-    rows = getattr(explanation, "rows", None)
-    if rows is None or not all(hasattr(row, "is_weight") for row in rows):
-        raise TypeError(
-            f"explanation is the result of explain, got {describe(explanation)}. "
-            "For example: quantize(model, policy, explanation=explain(with_policy(model, policy), x))."
-        )
-    return {row.path: row.layout for row in rows if row.is_weight and row.layout is not None}
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:

@@ -486,3 +486,77 @@ def test_own_weights_are_rounded_for_their_inputs_as_a_layer_of_flax_is(make, me
         found = rounded["params"]["own"]["w"], rounded["params"]["dense"]["kernel"]
     for weight, layer in zip(found, (wanted.layers[0], wanted.layers[2]), strict=True):
         jax.tree.map(np.testing.assert_array_equal, weight, layer.kernel.get_raw_value())
+
+
+def test_static_arrays_of_numpy_and_eager_values_reach_a_model_of_layers_as_before():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train, shape):
+            x = nn.Dropout(0.5)(x.reshape(tuple(shape)), deterministic=not train)
+            return nn.Dense(64)(x if float(x.max()) > 0 else -x)
+
+    model, arguments = jmp.with_policy(Net(), INT8), (np.bool_(False), np.array([16, 64]))
+    variables = Net().init(jax.random.key(0), X, *arguments)
+    assert model.apply(variables, X, *arguments).shape == (16, 64)
+
+
+def test_static_arrays_of_numpy_reach_code_with_weights_of_its_own():
+    own = jmp.with_policy(Own(draw((64, 64)), None), INT8)
+    own.function = lambda given, w: given[0].reshape(tuple(given[1])) @ w
+    assert own((X.reshape(-1), np.array([16, 64]))).shape == (16, 64)
+
+
+def test_no_tracers_are_left_in_a_call():
+    model = jmp.with_policy(OwnHead(), INT8)
+    variables = make_heads("linen")[1]
+    with jax.check_tracer_leaks():
+        jax.jit(model.apply).lower(variables, X)
+
+
+def test_a_weight_under_vmap_over_another_axis_has_no_layout():
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.vmap(
+                OwnLinen, variable_axes={"params": 1}, split_rngs={"params": True}, in_axes=None, axis_size=3
+            )
+            return layer((64, 64), jnp.matmul, name="own")(x)
+
+    row = jmp.explain(jmp.with_policy(Stacked(), INT8), X)["own/w"]
+    assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
+
+
+PARTS = [lambda x, w: w[:, jnp.arange(3)], lambda x, w: w[jnp.arange(3), :32]]
+
+
+@pytest.mark.parametrize("function", PARTS)
+def test_parts_of_rows_that_are_looked_up_are_left(function):
+    row = jmp.explain(jmp.with_policy(Own(draw((64, 64)), function), INT8), X)["w"]
+    assert (row.quantization, row.layout) == ("left: gather reads parts of it", None)
+
+
+def test_a_stored_weight_of_another_policy_is_an_error():
+    stored = store_own(Own(draw((64, 32)), jnp.matmul), INT8, X)
+    with pytest.raises(ValueError, match=r"The weight 'w' is quantized, as 'int8.*', but the policy 'mixed_bfloat16'"):
+        jmp.with_policy(stored, "mixed_bfloat16")
+    with pytest.raises(ValueError, match=r"The weight 'w' is stored as 'int8.*', and its policy says 'int4/32"):
+        jmp.with_policy(stored, name_policy("int4/32"))
+
+
+def test_an_explanation_of_another_model_or_policy_is_an_error():
+    explanation = jmp.explain(jmp.with_policy(Own(draw((64, 32)), jnp.matmul), INT8), X)
+    for model, policy in (
+        (Own(draw((32, 16)), jnp.matmul), INT8),
+        (Own(draw((64, 32)), jnp.matmul), name_policy("mxfp8")),
+    ):
+        with pytest.raises(
+            ValueError, match=r"The explanation is of another model or policy: it says that matmuls by 'w'"
+        ):
+            jmp.quant.quantize(model, policy, explanation=explanation)
+
+
+def test_weights_without_a_layout_are_named_where_nothing_is_stored():
+    model = Own(draw((64, 32)), lambda x, w: x @ (w[:32], w[32:])[0] if x.shape[1] == 32 else x @ w.reshape(64, 32))
+    explanation = jmp.explain(jmp.with_policy(model, INT8), X[:, :32])
+    with pytest.raises(ValueError, match=r"Nothing to quantize .* and the explanation has no layout for 'w'"):
+        jmp.quant.quantize(model, INT8, explanation=explanation)

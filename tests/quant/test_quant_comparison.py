@@ -195,6 +195,6 @@ def test_weights_of_modules_that_are_not_layers_have_rows_and_count(api):
     assert [comparison.parameters_before, comparison.parameters_after] == sizes
     row = comparison["w"]
     assert (row.type, row.bytes_before, row.bytes_after) == (f"Own{api.title()}", 4096, 4096)
-    assert row.quantization == "left: not the weight of a Flax layer"
+    assert row.quantization == "left: not stored, and not the weight of a Flax layer"
     assert [row.path for row in comparison.quantized] == ["head"]
     assert f"all parameters: {sizes[0] / 1000:.3g} kB, now {sizes[1] / 1000:.3g} kB" in str(comparison)
