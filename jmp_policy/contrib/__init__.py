@@ -29,8 +29,9 @@ if _typing.TYPE_CHECKING:
         record as record,
     )
     from ._gptq_awq import awq as awq, gptq as gptq
-    from ._read_quantized import read_quantized as read_quantized, write_quantized as write_quantized
+    from ._read_quantized import read_quantized as read_quantized
     from ._tune_bits import tune_bits as tune_bits
+    from ._write_quantized import write_quantized as write_quantized
 else:  # none of them needs another
     _SOURCES = {
         "_bit_tuning": "BitRow BitTuning",
@@ -38,8 +39,9 @@ else:  # none of them needs another
         "_checkpoint_files": "policy_of_checkpoint",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_gptq_awq": "awq gptq",
-        "_read_quantized": "read_quantized write_quantized",
+        "_read_quantized": "read_quantized",
         "_tune_bits": "tune_bits",
+        "_write_quantized": "write_quantized",
     }
     __getattr__, __dir__ = _load_lazily(
         __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate Divergence OutputErrors ScopeErrors Worst"
