@@ -179,7 +179,7 @@ class ProductRule(Rule):
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
         stored = [None if isinstance(value.atom, Literal) else body.sources.get(value.atom) for value in values]
         if any(stored):
-            return self._use_stored(eqn, values, stored, body, context)
+            return self._use_stored(eqn, _settle(eqn, values, body), stored, body, context)
         states = [value.kind.state if isinstance(value.kind.state, _State) else None for value in values]
         marked = [state for state in states if state is not None]
         if marked and eqn.primitive.name in WEIGHT_PRODUCTS:
@@ -198,10 +198,7 @@ class ProductRule(Rule):
             moved = self._move(eqn, values, body)
             if moved is not None:
                 return moved
-        atoms = [
-            value.atom if state is None else body.cast(value.atom, state.dtype, eqn)
-            for value, state in zip(values, states, strict=True)
-        ]
+        atoms = [value.atom for value in _settle(eqn, values, body)]
         return body.append(eqn, atoms, [AbstractValue(float_dtype(var)) for var in eqn.outvars])
 
     def _find_lookup(self, eqn: JaxprEqn, state: _State) -> LookUp | None:
@@ -279,6 +276,17 @@ class ProductRule(Rule):
             return results
         (out,) = write_product(_NamedProduct(product), eqn, atoms, kind, body)
         return [Value(body.cast(out.atom, kind.dtype, eqn), kind)]
+
+
+def _settle(eqn: JaxprEqn, values: Sequence[Value], body: JaxprBuilder) -> list[Value]:
+    """Casts each weight to the dtype that it was traced in."""
+    states = [value.kind.state for value in values]
+    return [
+        Value(body.cast(value.atom, state.dtype, eqn), AbstractValue(state.dtype))
+        if isinstance(state, _State)
+        else value
+        for value, state in zip(values, states, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -560,3 +560,20 @@ def test_weights_without_a_layout_are_named_where_nothing_is_stored():
     explanation = jmp.explain(jmp.with_policy(model, INT8), X[:, :32])
     with pytest.raises(ValueError, match=r"Nothing to quantize .* and the explanation has no layout for 'w'"):
         jmp.quant.quantize(model, INT8, explanation=explanation)
+
+
+def test_a_stored_and_a_floating_weight_may_meet():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.stored, self.small = nnx.Param(draw((64, 64))), nnx.Param(draw((64, 64), 2))
+
+        def __call__(self, x):
+            joined = jnp.concatenate([self.small[...], self.stored[...]], axis=1)
+            return x @ self.stored[...] + x @ (self.small[...] + self.stored[...]) + (x @ joined)[:, :64]
+
+    explanation = jmp.explain(jmp.with_policy(Both(), INT8), X)
+    assert explanation["stored"].layout is explanation["small"].layout is None
+    layouts = jmp.explain(jmp.with_policy(Own(draw((64, 64)), jnp.matmul), INT8), X)["w"].layout
+    model = jmp.with_policy(Both(), INT8)
+    model.stored = jmp.nnx.QuantizedParam(jmp.quant.quantize_array(draw((64, 64)), "int8(min_size=0)", layouts))
+    np.testing.assert_allclose(model(X), jmp.with_policy(Both(), "mixed_bfloat16")(X), rtol=0.1, atol=0.1)
