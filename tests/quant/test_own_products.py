@@ -569,7 +569,7 @@ def test_a_stored_and_a_floating_weight_may_meet():
 
         def __call__(self, x):
             joined = jnp.concatenate([self.small[...], self.stored[...]], axis=1)
-            return x @ self.stored[...] + x @ (self.small[...] + self.stored[...]) + (x @ joined)[:, :64]
+            return x @ self.stored[...] + x @ self.small[...] + x @ (self.small[...] + self.stored[...]) + (x @ joined)[:, :64]
 
     explanation = jmp.explain(jmp.with_policy(Both(), INT8), X)
     assert explanation["stored"].layout is explanation["small"].layout is None
@@ -577,3 +577,16 @@ def test_a_stored_and_a_floating_weight_may_meet():
     model = jmp.with_policy(Both(), INT8)
     model.stored = jmp.nnx.QuantizedParam(jmp.quant.quantize_array(draw((64, 64)), "int8(min_size=0)", layouts))
     np.testing.assert_allclose(model(X), jmp.with_policy(Both(), "mixed_bfloat16")(X), rtol=0.1, atol=0.1)
+
+
+def test_weights_that_are_joined_before_they_multiply_have_no_layout():
+    class Joined(nnx.Module):
+        def __init__(self):
+            self.first, self.second = nnx.Param(draw((64, 64))), nnx.Param(draw((64, 64), 2))
+
+        def __call__(self, x):
+            joined = x @ jnp.concatenate([self.first[...], self.second[...]], axis=1)
+            return joined[:, :64] + x @ self.first[...] + x @ self.second[...]
+
+    rows = [row for row in jmp.explain(jmp.with_policy(Joined(), INT8), X).rows if row.is_weight]
+    assert [(row.quantization, row.layout) for row in rows] == [("int8(min_size=0)", None)] * 2
