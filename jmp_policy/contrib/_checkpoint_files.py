@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from .._base import hide_frames, is_array, quote
-from ..policy import E4M3, MXFP4, Int4, Int8, Policy, PolicyMap, StoredFormat, get_policy
+from ..policy import E4M3, MXFP4, NF4, Int4, Int8, Policy, PolicyMap, StoredFormat, get_policy
 from ._checkpoint_layouts import FLOATS, Header
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -171,7 +171,7 @@ def save_folder(folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-SUPPORTED = "gptq, awq, compressed-tensors, fp8 and mxfp4"
+SUPPORTED = "gptq, awq, bitsandbytes, compressed-tensors, fp8 and mxfp4"
 
 
 @hide_frames
@@ -212,7 +212,8 @@ def policy_of_checkpoint(folder: str | os.PathLike[str]) -> Policy | PolicyMap:
     if given is None:
         return get_policy(base)
     policy = get_policy(f"{read_format(given)}_from_{base}")
-    left_out = [*(given.get("ignore") or given.get("modules_to_not_convert") or [])]
+    names = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+    left_out = [*next((given[name] for name in names if given.get(name)), ())]
     if _has_floating_head(Path(folder)):  # GPTQ and AWQ leave it out without a word
         left_out.append("lm_head")
     if not left_out:
@@ -249,6 +250,9 @@ def read_format(config: Mapping[str, Any]) -> StoredFormat:
             _require_setting(config, "bits" if "bits" in config else "w_bit", (4,))
             size = config.get("group_size", config.get("q_group_size", 128))
             return Int4(block_size=size, min_size=0)
+        case "bitsandbytes":
+            _require_setting(config, "bnb_4bit_quant_type", ("nf4",))
+            return NF4(min_size=0)
         case "fp8":
             if config.get("weight_block_size") != [128, 128]:
                 _require_setting(config, "weight_block_size", ("[128, 128]",))
@@ -314,6 +318,9 @@ def describe_weights(format: str, weights: StoredWeights) -> dict[str, Any]:
         case "fp8":
             scheme = "dynamic" if any(getattr(one, "activations", False) for one in weights.formats) else None
             config |= {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": scheme}
+        case "bitsandbytes":
+            config |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
+            return config | {"llm_int8_skip_modules": weights.left_out}
         case "compressed-tensors":
             return config | _describe_scheme(weights, size)
     return config | {"modules_to_not_convert": weights.left_out}

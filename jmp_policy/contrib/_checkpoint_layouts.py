@@ -4,6 +4,7 @@ Nothing is rounded here: integers, scales and zero points are moved and repacked
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ..policy import E4M3, MXFP4, Int4, Int8, StoredFormat
-from ..quant import QuantizedArray, stack_shape
+from ..policy import E4M3, MXFP4, NF4, Int4, Int8, StoredFormat
+from ..quant import NORMAL_FLOAT, QuantizedArray, stack_shape
 
 
 class Header(NamedTuple):
@@ -54,6 +55,8 @@ class Facts(NamedTuple):
         if self.kind == "e4m3":
             return E4M3(block_size=self.square, min_size=0)
         block = self.shape[-2] // self.groups
+        if self.kind == "nf4":
+            return NF4(block_size=block, min_size=0)
         return MXFP4(block_size=block, min_size=0) if self.kind == "mxfp4" else Int4(block_size=block, min_size=0)
 
 
@@ -395,6 +398,77 @@ SQUARES = _make_float8("fp8", "_scale_inv", _measure_squares)
 PLAIN_FLOAT8 = _make_float8("compressed-tensors", "_scale", _measure_float8)
 
 
+# nf4 of bitsandbytes: two values to a byte, the first in its high half, in blocks along the inputs of all outputs, one
+# after another. Their scales may be quantized themselves. Source: bitsandbytes 0.50, `functional.QuantState`.
+
+_STATE = ".quant_state.bitsandbytes__nf4"
+_TABLE = np.array(NORMAL_FLOAT, np.float32)
+
+
+def _read_state(tensor: np.ndarray) -> dict[str, Any]:
+    try:
+        return dict(json.loads(tensor.tobytes()))
+    except ValueError as error:
+        raise Unreadable(f"its quant_state is not JSON: {error}") from None
+
+
+def _measure_nf4(headers: Headers, read: ReadTensor) -> Facts:
+    state = _read_state(read(_STATE))
+    shape, block = state.get("shape", ()), state.get("blocksize", 0)
+    if len(shape) != 2 or not block or shape[1] % block:
+        raise Unreadable(f"its shape is {shape}, and blocks of {block} do not lie along its inputs")
+    outputs, inputs = shape
+    count = outputs * inputs // block
+    _require(headers[""], [UINT8], (outputs * inputs // 2, 1), "weight")
+    _require(headers[".quant_map"], [_TABLE.dtype], (16,), "quant_map")
+    if (read(".quant_map") != _TABLE).any():
+        raise Unreadable("its quant_map is not that of nf4")
+    if ".nested_absmax" not in headers:
+        _require(headers[".absmax"], [_TABLE.dtype], (count,), "absmax")
+        return Facts("nf4", (inputs, outputs), inputs // block)
+    _require(headers[".absmax"], [UINT8], (count,), "absmax")
+    _require(headers[".nested_absmax"], [_TABLE.dtype], (-(-count // state["nested_blocksize"]),), "nested_absmax")
+    _require(headers[".nested_quant_map"], [_TABLE.dtype], (256,), "nested_quant_map")
+    return Facts("nf4", (inputs, outputs), inputs // block)
+
+
+def _read_nf4(tensors: Tensors) -> Matrix:
+    state, packed, scale = _read_state(tensors[_STATE]), tensors[""], tensors[".absmax"]
+    outputs, inputs = state["shape"]
+    values = np.stack([packed >> 4, packed & 15], -1).reshape(outputs, inputs)
+    if ".nested_absmax" in tensors:
+        outer = np.repeat(tensors[".nested_absmax"], state["nested_blocksize"])[: scale.size]
+        scale = tensors[".nested_quant_map"][scale] * outer + np.float32(state["nested_offset"])
+    return Matrix(_swap(values), _swap(scale.reshape(outputs, -1)))
+
+
+def _write_nf4(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
+    values = _swap(matrix.values)
+    if values.ndim != 2 or values.size % 2:
+        raise Unreadable(f"its shape is {values.shape}; write each matrix of a stack by a '*' in its name")
+    pairs = values.reshape(-1, 2)
+    block = values.shape[1] // matrix.scale.shape[-2]
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [*values.shape]}
+    return {
+        "": (pairs[:, :1] << 4) | pairs[:, 1:],
+        ".absmax": _swap(matrix.scale).reshape(-1),
+        ".quant_map": _TABLE,
+        _STATE: np.frombuffer(json.dumps(state).encode(), UINT8),
+    }
+
+
+NORMAL = TensorLayout(
+    name="bitsandbytes",
+    suffixes=("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE),
+    optional=(".nested_absmax", ".nested_quant_map"),
+    ending="",
+    outputs={},
+    measure=_measure_nf4,
+    read=_read_nf4,
+    write=_write_nf4,
+)
+
+
 def _make_gptq(name: str, offset: int) -> TensorLayout:
     return TensorLayout(
         name=name,
@@ -453,6 +527,8 @@ BLOCKS = TensorLayout(
 
 def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLayout] | None:
     """Returns the stem and the layout of a tensor with the values of a quantized weight, or None for other tensors."""
+    if f"{name}{_STATE}" in headers:
+        return name, NORMAL
     if name.endswith(".qweight"):
         stem = name.removesuffix(".qweight")
         words, scales = headers[name].shape, headers.get(f"{stem}.scales")
@@ -493,7 +569,7 @@ def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: Quan
     if isinstance(like.format, E4M3):  # as it is stored, but for the order of axes
         matrix = layout.read(tensors)
         return {name: _shape_float8(getattr(matrix, name), getattr(like, name), depth) for name in ("values", "scale")}
-    step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD
+    step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD if layout.outputs else outputs
     made: dict[str, np.ndarray] = {}
     order = None
     for start in range(0, outputs, step):

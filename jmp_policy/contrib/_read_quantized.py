@@ -44,7 +44,7 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
 
     Integers, scales and zero points become those of our quantized arrays bit for bit; nothing is dequantized. Known are
     GPTQ and AWQ with 4 bits, int4, int8 and float8 of compressed-tensors, float8 in squares of 128 as of DeepSeek and
-    Qwen, MXFP4 as in gpt-oss, and floating tensors. Floating
+    Qwen, MXFP4 as in gpt-oss, nf4 of bitsandbytes, and floating tensors. Floating
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
     All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read

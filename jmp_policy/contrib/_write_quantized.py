@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import PyTree, did_you_mean, hide_frames
-from ..policy import E4M3, MXFP4, Int4, Int8
+from ..policy import E4M3, MXFP4, NF4, Int4, Int8
 from ..quant import QuantizedArray, is_quantized, stack_shape
 from ._checkpoint_files import StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
@@ -19,6 +19,7 @@ from ._checkpoint_layouts import (
     BLOCKS,
     GPTQ,
     GPTQ_V2,
+    NORMAL,
     PACKED,
     PLAIN_FLOAT8,
     PLAIN_INT8,
@@ -38,6 +39,7 @@ _WRITTEN: dict[str, dict[type, TensorLayout]] = {
     "compressed-tensors": {Int4: PACKED, Int8: PLAIN_INT8, E4M3: PLAIN_FLOAT8},
     "mxfp4": {MXFP4: BLOCKS},
     "fp8": {E4M3: SQUARES},
+    "bitsandbytes": {NF4: NORMAL},
     "plain": {},
 }
 """The layouts of each `format` of `write_quantized`, by our formats."""
@@ -56,8 +58,8 @@ def write_quantized(state: PyTree, folder: str | os.PathLike[str], *, format: st
     Args:
       state: linen variables or parameters, or the `nnx.state` of a model.
       folder: where to write; it is made if it does not exist.
-      format: `"gptq"`, `"gptq_v2"`, `"awq"`, `"compressed-tensors"`, `"fp8"`, `"mxfp4"`; or `"plain"`, which
-        dequantizes.
+      format: `"gptq"`, `"gptq_v2"`, `"awq"`, `"bitsandbytes"` (nf4), `"compressed-tensors"`, `"fp8"`, `"mxfp4"`;
+        or `"plain"`, which dequantizes.
       names: gives the name of a weight for its path, without the collection `params`; as for `read_quantized`, the
         other way round. A `*` in a name stands for the index along the leading axis of a stack, which is then written
         element by element: `{r"blocks/(.*)/kernel": r"model.layers.*.\\1.weight"}`. By default, slashes become dots,

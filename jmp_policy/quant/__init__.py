@@ -66,7 +66,7 @@ if _typing.TYPE_CHECKING:
         table_layout, weight_layout,
     )
     from ._numbers import (  # noqa: F401
-        Clip, Quantized, choose_best, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric,
+        NORMAL_FLOAT, Clip, Quantized, choose_best, choose_bounds, choose_peak, quantize_asymmetric, quantize_symmetric,
         to_numbers,
     )
     from ._operations import multiplies_8_bits  # noqa: F401
@@ -96,7 +96,7 @@ else:  # layers of Flax need none of these
         "spell_format",
         "_layout": "Layout WHY_TABLES_WIDE block_length kernel_layout reason_unquantized stack_shape "
         "table_layout weight_layout",
-        "_numbers": "Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
+        "_numbers": "NORMAL_FLOAT Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
         "quantize_symmetric to_numbers",
         "_operations": "multiplies_8_bits",
         "_product": "ROUNDING is_observing observe_products",

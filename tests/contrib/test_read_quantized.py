@@ -159,6 +159,45 @@ def plain_squares(stem, tensors):
     return made
 
 
+NF4_TABLE = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+    np.float32,
+)  # fmt: skip
+
+
+def make_nf4(stem, nested=False, inputs=128, outputs=24):
+    count = inputs * outputs // 64
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    made = {
+        f"{stem}.weight": draw().integers(0, 256, (inputs * outputs // 2, 1)).astype(np.uint8),
+        f"{stem}.weight.absmax": draw_scales(count, dtype=np.float32),
+        f"{stem}.weight.quant_map": NF4_TABLE,
+    }
+    if nested:
+        state |= {"nested_blocksize": 32, "nested_dtype": "float32", "nested_offset": 0.04}
+        made[f"{stem}.weight.absmax"] = draw(3).integers(0, 256, count).astype(np.uint8)
+        made[f"{stem}.weight.nested_absmax"] = draw_scales(-(-count // 32), dtype=np.float32)
+        made[f"{stem}.weight.nested_quant_map"] = np.linspace(-1, 1, 256, dtype=np.float32)
+    made[f"{stem}.weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return made
+
+
+def plain_nf4(stem, tensors):
+    part = lambda name: tensors[f"{stem}.weight{name}"]
+    state = json.loads(part(".quant_state.bitsandbytes__nf4").tobytes())
+    outputs, inputs = state["shape"]
+    made = np.empty((inputs, outputs), np.float32)
+    for i, j in np.ndindex(*made.shape):
+        place = j * inputs + i
+        byte, scale = int(part("")[place // 2, 0]), part(".absmax")[place // 64]
+        if scale.dtype == np.uint8:
+            scale = part(".nested_quant_map")[scale] * part(".nested_absmax")[place // 64 // 32] + np.float32(0.04)
+        made[i, j] = NF4_TABLE[byte & 15 if place % 2 else byte >> 4] * scale
+    return made
+
+
 SHUFFLED = draw().permutation(np.arange(INPUTS, dtype=np.int32) // GROUP)
 LAYOUTS = {
     "gptq": (make_gptq, plain_gptq, f"int4/{GROUP}"),
@@ -173,6 +212,8 @@ LAYOUTS = {
     "int8": (make_int8, plain_int8, "int8"),
     "mxfp4": (make_mxfp4, plain_mxfp4, "mxfp4/16"),
     "fp8": (make_squares, plain_squares, "e4m3/128"),
+    "bitsandbytes": (make_nf4, plain_nf4, "nf4/64"),
+    "bitsandbytes with nested scales": (lambda stem: make_nf4(stem, nested=True), plain_nf4, "nf4/64"),
     "float8": (lambda stem: make_float8(stem, "scale", INPUTS, OUTPUTS, (OUTPUTS, 1)), plain_int8, "e4m3/-1"),
 }
 """Tensors of a layer, their plain reader, and our format."""
@@ -241,7 +282,8 @@ def test_a_layer_is_read_bit_for_bit_and_written_with_the_same_tensors(layout, m
     written_as = layout.partition(" ")[0].replace("packed", "compressed-tensors").replace("int8", "compressed-tensors")
     written_as = written_as.replace("float8", "compressed-tensors")
     write_quantized(state, tmp_path / "written", format=written_as)
-    check_tensors(tmp_path / "written" / "model.safetensors", tensors)
+    if "nested" not in layout:  # those scales are written as they stand, in float32
+        check_tensors(tmp_path / "written" / "model.safetensors", tensors)
 
 
 def check_tensors(path, tensors):
@@ -689,9 +731,11 @@ def test_modules_that_a_config_leaves_out_have_rules(tmp_path):
     assert policy_of_checkpoint(tmp_path)["lm_head"] == jmp.get_policy("float32")
 
 
-@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors", "mxfp4", "fp8"])
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors", "mxfp4", "fp8", "bitsandbytes"])
 def test_what_was_written_says_its_policy(format, tmp_path):
-    ours = {"mxfp4": "mxfp4/32", "fp8": "e4m3/128(activations=true)"}.get(format, f"int4/{GROUP}")
+    ours = {"mxfp4": "mxfp4/32", "fp8": "e4m3/128(activations=true)", "bitsandbytes": "nf4/64"}.get(
+        format, f"int4/{GROUP}"
+    )
     like = {"dense": {"kernel": jnp.ones((64, 8)) * jnp.arange(-4.0, 4.0)}, "head": {"kernel": jnp.ones((8, 8))}}
     policy = jmp.PolicyMap({"head": "float32"}, policy_in(ours))
     state = jmp.quant.quantize(like, policy)
@@ -720,7 +764,7 @@ def test_what_was_written_says_its_policy(format, tmp_path):
             {"quant_method": "fp8"},
             r"^weight_block_size of the quantization_config is None, .*\. Supported is '\[128, 128\]'",
         ),
-        ({"quant_method": "bitsandbytes"}, r"^The quant_method 'bitsandbytes' is not supported yet\."),
+        ({"quant_method": "bitsandbytes"}, r"^bnb_4bit_quant_type of the quantization_config is None, .*'nf4'"),
         ({"quant_method": "gptq", "bits": 8}, r"^bits of the quantization_config is 8, .*\. Supported is 4\."),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},

@@ -569,7 +569,12 @@ def test_a_stored_and_a_floating_weight_may_meet():
 
         def __call__(self, x):
             joined = jnp.concatenate([self.small[...], self.stored[...]], axis=1)
-            return x @ self.stored[...] + x @ self.small[...] + x @ (self.small[...] + self.stored[...]) + (x @ joined)[:, :64]
+            return (
+                x @ self.stored[...]
+                + x @ self.small[...]
+                + x @ (self.small[...] + self.stored[...])
+                + (x @ joined)[:, :64]
+            )
 
     explanation = jmp.explain(jmp.with_policy(Both(), INT8), X)
     assert explanation["stored"].layout is explanation["small"].layout is None
