@@ -758,7 +758,7 @@ def test_what_was_written_says_its_policy(format, tmp_path):
         ("[]", r"config\.json' is not a JSON object\. For example: "),
         (
             {"quant_method": "quanto"},
-            r"^The quant_method 'quanto' is not supported yet\. Supported are gptq, awq, compressed",
+            r"^The quant_method 'quanto' is not supported yet\. Supported are gptq, awq, bitsandbytes, ",
         ),
         (
             {"quant_method": "fp8"},
