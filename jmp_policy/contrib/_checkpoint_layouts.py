@@ -37,6 +37,7 @@ class Matrix(NamedTuple):
     scale: np.ndarray  # (*stack, groups, outputs); e8m0 for e2m1
     zero_point: np.ndarray | None = None  # like scale
     order: np.ndarray | None = None  # (*stack, inputs): the place of each input among the values
+    dtype: np.dtype = np.dtype(np.float32)  # of the weight that they stand for
 
 
 class Facts(NamedTuple):
@@ -448,7 +449,7 @@ def _write_nf4(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
         raise Unreadable(f"its shape is {values.shape}; write each matrix of a stack by a '*' in its name")
     pairs = values.reshape(-1, 2)
     block = values.shape[1] // matrix.scale.shape[-2]
-    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [*values.shape]}
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": matrix.dtype.name, "shape": [*values.shape]}
     return {
         "": (pairs[:, :1] << 4) | pairs[:, 1:],
         ".absmax": _swap(matrix.scale).reshape(-1),
@@ -642,7 +643,7 @@ def take_apart(weight: QuantizedArray) -> Matrix:
     )
     assert scale is not None
     order = None if weight.input_order is None else np.asarray(weight.input_order)
-    return Matrix(blocks.reshape(*stack, inputs, outputs), scale, zero_point, order)
+    return Matrix(blocks.reshape(*stack, inputs, outputs), scale, zero_point, order, weight.dtype)
 
 
 def _pack_blocks(blocks: np.ndarray, in_pairs: bool) -> np.ndarray:

@@ -169,7 +169,7 @@ NF4_TABLE = np.array(
 
 def make_nf4(stem, nested=False, inputs=128, outputs=24):
     count = inputs * outputs // 64
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [outputs, inputs]}
     made = {
         f"{stem}.weight": draw().integers(0, 256, (inputs * outputs // 2, 1)).astype(np.uint8),
         f"{stem}.weight.absmax": draw_scales(count, dtype=np.float32),
