@@ -14,7 +14,7 @@ from ..policy import Policy, list_policies
 from ..quant import QuantizedArray, find_accumulate_dtype
 from ._layer_table import find_layer
 from ._lift import lift
-from ._module_spec import ModuleSpec, find_spec
+from ._module_spec import ModuleSpec, find_spec, plan_again
 from ._products import QuantizedParam
 from ._shadow import NodeKind, find_kind
 
@@ -82,7 +82,7 @@ class OwnParam(NamedTuple):
 def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
     """Yields the Params of two or more axes, but those of Flax's own modules and of LoRA, and stored weights alike.
 
-    The table of an `nnx.Embed` is among them: the code around may multiply by it.
+    The quantized table of an `nnx.Embed` is among them: the code around may multiply by it.
     """
     from ..autocast import WeightFormat
 
@@ -98,8 +98,10 @@ def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
         if spec is None or spec.policy.quantization is None:
             continue
         is_table = is_param and issubclass(spec.base, nnx.Embed) and path[-1] == "embedding"
+        is_table = is_table and plan_again(owner, spec)[1].format is not None
         if is_table or not is_of_flax(spec.base):
-            format = WeightFormat(spec.policy.quantization, find_accumulate_dtype(spec.policy), is_of_layer=is_table)
+            accumulate = find_accumulate_dtype(spec.policy)
+            format = WeightFormat(spec.policy.quantization, accumulate, is_table=is_table, is_of_layer=is_table)
             yield OwnParam("/".join(map(str, path)), node, spec.policy, format)
 
 
