@@ -311,7 +311,7 @@ class JaxprBuilder:
         self.equations: list[JaxprEqn] = []
         self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
         self.uncast: dict[Atom, Atom] = {}  # by the output of a cast that a rule looks through: its operand
-        self.sources: dict[Atom, Any] = {}  # by a value: what a rule knows of how it was made in this jaxpr
+        self.sources: dict[Atom, Any] = {}  # by a value: a rule's note of its origin in this jaxpr
 
     def append(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None

@@ -72,7 +72,7 @@ from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, Names, WeightFinder,
 
 
 class WeightFormat(NamedTuple):
-    """What a policy says of a weight."""
+    """The format of a weight under its policy."""
 
     quantization: Quantization
     accumulate: np.dtype | None = None
@@ -240,7 +240,7 @@ class ProductRule(Rule):
         body: JaxprBuilder,
         context: EquationPlace,
     ) -> list[Value]:
-        """Writes an equation that reads a stored weight: its matmul, a cast or transpose, or any other as it is."""
+        """Writes an equation that reads a stored weight: its matmul, a cast or transpose, or any other unchanged."""
         position = next(i for i, source in enumerate(stored) if source is not None)
         source: Any = stored[position]
         product: StoredProduct | LookUp | str = ""
@@ -343,7 +343,7 @@ def list_own_weights() -> Iterator[list[OwnWeight]]:
 
 
 class Weights(NamedTuple):
-    """What is known of the array leaves of the arguments of a traced function, each a weight or not."""
+    """The weights among the array leaves of the arguments of a traced function."""
 
     floating: dict[int, tuple[str, WeightFormat]]  # the paths and formats of floating weights, by number
     # The paths of stored weights, by the number of their values, and each weight or one of its stack.
@@ -362,7 +362,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
     program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights.stored)
-    # A weight that is stored for other matmuls is rounded as it is stored.
+    # A weight whose stored form fits no matmul is rounded in that form.
     is_apart = lambda i, layout: rule.layouts.get(i) != {layout} or any(isinstance(use.product, str) for use in uses[i])
     rounded = {i: own for i, own in formats.items() if own.layout is not None and is_apart(i, own.layout)}
     if marked & rounded.keys():
@@ -398,7 +398,7 @@ def _observe(rule: ProductRule, program: Any, *leaves: Any) -> list[Any]:
 
 
 def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[int]) -> tuple[Any, ProductRule]:
-    """Rewrites a jaxpr by the weights among its arguments, if there are any; returns the rule with what it noted."""
+    """Rewrites a jaxpr by the weights among its arguments, if there are any; returns the rule with its notes."""
     rule = ProductRule()
     if not formats and not stored:
         return program, rule
@@ -420,7 +420,7 @@ Uses = dict[int, list[WeightUse]]
 
 
 def _find_uses(program: Jaxpr, weights: dict[int, tuple[str, WeightFormat]]) -> tuple[Uses, dict[int, WeightFormat]]:
-    """Returns the uses of each floating weight, and its format, which is that of a table if rows of it are read."""
+    """Returns the uses of each floating weight, and its format: for tables, if rows of it are read."""
     formats = {i: format for i, (_, format) in weights.items()}
     names = [frozenset([i]) if i in formats else NO_WEIGHT for i in range(len(program.invars))]
 

@@ -90,7 +90,7 @@ def _move_into_branches(eqn: JaxprEqn, reads: Reads) -> JaxprEqn:
 def _move_into_while(eqn: JaxprEqn, reads: Reads) -> JaxprEqn:
     first = eqn.params["cond_nconsts"]
     start = first + eqn.params["body_nconsts"]
-    reads = [*reads[:start], *[None] * len(reads[start:])]  # a carried value stays what it is
+    reads = [*reads[:start], *[None] * len(reads[start:])]  # carried values stay
     of_test, of_body, carried = reads[:first], reads[first:start], reads[start:]
     params = {
         **eqn.params,

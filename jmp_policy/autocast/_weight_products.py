@@ -250,7 +250,7 @@ class StoredProduct:
 
 @dataclasses.dataclass(frozen=True)
 class LookUp:
-    """A lookup of rows of a floating or stored table, which are rounded as those of a table of Flax's."""
+    """A lookup of rows of a floating or stored table, rounded as `nn.Embed` rounds them."""
 
     params: tuple[tuple[str, Any], ...]  # of the `gather`
     dtype: np.dtype  # of the result
@@ -298,7 +298,7 @@ def choose_table_format(quantization: Quantization, shape: tuple[int, ...]) -> I
 
 
 Order = tuple[int, ...] | None
-"""The axes of a weight, as negative numbers, in the order of those of a value that it was moved to; None if unknown."""
+"""The axes of a weight, as negative numbers, in the order of a value that it was moved to; None if unknown."""
 
 
 def describe_stored_product(eqn: JaxprEqn, position: int, structure: Any, order: Order) -> StoredProduct | str:

@@ -51,7 +51,7 @@ class WeightUse(NamedTuple):
     """An equation that reads weights and does more than moving them."""
 
     names: Names
-    product: Product | Int8 | str  # its quantized form, that of the rows that it reads, or the reason to leave it
+    product: Product | Int8 | str  # its quantized form, the format of the rows that it reads, or the reason to leave it
     is_product: bool  # True for a matmul or convolution
     is_lookup: bool = False  # True if it reads rows of a table
     reads_rows: bool = False  # True if these are whole rows of two axes

@@ -41,7 +41,7 @@ _DTYPES = {
 
 
 class Source:
-    """Tensors of a checkpoint: their headers, and what is wrong with its files. Tensors are read one by one."""
+    """Tensors of a checkpoint: their headers, and the faults of its files. Tensors are read one by one."""
 
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
         self.headers: dict[str, Header] = {}
@@ -193,7 +193,7 @@ def policy_of_checkpoint(folder: str | os.PathLike[str]) -> Policy | PolicyMap:
       A `PolicyMap` if modules are left out, else a `Policy`.
 
     Raises:
-      ValueError: there is no config, or it names a quantization that is not supported.
+      ValueError: the folder has no config, or one with a quantization that is not supported.
 
     >>> import json, pathlib, tempfile, jmp_policy as jmp
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -297,7 +297,7 @@ def _read_scheme(config: Mapping[str, Any]) -> StoredFormat:
 
 
 class StoredWeights(NamedTuple):
-    """What a config says of the quantized weights of a checkpoint."""
+    """Facts about the quantized weights of a checkpoint, for a config."""
 
     formats: list[StoredFormat]  # of each weight; their sizes of blocks are equal
     is_symmetric: bool

@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What headers tell of a weight."""
+    """Facts about a weight in headers."""
 
     kind: str  # of the format
     shape: tuple[int, ...]  # (*stack, inputs, outputs)
@@ -164,7 +164,7 @@ def _unsort_inputs(matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
 
 
 # GPTQ: qweight (inputs / 8, outputs), qzeros (groups, outputs / 8), scales (groups, outputs), g_idx (inputs,).
-# Source: AutoGPTQ's and GPTQModel's `QuantLinear.pack`; their "gptq_v2" stores zero points as they are.
+# Source: AutoGPTQ's and GPTQModel's `QuantLinear.pack`; their "gptq_v2" stores zero points unchanged.
 
 
 def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
@@ -301,7 +301,7 @@ def _write_packed(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
 
 
 def is_symmetric(matrix: Matrix) -> bool:
-    """True if zero points are those of signed integers, and need not be stored."""
+    """True if zero points belong to signed integers, and need not be stored."""
     return matrix.zero_point is None or bool((matrix.zero_point == _SYMMETRIC).all())
 
 
@@ -423,7 +423,7 @@ def _measure_nf4(headers: Headers, read: ReadTensor) -> Facts:
     _require(headers[""], [UINT8], (outputs * inputs // 2, 1), "weight")
     _require(headers[".quant_map"], [_TABLE.dtype], (16,), "quant_map")
     if (read(".quant_map") != _TABLE).any():
-        raise Unreadable("its quant_map is not that of nf4")
+        raise Unreadable("its quant_map has other values than nf4")
     if ".nested_absmax" not in headers:
         _require(headers[".absmax"], [_TABLE.dtype], (count,), "absmax")
         return Facts("nf4", (inputs, outputs), inputs // block)
@@ -567,7 +567,7 @@ def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: Quan
     Some outputs are repacked at a time, so that little memory is needed beside the result.
     """
     *_, inputs, outputs = facts.shape
-    if isinstance(like.format, E4M3):  # as it is stored, but for the order of axes
+    if isinstance(like.format, E4M3):  # only the order of axes changes
         matrix = layout.read(tensors)
         return {name: _shape_float8(getattr(matrix, name), getattr(like, name), depth) for name in ("values", "scale")}
     step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD if layout.outputs else outputs

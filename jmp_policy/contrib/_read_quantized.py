@@ -42,19 +42,19 @@ NO_NAME = "no pattern of `names` matches it; with None in place of a template, i
 def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyTree, *, names: Names = None) -> PyTree:
     """Reads a quantized checkpoint of another library into the state of a model with a quantized policy.
 
-    Integers, scales and zero points become those of our quantized arrays bit for bit; nothing is dequantized. Known are
+    Integers, scales and zero points are moved to our quantized arrays bit for bit; nothing is dequantized. Known are
     GPTQ and AWQ with 4 bits, int4, int8 and float8 of compressed-tensors, float8 in squares of 128 as of DeepSeek and
     Qwen, MXFP4 as in gpt-oss, nf4 of bitsandbytes, and floating tensors. Floating
     tensors are cast to the dtype of `like`, and quantized as `quant.quantize` does where `like` is quantized.
 
     All headers are checked first, with small tensors of shapes and orders of inputs. Then one leaf at a time is read
-    and put on the devices: beside the state, memory holds about one leaf as it is stored. Matrices are those of
+    and put on the devices: beside the state, memory holds about one stored leaf. Matrices are laid out as in
     `torch.nn.Linear`, `(outputs, inputs)`: they are transposed for kernels, and reshaped where a kernel has more axes.
     Kernels of convolutions, as floats, are transposed too.
 
-    The name of a quantized weight is that of its floating tensor: `layer.weight` for `layer.qweight`,
+    A quantized weight has the name of its floating tensor: `layer.weight` for `layer.qweight`,
     `layer.weight_packed` and what belongs to them; `gate_up_proj` for `gate_up_proj_blocks`. A GPTQ checkpoint with
-    `desc_act` gives arrays with an `input_order`, which is a further leaf of the tree. Zero points of GPTQ are those of
+    `desc_act` gives arrays with an `input_order`, which is a further leaf of the tree. Zero points of GPTQ are read by
     version 1, one more than stored (a stored 15 is 16), unless the config of a folder says
     `"checkpoint_format": "gptq_v2"`.
 
@@ -66,7 +66,7 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
         Leaves that the checkpoint does not have, such as random keys, must not be in it: for example,
         `nnx.state(model, (nnx.Param, jmp.nnx.QuantizedParam))`.
       names: gives the path in `like`, joined by `/`, for the name of a weight. A function, whose `None` skips a tensor;
-        or a mapping of regular expressions to templates of `re.Match.expand` or `None`, of which the first that matches
+        or a mapping of regular expressions to templates of `re.Match.expand` or `None`: the first that matches
         the whole name counts. By default, dots become slashes, and a last `weight` becomes `kernel`, or `embedding` or
         `scale` where `like` has that. An index in brackets, as in `blocks[3]/dense/kernel`, is an element along the
         leading axis of `blocks/dense/kernel`. The collection `params` may be left out of paths.
@@ -274,7 +274,7 @@ def _guess_path(name: str, leaves: Mapping[str, Any]) -> str:
 
 
 def _check_weight(part: Part, path: str, leaf: Any, depth: int) -> None:
-    """Raises if the facts of a quantized weight are not those of a leaf."""
+    """Raises if a quantized weight does not fit a leaf."""
     facts = part.facts
     assert facts is not None
     fix = f"Make `like` with a policy such as '{facts.format}_from_mixed_bfloat16'"

@@ -51,7 +51,7 @@ def write_quantized(state: PyTree, folder: str | os.PathLike[str], *, format: st
 
     Quantized arrays keep their bits, so that a checkpoint that was read is written with the same tensors. Scales are
     written in the narrowest of bfloat16, float16 and float32 that holds all of them. Other arrays keep their dtype;
-    kernels are transposed to `(outputs, inputs)`, and those of convolutions to `(outputs, inputs, *window)`.
+    kernels are transposed to `(outputs, inputs)`, and convolutions to `(outputs, inputs, *window)`.
 
     `config.json` has `quantization_config` and `torch_dtype`. Add the rest of the model's config for other libraries.
 

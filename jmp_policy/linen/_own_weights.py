@@ -111,8 +111,13 @@ def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, 
         found.extend([*weights.floating, *weights.stored])
         raise _Probed
 
+    scopes = transforms.get_module_scopes(module, args, kwargs)[0]
+    counters = [dict(scope.rng_counters) for scope in scopes]
     with contextlib.suppress(_Probed):
         _call_lifted(probe, call, module, args, kwargs, type(module._state)())
+    for scope, before in zip(scopes, counters, strict=True):  # the call draws the keys that it would have drawn
+        scope.rng_counters.clear()
+        scope.rng_counters.update(before)
     return bool(found)
 
 

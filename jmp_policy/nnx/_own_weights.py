@@ -52,7 +52,7 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
         found = Weights({}, {})
         leaves = ((keys, leaf) for keys, leaf in jax.tree.leaves_with_path(state) if is_array(leaf))
         for number, (keys, _) in enumerate(leaves):
-            # The first keys are the index in `(args, kwargs)`, and that of the module in `args`.
+            # The first keys are indices: in `(args, kwargs)`, and of the module in `args`.
             which, argument, *names = [jax.tree_util.keystr((key,), simple=True) for key in keys]
             outer = f"{path}/".lstrip("/")
             for own, rest in ((names[:-1], names[-1:]), (names[:-2], names[-2:])):
@@ -71,7 +71,7 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
 
 
 class OwnParam(NamedTuple):
-    """A weight that code multiplies by which is no layer of Flax's."""
+    """A weight that the code of a module multiplies by, without a layer of Flax."""
 
     path: str
     variable: nnx.Variable
@@ -80,7 +80,7 @@ class OwnParam(NamedTuple):
 
 
 def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
-    """Yields the Params of two or more axes, but those of Flax's own modules and of LoRA, and stored weights alike.
+    """Yields the Params of two or more axes, outside of Flax's own modules and LoRA, and stored weights alike.
 
     The quantized table of an `nnx.Embed` is among them: the code around may multiply by it.
     """

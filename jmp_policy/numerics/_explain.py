@@ -183,7 +183,7 @@ def _explain_weights(policy: Policy, weights: Iterable[tuple[str, Any, str]]) ->
 
 
 def _explain_weight(weight: OwnWeight, policy: Policy | None, rule: str) -> ModuleRow:
-    """Returns the row of one weight, which code multiplies by that is no layer of Flax's."""
+    """Returns the row of one weight, which the code of a module multiplies by, without a layer of Flax."""
     return ModuleRow(
         path=weight.path,
         type=f"weight {list(weight.shape)}",

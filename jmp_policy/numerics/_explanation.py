@@ -36,7 +36,7 @@ class ModuleRow(Plain):
         policy"`, `"inherited"` from the module around it, `"author's dtype"`, `"force_full_precision"`, or the empty
         string without a policy.
       param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own. So does each parameter
-        of two or more axes under a quantized policy, in a module that is no layer of Flax's.
+        of two or more axes under a quantized policy, in a module of your own.
       input_dtypes: the dtypes of the arrays it was called with, before any cast.
       compute_dtypes: the dtypes that the operations in its own code read; conversions do not count.
       output_dtypes: the dtypes of the arrays it returned, after any cast.

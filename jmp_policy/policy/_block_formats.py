@@ -218,7 +218,7 @@ class MXFP8(_Blocks):
     them as e4m3.
 
     Sizes may be any number: matmuls pad them with zeros to whole blocks, and `quant.quantize` stores the padding of a
-    weight's inputs, of which `jmp_policy.explain` tells. Embedding tables are not quantized. Convolutions round the
+    weight's inputs, as `jmp_policy.explain` says. Embedding tables are not quantized. Convolutions round the
     weight and run in the compute dtype.
 
     Args:

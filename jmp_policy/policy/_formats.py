@@ -131,7 +131,7 @@ class E4M3(CheckedFormat):
     parameter dtype. Embedding tables are stored as `Int8`, which is more precise in as many bits.
 
     Args:
-      block_size: each square of so many inputs by so many outputs shares a scale; squares at the ends may be partial.
+      block_size: each square of this many inputs and outputs shares a scale; squares at the ends may be partial.
         -1 means one scale per output channel.
       activations: if True, inputs of matmuls are rounded dynamically to e4m3 too, with a float32 scale for each row and
         block of inputs; with `block_size=-1`, for each row. The products of each block are summed in float32, and the
@@ -410,6 +410,6 @@ def find_operand_format(quantization: Quantization, *, is_gradient: bool = False
     is_e5m2 = is_gradient and isinstance(quantization, MXFP8) and quantization.gradients == "e5m2"
     size = quantization.block_size
     blocks = f"/{size}" if size > 0 else ""  # int4 with a scale for each channel is measured in blocks, as int8 is
-    # The 16 values of nf4 have no exponents, and are nearer to those of int4 than to another format's.
+    # The 16 values of nf4 have no exponents, and are nearer to int4's than to another format's.
     kind = "int4" if isinstance(quantization, NF4) else quantization.kind
     return parse_format(f"{kind}{'_e5m2' * is_e5m2}{blocks}")

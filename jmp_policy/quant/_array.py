@@ -297,7 +297,7 @@ class QuantizedArray(Uncast):
 
 # Fields that are arrays or None, in the order of the leaves.
 ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale", "input_scale", "input_order")
-_ALWAYS = 5  # the first so many are in the tree even if they are None
+_ALWAYS = 5  # the first five are in the tree even if they are None
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:

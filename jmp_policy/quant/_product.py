@@ -120,7 +120,7 @@ def rounds_rows(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
     if not isinstance(weight.format, Int8 | Int4 | E4M3) or not weight.format.activations:
         return False
     if not isinstance(weight.format, Int8):
-        # Scales or an order of the inputs are those of the dequantized weight.
+        # Scales or an order of the inputs belong to the dequantized weight.
         of_inputs = (weight.input_scale, weight.input_order) if isinstance(weight, QuantizedArray) else ()
         return all(array is None for array in of_inputs) and _sums_blocks(operation, left, weight)
     shared = {axis % weight.ndim for axis in weight.layout.axes}

@@ -101,7 +101,9 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
     if policy == FLOAT8:
         assert said["embedding"] == "left: the length 4 is not a multiple of 16"
     else:
-        assert all(said[path].startswith(policy.split("_")[0]) for path in ("embedding", "kernel", "bias", "bias/bias"))
+        assert all(
+            said[path].startswith(policy.split("_")[0]) for path in ("embedding", "kernel", "bias/kernel", "bias/bias")
+        )
     assert said[""] == ""
 
 
