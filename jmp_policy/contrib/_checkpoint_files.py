@@ -13,7 +13,8 @@ import numpy as np
 
 from .._base import hide_frames, is_array, quote
 from ..policy import E4M3, MXFP4, NF4, Int4, Int8, Policy, PolicyMap, StoredFormat, get_policy
-from ._checkpoint_layouts import FLOATS, Header
+from ._checkpoint_arrays import Header
+from ._checkpoint_layouts import FLOATS
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

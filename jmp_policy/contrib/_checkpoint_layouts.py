@@ -1,102 +1,23 @@
-"""Layouts in which other libraries store quantized weights, and the way from and to the arrays of a `QuantizedArray`.
+"""Layouts in which other libraries store quantized weights.
 
 Nothing is rounded here: integers, scales and zero points are moved and repacked, bit for bit, in NumPy.
 """
 
-import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ..policy import E4M3, MXFP4, NF4, Int4, Int8, StoredFormat
-from ..quant import NORMAL_FLOAT, QuantizedArray, stack_shape
-
-
-class Header(NamedTuple):
-    """Shape and dtype of a tensor, known before it is read."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-class Unreadable(Exception):
-    """Raised if tensors do not have the shapes, dtypes or values of their layout; the message describes them."""
-
-
-class Matrix(NamedTuple):
-    """Quantized weight between two layouts, one byte per value."""
-
-    values: np.ndarray  # (*stack, inputs, outputs): int8, or uint8 from 0 to 15; e2m1 as their bits
-    scale: np.ndarray  # (*stack, groups, outputs); e8m0 for e2m1
-    zero_point: np.ndarray | None = None  # like scale
-    order: np.ndarray | None = None  # (*stack, inputs): the place of each input among the values
-    dtype: np.dtype = np.dtype(np.float32)  # of the weight that they stand for
-
-
-class Facts(NamedTuple):
-    """Facts about a weight in headers."""
-
-    kind: str  # of the format
-    shape: tuple[int, ...]  # (*stack, inputs, outputs)
-    groups: int
-    square: int = 0  # of float8: the size of squares, or -1 for a scale per output
-
-    @property
-    def format(self) -> StoredFormat:
-        """The format that stores such weights, of any size."""
-        if self.kind == "int8":
-            return Int8(min_size=0)
-        if self.kind == "e4m3":
-            return E4M3(block_size=self.square, min_size=0)
-        block = self.shape[-2] // self.groups
-        if self.kind == "nf4":
-            return NF4(block_size=block, min_size=0)
-        return MXFP4(block_size=block, min_size=0) if self.kind == "mxfp4" else Int4(block_size=block, min_size=0)
-
-
-Headers = Mapping[str, Header]  # by the suffix of a tensor
-Tensors = Mapping[str, np.ndarray]
-ReadTensor = Callable[[str], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorLayout:
-    """Layout of the tensors of one weight. Their names are a stem and a suffix each.
-
-    Attributes:
-      name: the `quant_method` of it.
-      suffixes: the ends of names; the first is of the values.
-      optional: the ends that may be missing.
-      ending: the end of the name of the weight in a checkpoint without quantization, after the stem.
-      outputs: by suffix, of each tensor with outputs: their axis, counted from the end, and how many share an element.
-      measure: checks headers; it may read small tensors, such as the order of inputs.
-      read: makes a matrix.
-      write: makes the tensors of a matrix; the dtype is of scales that are stored as floats.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-    optional: tuple[str, ...]
-    ending: str
-    outputs: Mapping[str, tuple[int, int]]
-    measure: Callable[[Headers, ReadTensor], Facts]
-    read: Callable[[Tensors], Matrix]
-    write: Callable[[Matrix, np.dtype], dict[str, np.ndarray]]
-
+from ..quant import NORMAL_FLOAT
+from ._checkpoint_arrays import PER_WORD, Facts, Header, Headers, Matrix, ReadTensor, TensorLayout, Tensors, Unreadable
 
 INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _SYMMETRIC = 8  # the zero point of signed 4-bit integers that are stored with an offset
-_PER_WORD = 8  # 4-bit values in an int32
 
 # Nibble i of a word holds column [0, 2, 4, 6, 1, 3, 5, 7][i] of eight. Source: AutoAWQ's `WQLinear_GEMM`.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -129,12 +50,12 @@ def _check_order(g_idx: np.ndarray, inputs: int, groups: int) -> None:
 def _unpack_words(words: np.ndarray) -> np.ndarray:
     """Unpacks int32 `(..., n)` to uint8 `(..., 8 * n)`, the lowest bits first."""
     octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    return np.stack([octets & 15, octets >> 4], -1).reshape(*words.shape[:-1], _PER_WORD * words.shape[-1])
+    return np.stack([octets & 15, octets >> 4], -1).reshape(*words.shape[:-1], PER_WORD * words.shape[-1])
 
 
 def _pack_words(numbers: np.ndarray) -> np.ndarray:
     """Inverse of `_unpack_words`. A last axis of any other length is padded with zeros."""
-    missing = -numbers.shape[-1] % _PER_WORD
+    missing = -numbers.shape[-1] % PER_WORD
     numbers = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, missing)]) if missing else numbers
     return np.ascontiguousarray(numbers[..., ::2] | numbers[..., 1::2] << 4).view("<i4").astype(INT32)
 
@@ -171,10 +92,10 @@ def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
     _require_axes(headers[".qweight"], ".qweight", 2)
     _require_axes(headers[".scales"], ".scales", 2)
     words, outputs = headers[".qweight"].shape
-    inputs, groups = words * _PER_WORD, headers[".scales"].shape[0]
+    inputs, groups = words * PER_WORD, headers[".scales"].shape[0]
     _require(headers[".qweight"], [INT32], (words, outputs), ".qweight")
     _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
-    _require(headers[".qzeros"], [INT32], (groups, outputs // _PER_WORD), ".qzeros")
+    _require(headers[".qzeros"], [INT32], (groups, outputs // PER_WORD), ".qzeros")
     if ".g_idx" in headers:
         _require(headers[".g_idx"], [INT32], (inputs,), ".g_idx")
         _check_order(read(".g_idx"), inputs, groups)
@@ -203,7 +124,7 @@ def _write_gptq(matrix: Matrix, dtype: np.dtype, offset: int) -> dict[str, np.nd
 def _check_words(matrix: Matrix, *axes: int) -> None:
     for axis in axes:
         length = matrix.values.shape[axis]
-        if length % _PER_WORD:
+        if length % PER_WORD:
             raise Unreadable(f"its {length} {'outputs' if axis == -1 else 'inputs'} are not a multiple of 8")
     if matrix.values.ndim != 2:
         raise Unreadable(f"it is a stack of {matrix.values.ndim - 2} axes; write each by a '*' in its name")
@@ -216,7 +137,7 @@ def _measure_awq(headers: Headers, read: ReadTensor) -> Facts:
     _require_axes(headers[".qweight"], ".qweight", 2)
     _require_axes(headers[".scales"], ".scales", 2)
     inputs, words = headers[".qweight"].shape
-    groups, outputs = headers[".scales"].shape[0], words * _PER_WORD
+    groups, outputs = headers[".scales"].shape[0], words * PER_WORD
     _require(headers[".qweight"], [INT32], (inputs, words), ".qweight")
     _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
     _require(headers[".qzeros"], [INT32], (groups, words), ".qzeros")
@@ -224,7 +145,7 @@ def _measure_awq(headers: Headers, read: ReadTensor) -> Facts:
 
 
 def _permute_words(numbers: np.ndarray, places: Sequence[int]) -> np.ndarray:
-    return numbers.reshape(-1, _PER_WORD)[:, places].reshape(numbers.shape)
+    return numbers.reshape(-1, PER_WORD)[:, places].reshape(numbers.shape)
 
 
 def _read_awq(tensors: Tensors) -> Matrix:
@@ -263,11 +184,11 @@ def _measure_packed(headers: Headers, read: ReadTensor) -> Facts:
     _require(headers["_shape"], [INT32, np.dtype(np.int64)], (len(packed.shape),), "weight_shape")
     shape = tuple(map(int, read("_shape")))
     inputs, groups = shape[-1], scale.shape[-1] if scale.shape else 0
-    if shape[:-1] != packed.shape[:-1] or -(-inputs // _PER_WORD) != words:
+    if shape[:-1] != packed.shape[:-1] or -(-inputs // PER_WORD) != words:
         raise Unreadable(f"its weight_packed is {packed}, which does not store 4 bits for each of {list(shape)} values")
     _require(scale, FLOATS, (*stack, outputs, _count_groups(inputs, groups)), "weight_scale")
     if "_zero_point" in headers:
-        zeros = (*stack, -(-outputs // _PER_WORD), groups)
+        zeros = (*stack, -(-outputs // PER_WORD), groups)
         _require(headers["_zero_point"], [INT32], zeros, "weight_zero_point")
     if "_g_idx" in headers:
         _require(headers["_g_idx"], [INT32], (inputs,), "weight_g_idx")
@@ -476,7 +397,7 @@ def _make_gptq(name: str, offset: int) -> TensorLayout:
         suffixes=(".qweight", ".qzeros", ".scales", ".g_idx"),
         optional=(".g_idx",),
         ending=".weight",
-        outputs={".qweight": (-1, 1), ".qzeros": (-1, _PER_WORD), ".scales": (-1, 1)},
+        outputs={".qweight": (-1, 1), ".qzeros": (-1, PER_WORD), ".scales": (-1, 1)},
         measure=_measure_gptq,
         read=lambda tensors: _read_gptq(tensors, offset),
         write=lambda matrix, dtype: _write_gptq(matrix, dtype, offset),
@@ -489,7 +410,7 @@ AWQ = TensorLayout(
     suffixes=(".qweight", ".qzeros", ".scales"),
     optional=(),
     ending=".weight",
-    outputs={".qweight": (-1, _PER_WORD), ".qzeros": (-1, _PER_WORD), ".scales": (-1, 1)},
+    outputs={".qweight": (-1, PER_WORD), ".qzeros": (-1, PER_WORD), ".scales": (-1, 1)},
     measure=_measure_awq,
     read=_read_awq,
     write=_write_awq,
@@ -499,7 +420,7 @@ PACKED = TensorLayout(
     suffixes=("_packed", "_scale", "_shape", "_zero_point", "_g_idx"),
     optional=("_zero_point", "_g_idx"),
     ending="",
-    outputs={"_packed": (-2, 1), "_scale": (-2, 1), "_zero_point": (-2, _PER_WORD)},
+    outputs={"_packed": (-2, 1), "_scale": (-2, 1), "_zero_point": (-2, PER_WORD)},
     measure=_measure_packed,
     read=_read_packed,
     write=_write_packed,
@@ -543,120 +464,3 @@ def find_layout(name: str, headers: Headers, is_v2: bool) -> tuple[str, TensorLa
         kinds = {f"{name}_scale_inv": SQUARES, f"{name}_scale": PLAIN_FLOAT8}
         return next(((name, layout) for scale, layout in kinds.items() if scale in headers), None)
     return (name, PLAIN_INT8) if headers[name].dtype == INT8 and f"{name}_scale" in headers else None
-
-
-def split_heads(array: np.ndarray, stack: Sequence[int]) -> np.ndarray:
-    """Moves the leading outputs of the last axis to the front: `(inputs, heads * n)` becomes `(heads, inputs, n)`."""
-    parts = array.reshape(*array.shape[:-1], *stack, -1)
-    return np.moveaxis(parts, range(array.ndim - 1, array.ndim - 1 + len(stack)), range(len(stack)))
-
-
-def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
-    """Returns the shape `(*stack, inputs, outputs)` of a weight, without its first `depth` axes."""
-    stack = stack_shape(weight.shape, weight.layout)
-    outputs = math.prod(weight.shape) // math.prod((*stack, weight.layout.length))
-    return (*stack, weight.layout.length, outputs)[depth:]
-
-
-_CHUNK = 1 << 22  # values that are repacked at a time
-
-
-def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: QuantizedArray, depth: int) -> Tensors:
-    """Returns the arrays of a weight like `like`, by name, without the first `depth` axes of its stack.
-
-    Some outputs are repacked at a time, so that little memory is needed beside the result.
-    """
-    *_, inputs, outputs = facts.shape
-    if isinstance(like.format, E4M3):  # only the order of axes changes
-        matrix = layout.read(tensors)
-        return {name: _shape_float8(getattr(matrix, name), getattr(like, name), depth) for name in ("values", "scale")}
-    step = max(_CHUNK // math.prod(facts.shape[:-1]) // _PER_WORD, 1) * _PER_WORD if layout.outputs else outputs
-    made: dict[str, np.ndarray] = {}
-    order = None
-    for start in range(0, outputs, step):
-        matrix = layout.read(_slice_outputs(layout, tensors, start, start + step, inputs))
-        order = matrix.order
-        for name, array in _arrange_outputs(matrix, like).items():
-            whole = made.setdefault(name, np.empty((*array.shape[:-1], outputs), array.dtype))
-            whole[..., start : start + step] = array
-    return _shape_arrays(made, order, like, depth)
-
-
-def _shape_float8(array: np.ndarray, like: Any, depth: int) -> np.ndarray:
-    return array.reshape(like.shape[depth:])
-
-
-def _slice_outputs(layout: TensorLayout, tensors: Tensors, start: int, end: int, inputs: int) -> Tensors:
-    sliced = dict(tensors)
-    for suffix, (axis, per_word) in layout.outputs.items():
-        if suffix in tensors:
-            part = slice(start // per_word, -(-end // per_word))
-            sliced[suffix] = tensors[suffix][(..., part, *[slice(None)] * (-1 - axis))]
-    if "_shape" in tensors:  # the number of outputs tells where packed zero points end
-        sliced["_shape"] = np.array([*tensors["_shape"][:-2], *sliced["_packed"].shape[-2:-1], inputs])
-    return sliced
-
-
-def _arrange_outputs(matrix: Matrix, like: QuantizedArray) -> dict[str, np.ndarray]:
-    """Returns the arrays of some outputs, `(*stack, blocks, bytes of a block or 1, outputs)`."""
-    values = matrix.values
-    blocks = values.reshape(*values.shape[:-2], matrix.scale.shape[-2], -1, values.shape[-1])
-    if not isinstance(like.format, Int8):
-        blocks = _pack_blocks(blocks, in_pairs=isinstance(like.format, MXFP4))
-    made = {"values": blocks, "scale": matrix.scale[..., None, :]}
-    return made if matrix.zero_point is None else made | {"zero_point": matrix.zero_point[..., None, :]}
-
-
-def _shape_arrays(made: Tensors, order: np.ndarray | None, like: QuantizedArray, depth: int) -> dict[str, np.ndarray]:
-    stack = find_dimensions(like, depth)[:-2]
-    if stack and made["scale"].ndim == 3:  # of a matrix
-        made = {name: split_heads(array, stack) for name, array in made.items()}
-        order = None if order is None else np.broadcast_to(order, (*stack, *order.shape))
-    if not like.layout.channels:  # the rows of a table come first
-        made = {name: np.moveaxis(array, -1, -3) for name, array in made.items()}
-    shaped = {name: array.reshape(getattr(like, name).shape[depth:]) for name, array in made.items()}
-    return shaped if order is None else shaped | {"input_order": order}
-
-
-def take_apart(weight: QuantizedArray) -> Matrix:
-    """Inverse of `arrange`, for a weight of NumPy arrays."""
-    *stack, inputs, outputs = find_dimensions(weight)
-    if isinstance(weight.format, E4M3):
-        values, scale = (np.asarray(array) for array in (weight.values, weight.scale))
-        per_output = (*stack, 1, outputs)
-        shape = per_output if weight.format.block_size == -1 else scale.shape
-        return Matrix(values.reshape(*stack, inputs, outputs), scale.reshape(shape))
-    is_table = not weight.layout.channels
-
-    def split(array: Any, groups: int) -> np.ndarray:
-        array = np.asarray(array)
-        if is_table:
-            return np.moveaxis(array.reshape(*stack, outputs, groups, -1), -3, -1)
-        return array.reshape(*stack, groups, -1, outputs)
-
-    groups = np.asarray(weight.scale).size // math.prod((*stack, outputs))
-    blocks = split(weight.values, groups)
-    if not isinstance(weight.format, Int8):
-        blocks = _unpack_blocks(blocks, isinstance(weight.format, MXFP4))[..., : inputs // groups, :]
-    scale, zero_point = (
-        None if array is None else split(array, groups)[..., 0, :] for array in (weight.scale, weight.zero_point)
-    )
-    assert scale is not None
-    order = None if weight.input_order is None else np.asarray(weight.input_order)
-    return Matrix(blocks.reshape(*stack, inputs, outputs), scale, zero_point, order, weight.dtype)
-
-
-def _pack_blocks(blocks: np.ndarray, in_pairs: bool) -> np.ndarray:
-    """Packs axis -2 of 4-bit values as `QuantizedArray.values` does: neighbors in a byte, or both halves of a block."""
-    if blocks.shape[-2] % 2:
-        blocks = np.concatenate([blocks, np.zeros_like(blocks[..., :1, :])], -2)
-    half = blocks.shape[-2] // 2
-    low, high = (blocks[..., ::2, :], blocks[..., 1::2, :]) if in_pairs else np.split(blocks, [half], -2)
-    return low | high << 4
-
-
-def _unpack_blocks(packed: np.ndarray, in_pairs: bool) -> np.ndarray:
-    low, high = packed & 15, packed >> 4
-    if not in_pairs:
-        return np.concatenate([low, high], -2)
-    return np.stack([low, high], -2).reshape(*packed.shape[:-2], -1, packed.shape[-1])

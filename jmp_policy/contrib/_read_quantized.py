@@ -19,17 +19,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from .._base import PyTree, describe, drop_value_key, hide_frames, is_array, is_floating_dtype
 from ..policy import E4M3, StoredFormat
 from ..quant import ARRAYS, Layout, QuantizedArray, is_quantized, quantize_array
+from ._checkpoint_arrays import Facts, TensorLayout, Unreadable, find_dimensions, read_arrays, split_heads
 from ._checkpoint_files import Source
-from ._checkpoint_layouts import (
-    FLOATS,
-    Facts,
-    TensorLayout,
-    Unreadable,
-    find_dimensions,
-    find_layout,
-    read_arrays,
-    split_heads,
-)
+from ._checkpoint_layouts import FLOATS, find_layout
 
 Names = Callable[[str], str | None] | Mapping[str, str | None] | None
 Index = tuple[int, ...]

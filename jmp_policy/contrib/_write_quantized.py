@@ -13,6 +13,7 @@ import numpy as np
 from .._base import PyTree, did_you_mean, hide_frames
 from ..policy import E4M3, MXFP4, NF4, Int4, Int8
 from ..quant import QuantizedArray, is_quantized, stack_shape
+from ._checkpoint_arrays import TensorLayout, Unreadable, find_dimensions, take_apart
 from ._checkpoint_files import StoredWeights, describe_weights, save_folder
 from ._checkpoint_layouts import (
     AWQ,
@@ -24,11 +25,7 @@ from ._checkpoint_layouts import (
     PLAIN_FLOAT8,
     PLAIN_INT8,
     SQUARES,
-    TensorLayout,
-    Unreadable,
-    find_dimensions,
     is_symmetric,
-    take_apart,
 )
 from ._read_quantized import NO_NAME, Names, join_path, raise_problems, read_names, spell_kind
 

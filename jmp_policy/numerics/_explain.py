@@ -278,6 +278,9 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     precision, and constants and parameters that promote to float32: a policy reaches layers, but not functions such as
     `nn.avg_pool`. A model without a policy is explained as well.
 
+    Under a quantized policy, each parameter of two or more axes in a module of your own has a row, with the format in
+    which the code multiplies by it, or the reason why it stays (`row.is_weight`).
+
     Of a function of `autocast`, the rows are the arrays that its argument `weights` names, by their paths.
     `row.quantization` is the format of such an array, or why it is left.
 

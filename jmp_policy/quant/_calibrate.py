@@ -242,8 +242,8 @@ def quantize(
         `nn.scan` and `nn.vmap`. Each covers submodules too, and stands for one leading axis. Modules with a bias need
         no pattern.
       explanation: of the model with the policy and some inputs, from `explain`: then the weights that the model
-        multiplies by in its own code are stored too, but for those whose row has no `layout`: tables whose rows are
-        read, and weights that are sliced or joined with others first.
+        multiplies by in its own code are stored too. A weight whose row has no `layout` stays floating, such as one
+        that is sliced, or joined with others, before it multiplies.
 
     Returns:
       Variables whose `kernel` and `embedding` leaves of two or more axes are `QuantizedArray`s, for
@@ -251,11 +251,11 @@ def quantize(
       their format stay unchanged.
 
     Raises:
-      ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already; blocks do
-        not divide it, or cannot be split along explicit axes of a mesh; a rule for variables has a type as its key; a
-        layer with `act_scale="static"` is missing in `input_clips`; or `clip`, `input_clips` or `stacked` is not valid,
-        or matches nothing.
-      TypeError: `target` is neither.
+      ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already; its
+        blocks cannot be split along explicit axes of a mesh; a rule for variables has a type as its key; a layer with
+        `act_scale="static"` is missing in `input_clips`; `explanation` is of another model or policy; or `clip`,
+        `input_clips` or `stacked` is not valid, or matches nothing.
+      TypeError: `target` is neither, or `explanation` is not the result of `explain`.
 
     Warns:
       UserWarning: no module (for variables: none with parameters) gets its policy from a rule of the map; or the blocks

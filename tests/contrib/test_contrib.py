@@ -15,7 +15,8 @@ TOOLS = [
     {"_diverge"},
     {"_gptq_awq.py", "_layer_by_layer.py", "_suspended_run.py"},
     {"_bit_tuning.py", "_tune_bits.py"},
-    {"_checkpoint_files.py", "_checkpoint_layouts.py", "_read_quantized.py", "_write_quantized.py"},
+    {f"_checkpoint_{part}.py" for part in ("arrays", "files", "layouts")}
+    | {"_read_quantized.py", "_write_quantized.py"},
 ]
 """The folder or the files of each tool."""
 

@@ -120,6 +120,16 @@ def test_each_format_multiplies_as_in_a_layer_of_flax(format, call):
     jax.tree.map(np.testing.assert_array_equal, call(lambda x, w: x @ w, w, policy, X), wanted)
 
 
+@pytest.mark.parametrize("format", ["int8(activations=false,min_size=0)", "int8(min_size=0)"])
+def test_sums_in_an_accumulate_dtype_are_those_of_a_layer_of_flax(format):
+    w, policy = draw((64, 32)), f"{format}_from_params=float32,compute=bfloat16,accumulate=float32,output=bfloat16"
+    wanted, found = call_layer(LINEAR(), w, policy, X), call_own(jnp.matmul, w, policy, X)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    own = jax.make_jaxpr(lambda w: jmp.with_policy(Own(w, jnp.matmul), policy)(X))(w).jaxpr
+    products = [step for step in walk(own, live_only=True) if step.name == "dot_general"]
+    assert {step.results[0].aval.dtype.name for step in products} <= {"float32", "int32"}
+
+
 def test_a_convolution_of_its_own_is_that_of_a_layer_of_flax():
     w, images = draw((3, 3, 8, 16)), X.reshape(2, 8, 8, 8)
     convolve = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
