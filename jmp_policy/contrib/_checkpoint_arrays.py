@@ -1,14 +1,16 @@
 """Quantized weights of a checkpoint as matrices, and the way from and to the arrays of a `QuantizedArray`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from ..policy import E4M3, MXFP4, NF4, Int4, Int8, StoredFormat
-from ..quant import QuantizedArray, stack_shape
+from ..policy import E4M3, MXFP4, NF4, NVFP4, Int4, Int8, StoredFormat
+from ..quant import ARRAYS, Layout, QuantizedArray, quantize_array, stack_shape
 
 PER_WORD = 8  # 4-bit values in an int32
 
@@ -101,7 +103,8 @@ def find_dimensions(weight: QuantizedArray, depth: int = 0) -> tuple[int, ...]:
     return (*stack, weight.layout.length, outputs)[depth:]
 
 
-_CHUNK = 1 << 22  # values that are repacked at a time
+_CHUNK = 1 << 22  # values that are repacked or rounded at a time
+_SQUARE = 128  # outputs that share a scale in the squares of `E4M3`
 
 
 def read_arrays(layout: TensorLayout, tensors: Tensors, facts: Facts, like: QuantizedArray, depth: int) -> Tensors:
@@ -159,6 +162,34 @@ def _shape_arrays(made: Tensors, order: np.ndarray | None, like: QuantizedArray,
         made = {name: np.moveaxis(array, -1, -3) for name, array in made.items()}
     shaped = {name: array.reshape(getattr(like, name).shape[depth:]) for name, array in made.items()}
     return shaped if order is None else shaped | {"input_order": order}
+
+
+def quantize_tensor(array: np.ndarray, like: QuantizedArray, depth: int) -> Tensors:
+    """Returns the arrays of a floating tensor in the format of `like`, by name, without the first `depth` axes.
+
+    Some outputs are rounded at a time, so that little memory is needed beside the result.
+    """
+    is_table = not like.layout.channels
+    array = array.reshape((-1, like.layout.length) if is_table else find_dimensions(like, depth))
+    axis = 0 if is_table else -1
+    outputs = array.shape[axis]
+    step = max(_CHUNK * outputs // array.size // _SQUARE, 1) * _SQUARE
+    step = outputs if isinstance(like.format, NVFP4) else step  # all values share a scale
+    parts = []
+    for start in range(0, outputs, step):
+        part = array[start : start + step] if is_table else array[..., start : start + step]
+        made = _quantize(part, format=like.format, is_table=is_table, dtype=like.dtype)
+        parts.append({name: np.asarray(one) for name in ARRAYS if (one := getattr(made, name)) is not None})
+    whole = {
+        name: np.concatenate([one[name] for one in parts], axis) if parts[1:] else one for name, one in parts[0].items()
+    }
+    return {name: one.reshape(getattr(like, name).shape[depth:]) for name, one in whole.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("format", "is_table", "dtype"))  # at once, without a copy in float32
+def _quantize(array: jax.Array, *, format: StoredFormat, is_table: bool, dtype: np.dtype) -> QuantizedArray:
+    layout = Layout(array.shape[-1:], 0) if is_table else Layout(array.shape[-2:-1], 1)
+    return quantize_array(array.astype(dtype), format, layout)
 
 
 def take_apart(weight: QuantizedArray) -> Matrix:

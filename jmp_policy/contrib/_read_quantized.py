@@ -12,14 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base import PyTree, describe, drop_value_key, hide_frames, is_array, is_floating_dtype
-from ..policy import E4M3, StoredFormat
-from ..quant import ARRAYS, Layout, QuantizedArray, is_quantized, quantize_array
-from ._checkpoint_arrays import Facts, TensorLayout, Unreadable, find_dimensions, read_arrays, split_heads
+from ..policy import E4M3
+from ..quant import ARRAYS, QuantizedArray, is_quantized
+from ._checkpoint_arrays import (
+    Facts,
+    TensorLayout,
+    Unreadable,
+    find_dimensions,
+    quantize_tensor,
+    read_arrays,
+    split_heads,
+)
 from ._checkpoint_files import Source
 from ._checkpoint_layouts import FLOATS, find_layout
 
@@ -190,28 +197,27 @@ class Reader:
         """Reads the tensors of a leaf, and puts it on the devices."""
         leaf, parts = self.leaves[path], self._parts[path]
         depth = len(next(iter(parts)))
-        made = [self._read_part(parts[index], path, leaf, depth) for index in np.ndindex(*leaf.shape[:depth])]
-        if not isinstance(made[0], dict):
-            array = made[0] if depth == 0 else np.stack(made).reshape(*leaf.shape[:depth], *made[0].shape)
-            if not isinstance(leaf, QuantizedArray):
-                return _place(array, leaf)
-            static = {"format": leaf.format, "layout": leaf.layout, "dtype": leaf.dtype}
-            new: Any = _quantize(jnp.asarray(array), **static)
-            return jax.tree.map(_place, new, leaf)
-        return _make_weight(made, leaf, depth)
+        stack = leaf.shape[:depth]
+        made = [self._read_part(parts[index], path, leaf, depth) for index in np.ndindex(*stack)]
+        if not isinstance(leaf, QuantizedArray):
+            return _place(_join_stack(made, stack), leaf)
+        arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
+        for name in dict.fromkeys(itertools.chain(*made)):
+            array = _join_stack([one.get(name, _plain_order(leaf)) for one in made], stack)
+            like = getattr(leaf, name)
+            arrays[name] = _place(array, _describe_order(leaf.values, array) if like is None else like)
+        return dataclasses.replace(leaf, **arrays)
 
     def _read_part(self, part: Part, path: str, leaf: Any, depth: int) -> Any:
+        """Returns an element of a leaf; of a quantized one, its arrays by name."""
         tensors = {suffix: self._source.read(name) for suffix, name in part.tensors.items()}
         if part.layout is None:
             array = _orient(tensors[""], path, leaf, depth)
-            return array if isinstance(leaf, QuantizedArray) else array.astype(leaf.dtype)
+            if isinstance(leaf, QuantizedArray):
+                return quantize_tensor(array, leaf, depth)
+            return array.astype(leaf.dtype, copy=False)
         assert part.facts is not None
         return read_arrays(part.layout, tensors, part.facts, leaf, depth)
-
-
-@functools.partial(jax.jit, static_argnames=("format", "layout", "dtype"))  # at once, without a copy in float32
-def _quantize(array: jax.Array, *, format: StoredFormat, layout: Layout, dtype: np.dtype) -> QuantizedArray:
-    return quantize_array(array.astype(dtype), format, layout)
 
 
 def join_path(path: tuple[Any, ...]) -> str:
@@ -356,16 +362,9 @@ def _orient(array: np.ndarray, path: str, leaf: Any, depth: int) -> np.ndarray:
     return array.reshape(leaf.shape[depth:])
 
 
-def _make_weight(made: list[dict[str, np.ndarray]], leaf: QuantizedArray, depth: int) -> QuantizedArray:
-    """Joins the arrays of the elements of a stack, and puts them on the devices."""
-    stack = leaf.shape[:depth]
-    arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
-    for name in dict.fromkeys(itertools.chain(*made)):
-        each = [one.get(name, _plain_order(leaf)) for one in made]
-        array = each[0] if depth == 0 else np.stack(each).reshape(*stack, *each[0].shape)
-        like = getattr(leaf, name)
-        arrays[name] = _place(array, _describe_order(leaf.values, array) if like is None else like)
-    return dataclasses.replace(leaf, **arrays)
+def _join_stack(made: list[np.ndarray], stack: tuple[int, ...]) -> np.ndarray:
+    """Joins the elements of a stack, or returns the only one of no stack."""
+    return np.stack(made).reshape(*stack, *made[0].shape) if stack else made[0]
 
 
 def _plain_order(leaf: QuantizedArray) -> np.ndarray:

@@ -15,7 +15,7 @@ from meshes import find_devices
 from safetensors.numpy import save_file
 
 import jmp_policy as jmp
-from jmp_policy.contrib import policy_of_checkpoint, read_quantized, write_quantized
+from jmp_policy.contrib import _checkpoint_arrays, policy_of_checkpoint, read_quantized, write_quantized
 from jmp_policy.quant import Layout, QuantizedArray, quantize_array
 
 INPUTS, OUTPUTS, GROUP = 32, 24, 8
@@ -371,34 +371,35 @@ def test_a_kernel_with_heads_is_the_matrix_in_another_shape(shape, layout, forma
     np.testing.assert_array_equal(kernel.dequantize(), read_plainly("query", tensors).reshape(shape))
 
 
-@pytest.mark.parametrize("make", [make_gptq, make_packed, make_int8, lambda stem: make_gptq(stem, desc_act=True)])
-def test_a_weight_whose_heads_come_first_is_the_matrix_of_all_of_them(make):
-    """Einsums of Gemma have (heads, inputs, size)."""
-    heads, tensors = 3, make("q")
-    format = "int8" if make is make_int8 else f"int4/{GROUP}"
-    weight = jax.ShapeDtypeStruct((heads, INPUTS, OUTPUTS // heads), jnp.float32)
-    like = {"q": quantize_array(weight, f"{format}(min_size=0)", Layout((INPUTS,), 1))}
-    plain = {make_packed: plain_packed, make_int8: plain_int8}.get(make, plain_gptq)("q", tensors)
-    wanted = plain.reshape(INPUTS, heads, -1).swapaxes(0, 1)
-    read = read_quantized(tensors, like, names=lambda name: "q")
-    np.testing.assert_array_equal(read["q"].dequantize(), wanted)
-    # A floating matrix of PyTorch is rounded to the same weight.
-    again = read_quantized({"q.weight": plain.T}, like, names=lambda name: "q")
-    rounded = quantize_array(wanted, like["q"].format, like["q"].layout)
-    jax.tree.map(np.testing.assert_array_equal, again["q"], rounded)
+KERNELS = ["int8", "int4/16", "nf4/16", "e4m3/128", "e4m3/-1", "mxfp4"]
+OTHERS = {"table": ["int8", "e4m3/128"], "heads": ["int4/16", "e4m3/128"], "stack": ["e4m3/128", "nvfp4"]}
 
 
-def test_a_table_keeps_its_rows():
-    tensors = make_int8("embed")
-    like = {"embed": {"embedding": jax.ShapeDtypeStruct((OUTPUTS, INPUTS), jnp.float32)}}
-    table = read_quantized(tensors, jmp.quant.quantize(like, policy_in(f"int4/{GROUP}")))["embed"]["embedding"]
-    np.testing.assert_array_equal(table.dequantize(), plain_int8("embed", tensors).T)
-    packed = make_packed("embed")
-    narrow = jmp.quant.quantize(like, f"int4/{GROUP}(min_size=0,table_bits=4)_from_float32")
-    table = read_quantized(packed, narrow)["embed"]["embedding"]
-    np.testing.assert_array_equal(table.dequantize(), plain_packed("embed", packed).T)
-    with pytest.raises(ValueError, match=r"it has an order of its inputs, and 'embed/embedding' of `like` is a table"):
-        read_quantized(make_packed("embed", g_idx=SHUFFLED), narrow)
+@pytest.mark.parametrize(
+    ("form", "format"), [(form, one) for form, all in ({"kernel": KERNELS} | OTHERS).items() for one in all]
+)
+def test_floats_that_are_rounded_in_parts_are_the_same_as_rounded_at_once(form, format, monkeypatch):
+    shape, layout = {
+        "table": ((300, 48), Layout((48,), 0)),
+        "kernel": ((48, 300), Layout((48,), 1)),
+        "heads": ((48, 3, 100), Layout((48,), 2)),
+        "stack": ((2, 48, 150), Layout((48,), 1)),
+    }[form]
+    weight = draw().normal(size=shape).astype(ml_dtypes.bfloat16)
+    like = {"w": quantize_array(jax.ShapeDtypeStruct(shape, jnp.float32), f"{format}(min_size=0)", layout)}
+    if form == "stack":
+        tensors = {f"w.{n}.weight": weight[n].T for n in range(2)}
+    else:
+        tensors = {"w.0.weight": weight if form == "table" else weight.reshape(48, 300).T}
+    parts = []
+    rounded = _checkpoint_arrays._quantize
+    monkeypatch.setattr(_checkpoint_arrays, "_CHUNK", 128 * 48)
+    monkeypatch.setattr(_checkpoint_arrays, "_quantize", lambda part, **how: parts.append(part) or rounded(part, **how))
+    names = (lambda name: f"w[{name[2]}]") if form == "stack" else (lambda name: "w")
+    read = read_quantized(tensors, like, names=names)["w"]
+    expected = quantize_array(weight.astype(np.float32), like["w"].format, layout)
+    jax.tree.map(np.testing.assert_array_equal, read, expected)
+    assert format == "nvfp4" or max(part.size for part in parts) == 128 * 48
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
