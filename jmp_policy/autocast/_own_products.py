@@ -38,6 +38,7 @@ from .._jaxpr import (
     shape_of,
     trace,
 )
+from ..modules import find_bridge
 from ..policy import BlockFormat, Float8, Quantization, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
@@ -80,6 +81,7 @@ class WeightFormat(NamedTuple):
     is_of_layer: bool = False  # True if a layer of Flax owns it, and the code around multiplies by it
     layout: Layout | None = None  # in which it is stored, and so rounded, whatever reads it
     shape: tuple[int, ...] | None = None  # in which code reads it, perhaps without the axes of a stack
+    is_part: bool = False  # True if its parameter is a tree of arrays, which cannot be stored
 
 
 class OwnWeight(NamedTuple):
@@ -328,13 +330,13 @@ _AROUND, _OUTERMOST = "around", "outermost"
 _MOVING = ("convert_element_type", "transpose", *ANNOTATED)
 """Primitives through which a stored weight is followed."""
 
-_FOUND: contextvars.ContextVar[list[OwnWeight] | None] = contextvars.ContextVar("_FOUND", default=None)
+_FOUND: contextvars.ContextVar[dict[str, OwnWeight] | None] = contextvars.ContextVar("_FOUND", default=None)
 
 
 @contextlib.contextmanager
-def list_own_weights() -> Iterator[list[OwnWeight]]:
-    """Lists the weights of the models that are traced inside."""
-    found: list[OwnWeight] = []
+def find_own_weights() -> Iterator[dict[str, OwnWeight]]:
+    """Finds the weights of the models that are traced inside, by path."""
+    found: dict[str, OwnWeight] = {}
     token = _FOUND.set(found)
     try:
         yield found
@@ -370,10 +372,14 @@ def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_
     leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
     found = _FOUND.get()
     if found is not None:
-        found += _list_floating(traced, weights.floating, uses, rule, rounded)
-        found += [
+        own = _list_floating(traced, weights.floating, uses, rule, rounded)
+        own += [
             _describe_stored(traced.leaves[i], *stored, rule.uses.get(i, ())) for i, stored in weights.stored.items()
         ]
+        bridge = find_bridge()
+        if bridge is not None:  # stored weights do not cross it
+            own = [one._replace(path=f"{bridge}/{one.path}".lstrip("/"), layout=None) for one in own]
+        found.update((one.path, one) for one in own)
     # Equation by equation, as the model would run without this.
     run = functools.partial(_observe, rule) if is_observing() else evaluate
     return results.put_back(jax.tree.unflatten(traced.out_tree, run(program, *leaves)))
@@ -468,7 +474,8 @@ def _list_floating(
         layouts = {None} if any(isinstance(use.product, str) for use in own) else rule.layouts.get(i, {None})
         layout = next(iter(layouts)) if len(layouts) == 1 else None
         end = leaf_shape[len(leaf_shape) - len(format.shape) :] if format.shape is not None else None
-        layout = layout if end == format.shape else None  # a stack along another axis cannot be sliced when stored
+        # A stack along another axis cannot be sliced when stored.
+        layout = layout if end == format.shape and not format.is_part else None
         if not format.is_of_layer:
             text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)
             leaf = traced.leaves[i]

@@ -22,6 +22,7 @@ from flax.linen.module import InterceptorContext
 
 from .._base import Args, Kwargs, cast_floating
 from ..modules import (
+    across_bridge,
     cast_arguments,
     cast_result,
     find_adapter,
@@ -98,7 +99,8 @@ def _call_inside(
     scope: Any = module.scope
     paths = add_paths_to_jit_keys(scope) if active.has_paths else _UNCHANGED
     fields = fill_fields(module, policy, until_it_returns=is_method)
-    with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
+    bridge = across_bridge(path_text(module)) if is_bridge(module) else _UNCHANGED
+    with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields, bridge:
         if isinstance(module, nn.MultiHeadDotProductAttention) and policy.cache is None:
             check_cache(module, None)
         run = _compute_as(policy, context, next_fun)

@@ -239,8 +239,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
     ):
         try:
             call = functools.partial(_call_and_restore, method, policy)
-            rewrites = is_rewritten(method, call, module, given.policy, active.attachment._known_weights, args, kwargs)
-            out = call_rewritten(call, module, args, kwargs) if rewrites else call(module, *args, **kwargs)
+            out = _call_by_weights(method, call, active, module, args, kwargs)
         except ScopeParamShapeError as error:
             note_quantized_weights(module, error)
             raise
@@ -250,6 +249,20 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
             for message in active.explain_written_dtypes():
                 warn_once(given.owner, message)
     return cast_result(policy, out)
+
+
+def _call_by_weights(
+    method: Callable[..., Any],
+    call: Callable[..., Any],
+    active: ActivePolicy,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Runs `call` of a method; quantizes the matmuls by weights in the code of modules, if a trial finds any."""
+    known = active.attachment._known_weights
+    rewrites = method.__name__ != "setup" and is_rewritten(method, call, module, active.policy, known, args, kwargs)
+    return call_rewritten(call, module, args, kwargs) if rewrites else call(module, *args, **kwargs)
 
 
 def _call_and_restore(method: Callable[..., Any], policy: Policy, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +279,7 @@ def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Arg
     dtype = policy.resolve(args, kwargs).compute_dtype
     active = intern_active_policy(given.owner, path_of(module), dtype)
     with activate_policy(active, module), nn.intercept_methods(make_interceptor(active)):
-        return method(module, *args, **kwargs)
+        return _call_by_weights(method, method, active, module, args, kwargs)
 
 
 def _read_root_policy(given: ClassPolicy, kind: type) -> Policy:

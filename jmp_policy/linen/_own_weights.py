@@ -17,6 +17,7 @@ from flax.linen import transforms
 from .._base import (
     REWRITING,
     Args,
+    KeyPath,
     Kwargs,
     PyTree,
     drop_value_key,
@@ -27,7 +28,7 @@ from ..modules import eval_shapes, hide_constants, show_constants
 from ..policy import Policy, PolicyMap, list_policies
 from ..quant import Layout, QuantizedArray, find_accumulate_dtype
 from ._layer_table import layer_of
-from ._place import path_text
+from ._place import path_of
 
 if TYPE_CHECKING:
     from ..autocast import WeightFormat, Weights
@@ -55,17 +56,19 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     found = _READ.get()
     if found is None or policy.quantization is None or _is_of_flax(module):
         return False
-    key, path = _join(module.path, name), f"{path_text(module)}/{name}".lstrip("/")
+    key, path = _join(module.path, name), _join(path_of(module), name)
     if isinstance(value, QuantizedArray):
         found.append(_Read(f"{key}/values", value.values, path, weight=value))
         return True
-    if not is_array(value) or not is_floating(value) or value.ndim < 2:
-        return False
     from ..autocast import WeightFormat
 
-    format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout, shape=value.shape)
-    found.append(_Read(key, value, path, format))
-    return True
+    format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout)
+    before = len(found)
+    for keys, leaf in jax.tree.leaves_with_path(value):
+        if is_array(leaf) and is_floating(leaf) and leaf.ndim > 1:
+            names, own = _spell(keys), format._replace(shape=leaf.shape, is_part=bool(keys))
+            found.append(_Read(_join((key,), *names), leaf, _join((path,), *names), own))
+    return len(found) > before
 
 
 def _is_of_flax(module: nn.Module) -> bool:
@@ -86,7 +89,7 @@ def is_rewritten(
     The first call with such parameters and arguments is traced to know. Not under `jax.disable_jit`, where hooks need
     the values of modules inside.
     """
-    if REWRITING.value or jax.config.jax_disable_jit or module.is_initializing():
+    if _READ.get() is not None or jax.config.jax_disable_jit or module.is_initializing():
         return False
     if all(policy.quantization is None for policy in list_policies(given)):
         return False
@@ -129,7 +132,7 @@ def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, 
 
 def is_rewritten_alone(module: nn.Module, policy: Policy, method_name: str) -> bool:
     """True if a call of a module rewrites its own matmuls alone, under `jax.disable_jit`: no modules are inside."""
-    if not jax.config.jax_disable_jit or REWRITING.value or policy.quantization is None or _is_of_flax(module):
+    if not jax.config.jax_disable_jit or _READ.get() is not None or policy.quantization is None or _is_of_flax(module):
         return False
     if method_name == "setup" or not hasattr(type(module), method_name) or module.is_initializing():
         return False
@@ -206,8 +209,11 @@ def _note_numbers(weights: Weights, reads: Sequence[_Read], scopes: Sequence[Any
 def _name_params(scope: Any) -> dict[int, str]:
     """Returns the paths of the parameters in a scope, by the ids of their arrays."""
     leaves = jax.tree.leaves_with_path(scope.variables().get("params", {}))
-    spell = lambda keys: [jax.tree_util.keystr((key,), simple=True) for key in drop_value_key(keys)]
-    return {id(leaf): _join(scope.path, *spell(keys)) for keys, leaf in leaves}
+    return {id(leaf): _join(scope.path, *_spell(drop_value_key(keys))) for keys, leaf in leaves}
+
+
+def _spell(keys: KeyPath) -> list[str]:
+    return [jax.tree_util.keystr((key,), simple=True) for key in keys]
 
 
 def _join(path: tuple[str, ...], *names: str) -> str:

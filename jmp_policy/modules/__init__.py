@@ -43,7 +43,9 @@ from ._call_casts import (
 )
 from ._observation import (
     Observation as Observation,
+    across_bridge as across_bridge,
     eval_shapes as eval_shapes,
+    find_bridge as find_bridge,
     hide_constants as hide_constants,
     read_path as read_path,
     show_constants as show_constants,

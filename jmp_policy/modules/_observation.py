@@ -1,6 +1,7 @@
 """Observes the modules of a model while it is traced."""
 
 import contextlib
+import contextvars
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,6 +49,25 @@ class Observation:
             self._running.discard(call.path)
         _add_dtypes(self.outputs, call.path, out)
         return out
+
+
+_BRIDGE: contextvars.ContextVar[str | None] = contextvars.ContextVar("_BRIDGE", default=None)
+"""The path of the module that wraps the running one of Flax's other API. Modules inside have paths from there."""
+
+
+@contextlib.contextmanager
+def across_bridge(path: str) -> Iterator[None]:
+    """Marks the call of the module that a module at a path wraps."""
+    token = _BRIDGE.set("/".join(filter(None, (_BRIDGE.get(), path))))
+    try:
+        yield
+    finally:
+        _BRIDGE.reset(token)
+
+
+def find_bridge() -> str | None:
+    """Returns the path of the innermost module that wraps a running one of Flax's other API, or `None`."""
+    return _BRIDGE.get()
 
 
 def read_path(scope: str) -> str | None:

@@ -15,6 +15,7 @@ from .._base import IN_FULL_PRECISION, INFERRED, Args, Kwargs, PyTree, remember_
 from ..modules import (
     Hook,
     ModuleCall,
+    across_bridge,
     cast_arguments,
     cast_result,
     check_no_cast,
@@ -29,7 +30,7 @@ from ..modules import (
 from ..policy import Policy
 from ..quant import warn_of_odd_rows
 from ._cache import check_layer_cache
-from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, make_linen_attributes, plan_again
+from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, has_linen_module, make_linen_attributes, plan_again
 from ._own_weights import call_rewritten, is_of_flax, is_rewritten
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
@@ -63,11 +64,24 @@ def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(no_cast))
 
 
+_INSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("_INSIDE", default=False)
+"""True inside of a call of a module with a policy."""
+
+
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Runs a method of the class without a policy, as the spec of the module says."""
-    if is_rewritten(module, spec):
-        run = lambda module, *args, **kwargs: run_method(module, spec, method, args, kwargs)
-        return call_rewritten(run, module, vars(module).get(_PATH, ""), args, kwargs)
+    token = _INSIDE.set(True)
+    try:
+        if is_rewritten(module, spec, is_outermost=token.old_value is not True):
+            run = lambda module, *args, **kwargs: run_method(module, spec, method, args, kwargs)
+            return call_rewritten(run, module, vars(module).get(_PATH, ""), args, kwargs)
+        with across_bridge(vars(module).get(_PATH, "")) if has_linen_module(spec.base) else nullcontext():
+            return _run_inside(module, spec, method, args, kwargs)
+    finally:
+        _INSIDE.reset(token)
+
+
+def _run_inside(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     is_cell = issubclass(spec.base, nnx.RNNCellBase) and getattr(method, "__name__", "") == "__call__"
     carry = (args[0] if args else kwargs.get("carry")) if is_cell else None
 

@@ -11,7 +11,7 @@ from flax import nnx
 from .._base import REWRITING, Args, Kwargs, is_array, is_floating
 from ..modules import hide_constants, show_constants
 from ..policy import Policy, list_policies
-from ..quant import QuantizedArray, find_accumulate_dtype
+from ..quant import find_accumulate_dtype, is_quantized
 from ._layer_table import find_layer
 from ._lift import lift
 from ._module_spec import ModuleSpec, find_spec, plan_again
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
     from ..autocast import WeightFormat
 
 
-def is_rewritten(module: nnx.Module, spec: ModuleSpec) -> bool:
-    """True if a call of a module begins to rewrite the matmuls inside by their weights: of the attached one.
+def is_rewritten(module: nnx.Module, spec: ModuleSpec, is_outermost: bool) -> bool:
+    """True if a call of a module begins to rewrite the matmuls inside by their weights: of the outermost one.
 
     Under `jax.disable_jit` hooks need the values of modules inside, so that each module without any begins for itself.
     """
-    if REWRITING.value:
-        return False
     if all(policy.quantization is None for policy in list_policies(spec.given)):
         return False
-    is_outermost = spec.attached
     if jax.config.jax_disable_jit:
-        is_outermost = not is_of_flax(spec.base) and len(list(nnx.iter_modules(module))) == 1
+        is_alone = not is_of_flax(spec.base) and len(list(nnx.iter_modules(module))) == 1
+        is_outermost = is_alone and not REWRITING.value
     return is_outermost and any(True for _ in list_own_weights(module))
 
 
@@ -41,7 +39,8 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
     """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model, at a path, quantized."""
     from ..autocast import Weights, quantize_products  # loads the rewriter
 
-    known = {own.path: own for own in list_own_weights(module)}
+    outer = f"{path}/".lstrip("/")
+    known = {own.key: own for own in list_own_weights(module)}
 
     def call_inside(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = show_constants((args, kwargs))
@@ -54,15 +53,11 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
         for number, (keys, _) in enumerate(leaves):
             # The first keys are indices: in `(args, kwargs)`, and of the module in `args`.
             which, argument, *names = [jax.tree_util.keystr((key,), simple=True) for key in keys]
-            outer = f"{path}/".lstrip("/")
-            for own, rest in ((names[:-1], names[-1:]), (names[:-2], names[-2:])):
-                here = "/".join(own)
-                if (which, argument) != ("0", "0") or here not in known:
-                    continue
-                if rest == ["value"]:
-                    found.floating[number] = outer + here, known[here].format
-                elif rest == ["value", "values"]:
-                    found.stored[number] = outer + here, known[here].variable.get_raw_value()
+            own = known.get("/".join(names)) if (which, argument) == ("0", "0") else None
+            if own is not None and is_quantized(own.value):
+                found.stored[number] = outer + own.path, own.value
+            elif own is not None:
+                found.floating[number] = outer + own.path, own.format
         return found
 
     run = lambda pure, state: quantize_products(pure, (state,), {}, lambda: find_weights(state))
@@ -74,7 +69,9 @@ class OwnParam(NamedTuple):
     """A weight that the code of a module multiplies by, without a layer of Flax."""
 
     path: str
+    key: str  # the place of its array in the state of the model
     variable: nnx.Variable
+    value: Any  # the array or stored weight; or one array of a Param that holds a tree of them
     policy: Policy
     format: WeightFormat
 
@@ -89,8 +86,7 @@ def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
     nodes = dict(nnx.iter_graph(model, graph=True))
     for path, node in nodes.items():
         is_param = find_kind(type(node)) is NodeKind.PARAM and not isinstance(node, nnx.LoRAParam)
-        value = node.get_raw_value() if is_param or isinstance(node, QuantizedParam) else None
-        if not isinstance(value, QuantizedArray) and not (is_array(value) and is_floating(value) and value.ndim > 1):
+        if not is_param and not isinstance(node, QuantizedParam):
             continue
         around = (nodes[path[:n]] for n in reversed(range(len(path))) if path[:n] in nodes)
         owner = next(node for node in around if find_kind(type(node)) is NodeKind.MODULE)
@@ -102,7 +98,14 @@ def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
         if is_table or not is_of_flax(spec.base):
             accumulate = find_accumulate_dtype(spec.policy)
             format = WeightFormat(spec.policy.quantization, accumulate, is_table=is_table, is_of_layer=is_table)
-            yield OwnParam("/".join(map(str, path)), node, spec.policy, format)
+            here = "/".join(map(str, path))
+            for keys, value in jax.tree.leaves_with_path(node.get_raw_value(), is_leaf=is_quantized):
+                rest = "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in keys)
+                if is_quantized(value):
+                    yield OwnParam(here + rest, f"{here}/value{rest}/values", node, value, spec.policy, format)
+                elif is_array(value) and is_floating(value) and value.ndim > 1:
+                    own = format._replace(is_part=bool(keys))
+                    yield OwnParam(here + rest, f"{here}/value{rest}", node, value, spec.policy, own)
 
 
 def is_of_flax(base: type) -> bool:

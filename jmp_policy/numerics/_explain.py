@@ -37,7 +37,7 @@ from .._jaxpr import (
     list_functions,
     walk,
 )
-from ..autocast import OwnWeight, list_own_weights
+from ..autocast import OwnWeight, find_own_weights
 from ..modules import (
     FULL_PRECISION,
     WRITTEN,
@@ -321,7 +321,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     _refuse_shape(inputs, kwargs)
     observation = Observation()
     try:
-        with list_own_weights() as weights:
+        with find_own_weights() as weights:
             examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
     except TypeError as error:
         if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
@@ -330,7 +330,7 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
                 f"'params', and the call failed: {error}. For example: explain(model, x)."
             ) from error
         raise
-    return build_explanation(examined, observation, weights)
+    return build_explanation(examined, observation, [*weights.values()])
 
 
 def _refuse_shape(inputs: Args, kwargs: Kwargs) -> None:

@@ -9,6 +9,7 @@ from jax import lax
 
 import jmp_policy as jmp
 from jmp_policy._jaxpr import walk
+from jmp_policy.quant import QuantizedArray
 
 FORMATS = [
     "int8",
@@ -605,3 +606,100 @@ def test_weights_that_are_joined_before_they_multiply_have_no_layout():
 
     rows = [row for row in jmp.explain(jmp.with_policy(Joined(), INT8), X).rows if row.is_weight]
     assert [(row.quantization, row.layout) for row in rows] == [("int8(min_size=0)", None)] * 2
+
+
+TREE = {"in": draw((64, 48)), "out": [draw((48, 32), 2)]}
+
+
+class OwnTree(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(TREE)
+
+    def __call__(self, x):
+        return x @ self.w["in"] @ self.w["out"][0]
+
+
+class OwnLinenTree(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", lambda _: TREE)
+        return x @ w["in"] @ w["out"][0]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_each_array_of_a_parameter_that_is_a_tree_is_quantized_and_none_is_stored(kind):
+    model = jmp.with_policy(OwnTree() if kind == "nnx" else OwnLinenTree(), INT8)
+    found = model(X) if kind == "nnx" else model.apply({"params": {"w": TREE}}, X)
+    apart = nnx.Sequential(Own(TREE["in"], jnp.matmul), Own(TREE["out"][0], jnp.matmul))
+    np.testing.assert_array_equal(found, jmp.with_policy(apart, INT8)(X))
+    rows = {row.path: (row.quantization, row.layout) for row in jmp.explain(model, X).rows if row.is_weight}
+    assert rows == dict.fromkeys(["w/in", "w/out/0"], ("int8(min_size=0)", None))
+
+
+class Twice(nnx.Module):
+    def __init__(self):
+        self.first, self.second = Own(draw((64, 64)), jnp.matmul), Own(draw((64, 64), 2), jnp.matmul)
+
+    def __call__(self, x):
+        return self.second(self.encode(x))
+
+    def encode(self, x):
+        return self.first(x)
+
+
+def test_a_module_inside_that_is_called_alone_is_quantized_as_in_its_model():
+    model, x = jmp.with_policy(Twice(), INT8), X.astype(jnp.bfloat16)
+    wanted = model.encode(x)
+    for call in (model.first, jax.jit(model.first)):
+        np.testing.assert_array_equal(call(x), wanted)
+        assert count_matmuls(call, x) == ["int8"]
+    with jax.disable_jit():
+        np.testing.assert_array_equal(model.first(x), wanted)
+
+
+class AroundLinen(nnx.Module):
+    """Wraps a linen module that multiplies, as the code around does."""
+
+    def __init__(self):
+        self.inside = nnx.bridge.ToNNX(OwnLinen((64, 64), jnp.matmul), rngs=nnx.Rngs(0)).lazy_init(X)
+        self.w = nnx.Param(draw((64, 32), 2))
+
+    def __call__(self, x):
+        return self.inside(x) @ self.w[...]
+
+
+class AroundNNX(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nnx.bridge.to_linen(Own, draw((64, 64)), jnp.matmul, name="inside", skip_rng=True)(x)
+        return x @ self.param("w", lambda _: draw((64, 32), 2))
+
+
+@pytest.mark.parametrize("kind", [AroundLinen, AroundNNX])
+def test_modules_across_the_bridge_of_flax_are_quantized_and_explained(kind):
+    model = jmp.with_policy(kind(), INT8)
+    call = model if kind is AroundLinen else lambda x: model.apply(model.init(jax.random.key(0), X), x)
+    apart = nnx.Sequential(Own(draw((64, 64)), jnp.matmul), Own(draw((64, 32), 2), jnp.matmul))
+    np.testing.assert_array_equal(call(X), jmp.with_policy(apart, INT8)(X))
+    explanation = jmp.explain(model, X)
+    rows = {row.path: row.quantization for row in explanation.rows if row.is_weight}
+    assert rows == dict.fromkeys(["inside/w", "w"], "int8(min_size=0)")
+    # A weight across the bridge is not stored.
+    if kind is AroundLinen:
+        stored = jmp.quant.quantize(model, INT8, explanation=explanation)
+        values = stored.inside.w[...], stored.w.get_raw_value()
+    else:
+        stored = jmp.quant.quantize(model.init(jax.random.key(0), X), INT8, explanation=explanation)
+        values = stored["params"]["inside"]["w"], stored["params"]["w"]
+    assert [type(value) is QuantizedArray for value in values] == [False, True]
+
+
+@pytest.mark.parametrize("wrap", ["nnx", "linen"])
+def test_a_bridge_at_the_root_has_a_row_for_the_weight_inside(wrap):
+    if wrap == "nnx":
+        model = nnx.bridge.ToNNX(OwnLinen((64, 64), jnp.matmul), rngs=nnx.Rngs(0)).lazy_init(X)
+    else:
+        model = nnx.bridge.to_linen(Own, draw((64, 64)), jnp.matmul, skip_rng=True)
+    explanation = jmp.explain(jmp.with_policy(model, INT8), X)
+    rows = [(row.path, row.quantization, row.layout) for row in explanation.rows if row.is_weight]
+    assert rows == [("w", "int8(min_size=0)", None)]
