@@ -8,14 +8,15 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
-from .._base import Args, Kwargs, Results
+from .._base import Args, Results, describe, warn_once
 from .._jaxpr import (
     AUTOCAST,
     CUSTOM,
@@ -39,7 +40,7 @@ from .._jaxpr import (
     trace,
 )
 from ..modules import find_bridge
-from ..policy import BlockFormat, Float8, Quantization, needs_rng
+from ..policy import BlockFormat, CurrentScaling, Float8, Quantization, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
     FakeQuantized,
@@ -308,9 +309,11 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
         return _WHY_BACKWARD
     if all(read[:2]):
         return "both operands are weights"
-    if needs_state(format.quantization) or needs_rng(format.quantization):
-        return _WHY_NO_STATE
     quantization = format.quantization
+    if needs_rng(quantization):
+        return _WHY_NO_KEY
+    if needs_state(quantization):  # only layers of Flax have a history
+        quantization = dataclasses.replace(quantization, recipe=CurrentScaling())
     if format.is_table:  # as a table of Flax's
         if isinstance(quantization, Float8 | BlockFormat):
             return WHY_TABLES_WIDE
@@ -322,7 +325,7 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
 
 
 _WHY_BACKWARD = "its gradient is computed inside of the model"
-_WHY_NO_STATE = "the format keeps a state or a key for each layer, and its code is no layer of Flax's"
+_WHY_NO_KEY = "the format draws noise by a key of each layer, and its code is no layer of Flax's"
 
 _AROUND, _OUTERMOST = "around", "outermost"
 """The paths of the place around the outermost jaxpr, and of those in it."""
@@ -352,14 +355,15 @@ class Weights(NamedTuple):
     stored: dict[int, tuple[str, QuantizedArray]]
 
 
-def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_weights: Callable[[], Weights]) -> Any:
-    """Calls a function of arrays, with the matmuls by its weights quantized.
+def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weights: Callable[[], Weights]) -> Any:
+    """Calls a function of arrays, with the matmuls by its weights quantized under the `given` policy or map.
 
     `find_weights` is called after the function was traced.
     """
     results = Results()
     with explain_tracing("a quantized policy", ""):
-        traced = trace(results.take_arrays(fun), args, kwargs)
+        traced = trace(results.take_arrays(fun), args, {})
+    _refuse_lost_arrays(results.list_others().values())
     weights = find_weights()
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
@@ -380,9 +384,33 @@ def quantize_products(fun: Callable[..., Any], args: Args, kwargs: Kwargs, find_
         if bridge is not None:  # stored weights do not cross it
             own = [one._replace(path=f"{bridge}/{one.path}".lstrip("/"), layout=None) for one in own]
         found.update((one.path, one) for one in own)
+    elif wide := [i for i, own in uses.items() if any(use.product == _WHY_NO_KEY for use in own)]:
+        path, format = weights.floating[wide[0]]
+        more = f" and {len(wide) - 1} more" if wide[1:] else ""
+        warn_once(
+            given,
+            f"{str(format.quantization)!r} draws noise by a key of each layer of Flax, and the code of modules "
+            f"multiplies by {path!r}{more} without a layer: these matmuls stay in the compute dtype; without noise, "
+            "they would be quantized too. For example: 'nvfp4(stochastic_rounding=false)'.",
+        )
     # Equation by equation, as the model would run without this.
     run = functools.partial(_observe, rule) if is_observing() else evaluate
     return results.put_back(jax.tree.unflatten(traced.out_tree, run(program, *leaves)))
+
+
+def _refuse_lost_arrays(outputs: Iterable[Any]) -> None:
+    """Raises a `TypeError` for an output, such as a function, that holds arrays of the trace that has ended."""
+    for output in outputs:
+        cells = [cell.cell_contents for cell in getattr(output, "__closure__", None) or ()]
+        inside = [*cells, getattr(output, "__self__", None), getattr(output, "__dict__", None)]
+        try:
+            jax.lax.optimization_barrier([leaf for leaf in jax.tree.leaves(inside) if isinstance(leaf, Tracer)])
+        except jax.errors.UnexpectedTracerError:
+            raise TypeError(
+                f"A model under a quantized policy returned {describe(output)}, which holds arrays of the call. A "
+                "model that multiplies by weights in its own code is traced, as under jax.jit: it returns arrays, or "
+                "trees of them. For example: return jax.tree_util.Partial(function, hidden)."
+            ) from None
 
 
 def _observe(rule: ProductRule, program: Any, *leaves: Any) -> list[Any]:

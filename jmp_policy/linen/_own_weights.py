@@ -27,6 +27,7 @@ from .._base import (
 from ..modules import eval_shapes, hide_constants, show_constants
 from ..policy import Policy, PolicyMap, list_policies
 from ..quant import Layout, QuantizedArray, find_accumulate_dtype
+from ._active_policy import CURRENT
 from ._layer_table import layer_of
 from ._place import path_of
 
@@ -150,7 +151,8 @@ def call_rewritten(
     """
     from ..autocast import quantize_products  # loads the rewriter
 
-    run = lambda pure, given, weights: quantize_products(pure, given, {}, lambda: weights)
+    policy = CURRENT.value.policy
+    run = lambda pure, given, weights: quantize_products(pure, given, policy, lambda: weights)
     return _call_lifted(run, call, module, args, kwargs, None if is_running else module._state)
 
 

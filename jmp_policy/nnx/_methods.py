@@ -74,7 +74,7 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     try:
         if is_rewritten(module, spec, is_outermost=token.old_value is not True):
             run = lambda module, *args, **kwargs: run_method(module, spec, method, args, kwargs)
-            return call_rewritten(run, module, vars(module).get(_PATH, ""), args, kwargs)
+            return call_rewritten(run, module, spec.given, vars(module).get(_PATH, ""), args, kwargs)
         with across_bridge(vars(module).get(_PATH, "")) if has_linen_module(spec.base) else nullcontext():
             return _run_inside(module, spec, method, args, kwargs)
     finally:

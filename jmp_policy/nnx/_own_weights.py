@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._base import REWRITING, Args, Kwargs, is_array, is_floating
 from ..modules import hide_constants, show_constants
-from ..policy import Policy, list_policies
+from ..policy import Policy, PolicyMap, list_policies
 from ..quant import find_accumulate_dtype, is_quantized
 from ._layer_table import find_layer
 from ._lift import lift
@@ -35,7 +35,9 @@ def is_rewritten(module: nnx.Module, spec: ModuleSpec, is_outermost: bool) -> bo
     return is_outermost and any(True for _ in list_own_weights(module))
 
 
-def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args: Args, kwargs: Kwargs) -> Any:
+def call_rewritten(
+    call: Callable[..., Any], module: nnx.Module, given: Policy | PolicyMap, path: str, args: Args, kwargs: Kwargs
+) -> Any:
     """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model, at a path, quantized."""
     from ..autocast import Weights, quantize_products  # loads the rewriter
 
@@ -60,7 +62,7 @@ def call_rewritten(call: Callable[..., Any], module: nnx.Module, path: str, args
                 found.floating[number] = outer + own.path, own.format
         return found
 
-    run = lambda pure, state: quantize_products(pure, (state,), {}, lambda: find_weights(state))
+    run = lambda pure, state: quantize_products(pure, (state,), given, lambda: find_weights(state))
     args, kwargs = hide_constants((args, kwargs))
     return lift(run, call_inside, (module, *args), kwargs)
 

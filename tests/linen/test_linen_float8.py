@@ -19,7 +19,6 @@ CURRENT = "float8(recipe=current,min_size=0)_from_mixed_bfloat16"
 FLOAT8, CURRENT_FORMAT = (policy.partition("_from_")[0] for policy in (DELAYED, CURRENT))
 OVERWRITE = "_overwrite_with_gradient"
 LEFT_BY_CODE = "left: it multiplies by a function of its own"
-LEFT_WITHOUT_STATE = "left: the format keeps a state or a key for each layer, and its code is no layer of Flax's"
 LEFT_BY_ROWS = "left: the number of its rows is not a multiple of 16"
 KEY, SCALE = jax.random.key(0), jmp.StaticLossScale(2.0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)), jnp.float32)
@@ -89,7 +88,7 @@ MODELS = {
     "scan": (inside(Scanned({"params": 0, OVERWRITE: 0})), {"layers": FLOAT8}),
     "jit of a layer": (inside(nn.Sequential([nn.jit(nn.Dense)(16)])), {"layers_0": FLOAT8}),
     "own product": (inside(OwnProduct(16)), {"": f"{LEFT_BY_ROWS}, or its code is no layer of Flax's"}),
-    "own kernel": (inside(OwnKernel()), {"kernel": LEFT_WITHOUT_STATE}),
+    "own kernel": (inside(OwnKernel()), {"kernel": CURRENT_FORMAT}),
     "optimized cell": (
         inside(nn.RNN(nn.OptimizedLSTMCell(16))),
         {f"cell/{name}": said for name, said in GATES.items()},

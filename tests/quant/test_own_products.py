@@ -225,7 +225,11 @@ LEFT = {
     "no matmul": (INT8, lambda x, w: (x[..., None] * w).sum(1), "mul reads it in"),
     "opaque": (INT8, multiply, "custom_jvp_call reads it in"),
     "a gradient": (INT8, lambda x, w: jax.grad(lambda x: (jnp.sin(x) @ w).sum())(x), "its gradient is computed inside"),
-    "a state": ("float8", lambda x, w: x @ w, "the format keeps a state or a key for each layer"),
+    "noise": (
+        "nvfp4(stochastic_rounding=true,min_size=0)",
+        lambda x, w: x @ w,
+        "the format draws noise by a key of each",
+    ),
 }
 
 
@@ -703,3 +707,36 @@ def test_a_bridge_at_the_root_has_a_row_for_the_weight_inside(wrap):
     explanation = jmp.explain(jmp.with_policy(model, INT8), X)
     rows = [(row.path, row.quantization, row.layout) for row in explanation.rows if row.is_weight]
     assert rows == [("w", "int8(min_size=0)", None)]
+
+
+@pytest.mark.parametrize("call", [call_own, call_own_linen], ids=["nnx", "linen"])
+def test_float8_with_a_history_scales_the_matmuls_of_other_code_by_the_current_step(call):
+    w = draw((64, 32))
+    wanted = call_layer(LINEAR(), w, "float8(recipe=current,min_size=0)_from_mixed_bfloat16", X)
+    found = call(jnp.matmul, w, "float8(min_size=0)_from_mixed_bfloat16", X)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_format_with_noise_warns_of_the_matmuls_of_other_code():
+    model = jmp.with_policy(Twice(), "nvfp4(stochastic_rounding=true,min_size=0)_from_mixed_bfloat16")
+    with pytest.warns(UserWarning, match=r"by 'first/w' and 1 more without a layer: these matmuls stay"):
+        model(X)
+
+
+class Returned:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, w: lambda y: y + x @ w, lambda x, w: Returned(x @ w), lambda x, w: (x @ w).sum],
+    ids=["function", "object", "method"],
+)
+def test_an_output_that_holds_arrays_of_the_traced_call_is_an_error(function):
+    with pytest.raises(TypeError, match=r"returned .*, which holds arrays of the call"):
+        jmp.with_policy(Own(draw((64, 64)), function), INT8)(X)
+
+
+def test_a_function_among_the_outputs_that_holds_no_arrays_is_returned():
+    assert jmp.with_policy(Own(draw((64, 64)), lambda x, w: (x @ w, nnx.relu)), INT8)(X)[1] is nnx.relu
