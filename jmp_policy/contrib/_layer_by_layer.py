@@ -44,6 +44,11 @@ class InputStatistics(NamedTuple):
     hessian: jax.Array  # (groups, inputs, inputs): of the products of two inputs
     magnitude: jax.Array  # (groups, inputs): of the magnitudes of the inputs
 
+    def pad(self, missing: int) -> "InputStatistics":
+        """Adds inputs that are always zero."""
+        rest = ((0, 0), (0, missing))
+        return InputStatistics(jnp.pad(self.hessian, (*rest, (0, missing))), jnp.pad(self.magnitude, rest))
+
 
 @jax.jit
 def measure_inputs(rows: jax.Array) -> InputStatistics:
@@ -152,7 +157,9 @@ def round_matrix(
     split = lambda weight: jnp.moveaxis(weight.reshape(inputs, inner, groups, -1), 2, 0)
     block = layout.length if isinstance(format, Int8) else block_length(layout, format)
     weight = split(matrix.read())
-    made = calibration.round_groups(weight, statistics, format, block)
+    missing = -layout.length % block // inner  # inputs that are padded with zeros
+    padded = jnp.pad(weight, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    made = calibration.round_groups(padded, statistics.pad(missing), format, block)
     values = jnp.moveaxis(made.values, 0, 2).reshape(-1, block, *nearest.shape[len(layout.contracted) :])
     is_packed = isinstance(format, Int4)
     values = pack(values.astype(jnp.uint4), -1 - layout.channels) if is_packed else values.reshape(nearest.shape)
@@ -445,7 +452,7 @@ def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) ->
     )
     width = math.prod(layout.contracted[len(summed) :])
     block = block_length(layout, weight.format) if isinstance(weight.format, Int4) else layout.length
-    if not fits or layout.length % block or (block % width and width % block):
+    if not fits or (block % width and width % block):
         return None
     rows = [label for label in operation.left if label not in (*batch, *summed)]
     moved = lax.transpose(left, [operation.left.index(label) for label in (*batch, *rows, *summed)])
@@ -474,10 +481,7 @@ def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArr
 def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
     unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
     named = ", ".join(map(repr, unseen))
-    why = (
-        "they are not called, run inside of vmap or remat, are padded to whole blocks, or compute with a function that "
-        "no policy replaces"
-    )
+    why = "they are not called, run inside of vmap or remat, or compute with a function that no policy replaces"
     if not uses:
         raise ValueError(f"{name} cannot read the inputs of any weight ({named or 'there are tables alone'}): {why}.")
     if unseen:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import threading
 
 import jax
@@ -242,7 +243,24 @@ def test_an_error_of_a_batch_is_raised_and_ends_all_runs():
     assert threading.active_count() == before
 
 
-def test_a_padded_weight_is_left_at_nearest_and_the_error_says_so():
-    model = jmp.with_policy(nnx.Linear(20, 8, rngs=nnx.Rngs(0)), "int4/16(min_size=0)_from_float32")
-    with pytest.raises(ValueError, match=r"any weight \('kernel'\): they are .*, are padded to whole blocks, or comp"):
-        contrib.gptq(model, [jnp.ones((4, 20))])
+PADDED = {
+    "matrix": (lambda: nnx.Linear(20, 8, rngs=nnx.Rngs(0)), (64, 20)),
+    "convolution": (lambda: nnx.Conv(5, 8, (2, 2), rngs=nnx.Rngs(0)), (4, 6, 6, 5)),
+    "heads": (lambda: nnx.LinearGeneral((3, 4), 8, axis=(-2, -1), rngs=nnx.Rngs(0)), (64, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("method", [contrib.gptq, contrib.awq])
+@pytest.mark.parametrize("layer", PADDED)
+def test_a_weight_that_is_padded_to_whole_blocks_is_rounded_for_its_inputs(layer, method):
+    make, shape = PADDED[layer]
+    few = 1 if layer == "convolution" else 3  # directions that the inputs lie in
+    draw, inputs = np.random.default_rng(0).normal, math.prod(shape[1:]) if layer == "heads" else shape[-1]
+    x = draw(size=(math.prod(shape) // inputs, few)) @ draw(size=(few, inputs))
+    x = jnp.asarray(x.reshape(shape), jnp.float32)
+    model = jmp.with_policy(make(), "int4/8(min_size=0)_from_float32")
+    wanted = make()(x)
+    error = lambda found: float(jnp.linalg.norm(found(x) - wanted))
+    rounded = method(model, [x])
+    assert "padded" in str(jmp.explain(rounded, x))
+    assert error(rounded) < 0.95 * error(jmp.quant.quantize(model, "int4/8(min_size=0)_from_float32"))
