@@ -36,6 +36,7 @@ from ._evaluate import (
     note_casting as note_casting,
     open_partials as open_partials,
     prepare_replay as prepare_replay,
+    refuse_lost_arrays as refuse_lost_arrays,
     run as run,
     run_lifted as run_lifted,
     trace as trace,

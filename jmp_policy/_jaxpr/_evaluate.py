@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
-from .._base import NO_VALUE, Args, Kwargs, flatten_function
+from .._base import NO_VALUE, Args, Kwargs, describe, flatten_function
 from ..modules import find_lifting_adapter, is_flax_object
 from ._primitives import CUSTOM, ENTERED
 from ._program import Program, body_of, is_float, list_variables, remember_by_jaxpr, replace_variables, walk
@@ -60,6 +60,21 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
                 f"For example: {caller}(lambda model, x: model(x){example})(model, x)."
             )
         raise
+
+
+def refuse_lost_arrays(outputs: Iterable[Any]) -> None:
+    """Raises a `TypeError` for an output, such as a function, that holds arrays of the trace that has ended."""
+    for output in outputs:
+        cells = [cell.cell_contents for cell in getattr(output, "__closure__", None) or ()]
+        inside = [*cells, getattr(output, "__self__", None), getattr(output, "__dict__", None)]
+        try:
+            lax.optimization_barrier([leaf for leaf in jax.tree.leaves(inside) if isinstance(leaf, Tracer)])
+        except jax.errors.UnexpectedTracerError:
+            raise TypeError(
+                f"A model under a quantized policy returned {describe(output)}, which holds arrays of the call. A "
+                "model that multiplies by weights in its own code is traced, as under jax.jit: it returns arrays, or "
+                "trees of them. For example: return jax.tree_util.Partial(function, hidden)."
+            ) from None
 
 
 _CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
-from .._base import Args, Results, describe, warn_once
+from .._base import Args, Results, warn_once
 from .._jaxpr import (
     AUTOCAST,
     CUSTOM,
@@ -35,12 +32,13 @@ from .._jaxpr import (
     list_live,
     list_variables,
     name_stack,
+    refuse_lost_arrays,
     replace_variables,
     shape_of,
     trace,
 )
 from ..modules import find_bridge
-from ..policy import BlockFormat, CurrentScaling, Float8, Quantization, needs_rng
+from ..policy import BlockFormat, CurrentScaling, Float8, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
     FakeQuantized,
@@ -70,30 +68,19 @@ from ._weight_products import (
     find_layout,
     move_axes,
 )
-from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, Names, WeightFinder, WeightUse, follow_weights
-
-
-class WeightFormat(NamedTuple):
-    """The format of a weight under its policy."""
-
-    quantization: Quantization
-    accumulate: np.dtype | None = None
-    is_table: bool = False  # True if rows of it are looked up, too
-    is_of_layer: bool = False  # True if a layer of Flax owns it, and the code around multiplies by it
-    layout: Layout | None = None  # in which it is stored, and so rounded, whatever reads it
-    shape: tuple[int, ...] | None = None  # in which code reads it, perhaps without the axes of a stack
-    is_part: bool = False  # True if its parameter is a tree of arrays, which cannot be stored
-
-
-class OwnWeight(NamedTuple):
-    """A weight that a model multiplies by in its own code; the row of `explain`."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype  # in which it is stored
-    nbytes: int
-    quantization: str  # its format, or why it is left
-    layout: Layout | None = None  # in which `quantize` can store it
+from ._weights import (
+    A_WEIGHT,
+    FOUND,
+    NO_WEIGHT,
+    WEIGHT_PRODUCTS,
+    Names,
+    OwnWeight,
+    WeightFinder,
+    WeightFormat,
+    Weights,
+    WeightUse,
+    follow_weights,
+)
 
 
 class _State(NamedTuple):
@@ -333,27 +320,6 @@ _AROUND, _OUTERMOST = "around", "outermost"
 _MOVING = ("convert_element_type", "transpose", *ANNOTATED)
 """Primitives through which a stored weight is followed."""
 
-_FOUND: contextvars.ContextVar[dict[str, OwnWeight] | None] = contextvars.ContextVar("_FOUND", default=None)
-
-
-@contextlib.contextmanager
-def find_own_weights() -> Iterator[dict[str, OwnWeight]]:
-    """Finds the weights of the models that are traced inside, by path."""
-    found: dict[str, OwnWeight] = {}
-    token = _FOUND.set(found)
-    try:
-        yield found
-    finally:
-        _FOUND.reset(token)
-
-
-class Weights(NamedTuple):
-    """The weights among the array leaves of the arguments of a traced function."""
-
-    floating: dict[int, tuple[str, WeightFormat]]  # the paths and formats of floating weights, by number
-    # The paths of stored weights, by the number of their values, and each weight or one of its stack.
-    stored: dict[int, tuple[str, QuantizedArray]]
-
 
 def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weights: Callable[[], Weights]) -> Any:
     """Calls a function of arrays, with the matmuls by its weights quantized under the `given` policy or map.
@@ -363,7 +329,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     results = Results()
     with explain_tracing("a quantized policy", ""):
         traced = trace(results.take_arrays(fun), args, {})
-    _refuse_lost_arrays(results.list_others().values())
+    refuse_lost_arrays(results.list_others().values())
     weights = find_weights()
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
@@ -374,7 +340,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     if marked & rounded.keys():
         program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights.stored)
     leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
-    found = _FOUND.get()
+    found = FOUND.get()
     if found is not None:
         own = _list_floating(traced, weights.floating, uses, rule, rounded)
         own += [
@@ -396,21 +362,6 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     # Equation by equation, as the model would run without this.
     run = functools.partial(_observe, rule) if is_observing() else evaluate
     return results.put_back(jax.tree.unflatten(traced.out_tree, run(program, *leaves)))
-
-
-def _refuse_lost_arrays(outputs: Iterable[Any]) -> None:
-    """Raises a `TypeError` for an output, such as a function, that holds arrays of the trace that has ended."""
-    for output in outputs:
-        cells = [cell.cell_contents for cell in getattr(output, "__closure__", None) or ()]
-        inside = [*cells, getattr(output, "__self__", None), getattr(output, "__dict__", None)]
-        try:
-            jax.lax.optimization_barrier([leaf for leaf in jax.tree.leaves(inside) if isinstance(leaf, Tracer)])
-        except jax.errors.UnexpectedTracerError:
-            raise TypeError(
-                f"A model under a quantized policy returned {describe(output)}, which holds arrays of the call. A "
-                "model that multiplies by weights in its own code is traced, as under jax.jit: it returns arrays, or "
-                "trees of them. For example: return jax.tree_util.Partial(function, hidden)."
-            ) from None
 
 
 def _observe(rule: ProductRule, program: Any, *leaves: Any) -> list[Any]:

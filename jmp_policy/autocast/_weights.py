@@ -1,14 +1,17 @@
 """Follows weights through a jaxpr, to the matmuls and convolutions that read them."""
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
-from ..policy import Int8
-from ..quant import WHY_TABLES_WIDE
+from ..policy import Int8, Quantization
+from ..quant import WHY_TABLES_WIDE, Layout, QuantizedArray
 from ._place import EquationPlace
 from ._precision import PRODUCTS
 from ._weight_products import Product, describe_lookup
@@ -120,3 +123,48 @@ class WeightFinder(NamedTuple):
 
 def _look_up(known: dict[Atom, Names], atoms: Sequence[Atom]) -> list[Names]:
     return [NO_WEIGHT if isinstance(atom, Literal) else known.get(atom, NO_WEIGHT) for atom in atoms]
+
+
+class WeightFormat(NamedTuple):
+    """The format of a weight under its policy."""
+
+    quantization: Quantization
+    accumulate: np.dtype | None = None
+    is_table: bool = False  # True if rows of it are looked up, too
+    is_of_layer: bool = False  # True if a layer of Flax owns it, and the code around multiplies by it
+    layout: Layout | None = None  # in which it is stored, and so rounded, whatever reads it
+    shape: tuple[int, ...] | None = None  # in which code reads it, perhaps without the axes of a stack
+    is_part: bool = False  # True if its parameter is a tree of arrays, which cannot be stored
+
+
+class OwnWeight(NamedTuple):
+    """A weight that a model multiplies by in its own code; the row of `explain`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype  # in which it is stored
+    nbytes: int
+    quantization: str  # its format, or why it is left
+    layout: Layout | None = None  # in which `quantize` can store it
+
+
+class Weights(NamedTuple):
+    """The weights among the array leaves of the arguments of a traced function."""
+
+    floating: dict[int, tuple[str, WeightFormat]]  # the paths and formats of floating weights, by number
+    # The paths of stored weights, by the number of their values, and each weight or one of its stack.
+    stored: dict[int, tuple[str, QuantizedArray]]
+
+
+FOUND: contextvars.ContextVar[dict[str, OwnWeight] | None] = contextvars.ContextVar("FOUND", default=None)
+
+
+@contextlib.contextmanager
+def find_own_weights() -> Iterator[dict[str, OwnWeight]]:
+    """Finds the weights of the models that are traced inside, by path."""
+    found: dict[str, OwnWeight] = {}
+    token = FOUND.set(found)
+    try:
+        yield found
+    finally:
+        FOUND.reset(token)
