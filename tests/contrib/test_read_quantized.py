@@ -750,6 +750,13 @@ def test_what_was_written_says_its_policy(format, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
+def test_transformers_rejects_a_config_of_squares_without_dynamic_inputs(tmp_path):
+    write_quantized({"kernel": weight_in("e4m3/128")}, tmp_path, format="fp8")  # inputs are not rounded
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["activation_scheme"] == "dynamic"
+    assert policy_of_checkpoint(tmp_path).quantization.activations
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
