@@ -129,7 +129,7 @@ class GptqModel:
         g_idx = torch.arange(inputs, dtype=torch.int32) // self.group_size
         g_idx = g_idx[torch.randperm(inputs)] if self.desc_act else g_idx
         groups = (outputs, inputs // self.group_size)
-        zeros = torch.randint(1, 16, groups) if self.has_zero_points else torch.full(groups, 8)
+        zeros = torch.randint(0, 16, groups) if self.has_zero_points else torch.full(groups, 8)
         linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float32)
         linear.weight.data = weight
         layer = self.make_layer(outputs, inputs)
