@@ -27,7 +27,11 @@ def make_gpt_oss():
     return transformers.GptOssForCausalLM(config)
 
 
-LINEAR, EXPERTS = "_proj.weight", ("experts.gate_up_proj", "experts.down_proj")
+LINEAR, EXPERTS, LEFT_OUT = (
+    "_proj.weight",
+    ("experts.gate_up_proj", "experts.down_proj"),
+    ("o_proj.weight", "head.weight"),
+)
 MODELS = {
     "int8": ("compressed-tensors", make_llama, LINEAR),
     "int4/32": ("compressed-tensors", make_llama, LINEAR),
@@ -46,30 +50,36 @@ def test_transformers_loads_what_was_written(format, tmp_path):
         for library in (written_as.replace("-", "_"), "accelerate"):
             pytest.importorskip(library)
     model = make()
-    state, quantized = {}, {}
+    state, written, floats = {}, {}, {}
     for name, parameter in model.state_dict().items():
         array = jnp.asarray(fresh(*parameter.shape), jnp.float32)
-        if name.endswith(endings):  # experts of gpt-oss are (experts, inputs, outputs)
+        if name.endswith(LEFT_OUT):
+            state[f"{name.removesuffix('.weight')}/kernel"] = array.T  # by this path, the config leaves it out
+            floats[name] = array
+        elif name.endswith(endings):  # experts of gpt-oss are (experts, inputs, outputs)
             matrix = array.T if array.ndim == 2 else array
-            state[name] = quantized[name] = quantize_array(
-                matrix, f"{format}(min_size=0)", Layout((matrix.shape[-2],), 1)
-            )
-        elif name == "lm_head.weight":  # by this path, the config leaves it out
-            state["lm_head/kernel"] = array.T
+            layout = Layout((matrix.shape[-2],), 1)
+            state[name] = written[name] = quantize_array(matrix, f"{format}(min_size=0)", layout)
         else:
-            state[name] = array
-    names = {"lm_head/kernel": "lm_head.weight", "(.*)": r"\1"}
+            state[name] = floats[name] = array
+    names = {"(.*)/kernel": r"\1.weight", "(.*)": r"\1"}
     write_quantized(state, tmp_path, format=written_as, names=names)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] |= {"dequantize": True, "run_compressed": False}  # kernels need a GPU
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict() | config))
 
     loaded = type(model).from_pretrained(tmp_path)
-    for name, weight in quantized.items():
+    for name, weight in written.items():
         theirs = loaded.get_parameter(name).data
         if written_as == "bitsandbytes":
-            functional, state = pytest.importorskip("bitsandbytes.functional"), loaded.get_parameter(name).quant_state
-            theirs = functional.dequantize_4bit(theirs, state)
+            functional, packed = pytest.importorskip("bitsandbytes.functional"), loaded.get_parameter(name)
+            theirs = functional.dequantize_4bit(packed.data, packed.quant_state)
         ours = weight.dequantize()
         assert (ours if ours.ndim == 3 else ours.T).tobytes() == theirs.contiguous().numpy().tobytes()
-    assert len(quantized) == (2 if written_as == "mxfp4" else 7)
+    for name, array in floats.items():
+        assert array.tobytes() == loaded.get_parameter(name).detach().numpy().tobytes()
+        is_linear = (
+            type(loaded.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
+        )  # not bitsandbytes' Linear4bit
+        assert is_linear or not name.endswith(LEFT_OUT)
+    assert len(written) == (2 if written_as == "mxfp4" else 6)
