@@ -317,8 +317,8 @@ def describe_weights(format: str, weights: StoredWeights) -> dict[str, Any]:
         case "awq":
             config |= {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
         case "fp8":
-            scheme = "dynamic" if any(getattr(one, "activations", False) for one in weights.formats) else None
-            config |= {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": scheme}
+            # Transformers and vLLM reject any other scheme for squares, also where a policy leaves inputs as they are.
+            config |= {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
         case "bitsandbytes":
             config |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
             return config | {"llm_int8_skip_modules": weights.left_out}

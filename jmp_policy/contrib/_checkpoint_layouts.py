@@ -85,7 +85,10 @@ def _unsort_inputs(matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
 
 
 # GPTQ: qweight (inputs / 8, outputs), qzeros (groups, outputs / 8), scales (groups, outputs), g_idx (inputs,).
-# Source: AutoGPTQ's and GPTQModel's `QuantLinear.pack`; their "gptq_v2" stores zero points unchanged.
+# Version 1 subtracts one from each zero point after packing, so that a 0 borrows from its neighbor; "gptq_v2" does not.
+# Source: GPTQModel's `pack_original` and `convert_gptq_v2_to_v1_format_module`.
+
+_ONES = 0x11111111  # in each of eight zero points
 
 
 def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
@@ -102,23 +105,24 @@ def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
     return Facts("int4", (inputs, outputs), groups)
 
 
-def _read_gptq(tensors: Tensors, offset: int) -> Matrix:
+def _read_gptq(tensors: Tensors, shift: int) -> Matrix:
     scale = tensors[".scales"].astype(np.float32)
     order = _read_order(tensors.get(".g_idx"), len(scale))
     values = _sort_inputs(_swap(_unpack_words(_swap(tensors[".qweight"]))), order)
-    return Matrix(values, scale, _unpack_words(tensors[".qzeros"]) + np.uint8(offset), order)
+    return Matrix(values, scale, _unpack_words(_add_to_words(tensors[".qzeros"], shift)), order)
 
 
-def _write_gptq(matrix: Matrix, dtype: np.dtype, offset: int) -> dict[str, np.ndarray]:
+def _write_gptq(matrix: Matrix, dtype: np.dtype, shift: int) -> dict[str, np.ndarray]:
     assert matrix.zero_point is not None
     _check_words(matrix, -2, -1)
+    _check_zero_point(matrix.zero_point)
     values, g_idx = _unsort_inputs(matrix)
-    zero_point = matrix.zero_point - np.uint8(offset)  # 0 becomes 255
-    if zero_point.max() > 15:
-        wrong, other = ("of 0", "gptq_v2") if offset else ("of 16", "gptq")
-        raise Unreadable(f"it has a zero point {wrong}, which this layout cannot store; format={other!r} can")
-    qweight, qzeros = _swap(_pack_words(_swap(values))), _pack_words(zero_point)
+    qweight, qzeros = _swap(_pack_words(_swap(values))), _add_to_words(_pack_words(matrix.zero_point), -shift)
     return {".qweight": qweight, ".qzeros": qzeros, ".scales": matrix.scale.astype(dtype), ".g_idx": g_idx}
+
+
+def _add_to_words(words: np.ndarray, number: int) -> np.ndarray:
+    return (words.view(np.uint32) + np.uint32(number % 2**32)).view(INT32)
 
 
 def _check_words(matrix: Matrix, *axes: int) -> None:
@@ -164,7 +168,7 @@ def _write_awq(matrix: Matrix, dtype: np.dtype) -> dict[str, np.ndarray]:
 
 def _check_zero_point(zero_point: np.ndarray) -> None:
     if zero_point.max() > 15:
-        raise Unreadable("it has a zero point of 16, which this layout cannot store; format='gptq' can")
+        raise Unreadable(f"it has a zero point of {zero_point.max()}, and 4 bits store 0 to 15")
 
 
 def _reject_order(matrix: Matrix) -> None:
@@ -391,7 +395,7 @@ NORMAL = TensorLayout(
 )
 
 
-def _make_gptq(name: str, offset: int) -> TensorLayout:
+def _make_gptq(name: str, shift: int) -> TensorLayout:
     return TensorLayout(
         name=name,
         suffixes=(".qweight", ".qzeros", ".scales", ".g_idx"),
@@ -399,12 +403,12 @@ def _make_gptq(name: str, offset: int) -> TensorLayout:
         ending=".weight",
         outputs={".qweight": (-1, 1), ".qzeros": (-1, PER_WORD), ".scales": (-1, 1)},
         measure=_measure_gptq,
-        read=lambda tensors: _read_gptq(tensors, offset),
-        write=lambda matrix, dtype: _write_gptq(matrix, dtype, offset),
+        read=lambda tensors: _read_gptq(tensors, shift),
+        write=lambda matrix, dtype: _write_gptq(matrix, dtype, shift),
     )
 
 
-GPTQ, GPTQ_V2 = _make_gptq("gptq", 1), _make_gptq("gptq_v2", 0)
+GPTQ, GPTQ_V2 = _make_gptq("gptq", _ONES), _make_gptq("gptq_v2", 0)
 AWQ = TensorLayout(
     name="awq",
     suffixes=(".qweight", ".qzeros", ".scales"),

@@ -54,8 +54,8 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     A quantized weight has the name of its floating tensor: `layer.weight` for `layer.qweight`,
     `layer.weight_packed` and what belongs to them; `gate_up_proj` for `gate_up_proj_blocks`. A GPTQ checkpoint with
     `desc_act` gives arrays with an `input_order`, which is a further leaf of the tree. Zero points of GPTQ are read by
-    version 1, one more than stored (a stored 15 is 16), unless the config of a folder says
-    `"checkpoint_format": "gptq_v2"`.
+    version 1, one more than stored, unless the config of a folder says `"checkpoint_format": "gptq_v2"`. A stored 15 is
+    a 0 that borrowed one from the next zero point of its word, as GPTQModel reads and writes it.
 
     Args:
       source: a folder with safetensors files, one or several, or a mapping of names to NumPy or JAX arrays.

@@ -51,6 +51,7 @@ def write_quantized(state: PyTree, folder: str | os.PathLike[str], *, format: st
     kernels are transposed to `(outputs, inputs)`, and convolutions to `(outputs, inputs, *window)`.
 
     `config.json` has `quantization_config` and `torch_dtype`. Add the rest of the model's config for other libraries.
+    That of `"fp8"` names dynamic float8 inputs, which its readers require, also if the policy has `activations=false`.
 
     Args:
       state: linen variables or parameters, or the `nnx.state` of a model.

@@ -1,13 +1,21 @@
 """Checkpoints of quantized weights in both APIs: bit for bit what was saved, onto the devices of the target."""
 
+import dataclasses
+import pickle
+import tempfile
+from pathlib import Path
+
 import flax
 import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn, nnx, serialization
 from jax.sharding import PartitionSpec
 from quantized_apis import DENSE, X, filled, made
+from saved_states import save_with_orbax
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -24,12 +32,84 @@ def assert_same(restored, saved):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), restored, saved)
 
 
+def restore_state_dict(saved, target):
+    return serialization.from_state_dict(target, serialization.to_state_dict(saved))
+
+
+def restore_bytes(saved, target):
+    return serialization.from_bytes(target, serialization.to_bytes(saved))
+
+
+def restore_with_orbax(saved, target):
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder) / "state", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(Path(folder) / "state", target)
+
+
+WAYS = {
+    "state dict": restore_state_dict,
+    "bytes": restore_bytes,
+    "orbax": restore_with_orbax,
+    "orbax without a target": lambda saved, target: jmp.convert_state(save_with_orbax(saved), target),
+    "pickle": lambda saved, target: pickle.loads(pickle.dumps(saved)),
+}
+STORED = {
+    "int4 of padded inputs": ("int4/32(activations=true,min_size=0)", 40),
+    "int4 with an order of its inputs": ("int4/8(min_size=0)", 40),
+    "e4m3 in squares": ("e4m3/128(min_size=0)", 200),
+    "e4m3 per output": ("e4m3/-1(activations=true,min_size=0)", 40),
+    "nf4": ("nf4/64(min_size=0)", 128),
+    "nf4 of padded inputs": ("nf4/64(min_size=0)", 40),
+    "mxfp4 of padded inputs": ("mxfp4/32(min_size=0)", 40),
+}
+"""Formats, and the inputs of a layer with 24 outputs."""
+
+
+def draw_stored(api, case):
+    """Returns a quantized state of random bits: to quantize floats would take a compilation."""
+    format, inputs = STORED[case]
+    policy, random = f"{format}_from_mixed_bfloat16", np.random.default_rng(0)
+    if api == "linen":
+        init = lambda: nn.Dense(24).init(jax.random.key(0), jnp.ones((1, inputs)))
+        shapes = jax.eval_shape(lambda: quant.quantize(init(), policy))
+    else:
+        make = lambda: quant.quantize(nnx.Linear(inputs, 24, rngs=nnx.Rngs(0)), policy)
+        shapes = nnx.state(nnx.eval_shape(make))
+
+    def draw(leaf):
+        if isinstance(leaf, quant.QuantizedArray):
+            order = jnp.asarray(random.permutation(inputs), jnp.int32) if "order" in case else None
+            return dataclasses.replace(jax.tree.map(draw, leaf), input_order=order)
+        if leaf.dtype == jnp.float32:
+            return jnp.asarray(random.uniform(0.1, 1, leaf.shape), jnp.float32)
+        return jnp.asarray(random.integers(0, 255, leaf.shape).astype(np.uint8).view(leaf.dtype))
+
+    return jax.tree.map(draw, shapes, is_leaf=lambda leaf: isinstance(leaf, quant.QuantizedArray))
+
+
+@pytest.mark.parametrize(
+    "way", ["bytes", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "bytes")]
+)
+@pytest.mark.parametrize("case", STORED)
+@pytest.mark.parametrize("api", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+def test_saved_weights_are_restored_with_all_bits_and_metadata(api, case, way):
+    saved = draw_stored(api, case)
+    if api == "nnx" and way in ("state dict", "bytes"):
+        saved = nnx.to_pure_dict(saved)  # flax.serialization does not take an `nnx.State`
+    for target in (jax.tree.map(jnp.ones_like, saved), jax.eval_shape(lambda: saved)):
+        restored = WAYS[way](saved, target)
+        assert jax.tree.structure(restored) == jax.tree.structure(saved)
+        describe = lambda x: (x.shape, x.dtype, np.asarray(x).tobytes())
+        assert jax.tree.map(describe, restored) == jax.tree.map(describe, saved)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_of_flax_serialization_restore_into_an_abstract_target(policy):
     saved = quant.quantize(VARIABLES, policy)
     target = jax.eval_shape(lambda: quant.quantize(VARIABLES, policy))
-    assert_same(flax.serialization.from_bytes(target, flax.serialization.to_bytes(saved)), saved)
+    assert_same(restore_bytes(saved, target), saved)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checkpoints of other libraries: each layout is read beside a plain reader of its published description."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ import pytest
 from flax import linen as nn, nnx
 from jax.sharding import NamedSharding
 from meshes import find_devices
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import jmp_policy as jmp
 from jmp_policy.contrib import _checkpoint_arrays, policy_of_checkpoint, read_quantized, write_quantized
@@ -40,12 +41,12 @@ def nibble(word, place):
     return (int(word) >> (4 * place)) & 15
 
 
-def plain_gptq(stem, tensors, offset=1):
+def plain_gptq(stem, tensors, shift=0x11111111):
     qweight, qzeros, scales, g_idx = (tensors[f"{stem}.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx"))
     made = np.empty((qweight.shape[0] * 8, qweight.shape[1]), np.float32)
     for i, j in np.ndindex(*made.shape):
         group = g_idx[i]
-        zero = nibble(qzeros[group, j // 8], j % 8) + offset
+        zero = nibble(int(qzeros[group, j // 8]) + shift, j % 8)
         made[i, j] = np.float32(nibble(qweight[i // 8, j], i % 8) - zero) * np.float32(scales[group, j])
     return made
 
@@ -202,7 +203,7 @@ SHUFFLED = draw().permutation(np.arange(INPUTS, dtype=np.int32) // GROUP)
 LAYOUTS = {
     "gptq": (make_gptq, plain_gptq, f"int4/{GROUP}"),
     "gptq with desc_act": (lambda stem: make_gptq(stem, desc_act=True), plain_gptq, f"int4/{GROUP}"),
-    "gptq_v2": (make_gptq, lambda stem, tensors: plain_gptq(stem, tensors, offset=0), f"int4/{GROUP}"),
+    "gptq_v2": (make_gptq, lambda stem, tensors: plain_gptq(stem, tensors, shift=0), f"int4/{GROUP}"),
     "awq": (make_awq, plain_awq, f"int4/{GROUP}"),
     "packed": (make_packed, plain_packed, f"int4/{GROUP}"),
     "packed by channel": (lambda stem: make_packed(stem, group=INPUTS), plain_packed, "int4/-1"),
@@ -633,8 +634,6 @@ def weight_in(format, **fields):
          r"it has weights in several formats: 'dense/b' in 'int4/8', 'dense/a' in 'int8'\. Tables are left out by "),
         ({"kernel": quantize_array(jnp.ones((16, 4)), "int4/8")}, "awq", r"its 4 outputs are not a multiple of 8"),
         ({"kernel": quantize_array(jnp.ones((12, 8)), "int4/4")}, "gptq", r"its 12 inputs are not a multiple of 8"),
-        ({"kernel": quantize_array(jnp.ones((16, 8)), "int4/8")}, "gptq",
-         r"it has a zero point of 0, which this layout cannot store; format='gptq_v2' can"),
         ({"kernel": quantize_array(jnp.ones((2, 16, 8)), "int4/8", Layout((16,), 1))}, "awq",
          r"it is a stack of 1 axes; write each by a '\*' in its name"),
         ({"kernel": jnp.ones((2, 3, 4))}, "plain", r"its three axes \(2, 3, 4\) may be of a convolution or of heads"),
@@ -655,16 +654,24 @@ def read_kernel(tensors, format=INT4):
     return {"dense": {"kernel": kernel_of(read_quantized(tensors | BIAS, linen_like(INPUTS, OUTPUTS, format)))}}
 
 
-@pytest.mark.parametrize("format", ["awq", "gptq_v2", "compressed-tensors"])
-def test_a_zero_point_of_16_is_of_gptq_alone(format, tmp_path):
-    tensors = make_gptq("dense")
-    tensors["dense.qzeros"][:] = -1  # 15 in each nibble, so the zero points are 16
-    state = read_kernel(tensors)
-    assert (np.asarray(state["dense"]["kernel"].zero_point) == 16).all()
-    with pytest.raises(
-        ValueError, match=r"it has a zero point of 16, which this layout cannot store; format='gptq' can"
-    ):
-        write_quantized(state, tmp_path, format=format)
+@pytest.mark.parametrize("format", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
+def test_a_zero_point_above_15_cannot_be_written(format, tmp_path):
+    weight = weight_in("int4/8")
+    weight = dataclasses.replace(weight, zero_point=jnp.full_like(weight.zero_point, 16))
+    with pytest.raises(ValueError, match=r"- 'dense/kernel': it has a zero point of 16, and 4 bits store 0 to 15"):
+        write_quantized({"dense/kernel": weight}, tmp_path, format=format)
+
+
+def test_gptqmodel_stores_a_zero_point_of_0_with_a_borrow_from_the_next(tmp_path):
+    zeros = [0, 8, 15, 0, 0, 1, 2, 0]
+    weight = weight_in("int4/16")
+    weight = dataclasses.replace(weight, zero_point=jnp.asarray([[zeros]], jnp.uint8))
+    write_quantized({"dense/kernel": weight}, tmp_path, format="gptq")
+    qzeros = load_file(tmp_path / "model.safetensors")["dense.qzeros"]
+    packed = sum(zero << 4 * place for place, zero in enumerate(zeros))
+    assert int(qzeros[0, 0]) % 2**32 == (packed - 0x11111111) % 2**32
+    read = read_quantized(tmp_path, {"dense": {"kernel": jax.eval_shape(lambda: weight)}})["dense"]["kernel"]
+    assert read.zero_point.ravel().tolist() == zeros
 
 
 def test_awq_stores_neither_input_orders_nor_our_input_scales(tmp_path):
@@ -740,15 +747,18 @@ def test_what_was_written_says_its_policy(format, tmp_path):
     like = {"dense": {"kernel": jnp.ones((64, 8)) * jnp.arange(-4.0, 4.0)}, "head": {"kernel": jnp.ones((8, 8))}}
     policy = jmp.PolicyMap({"head": "float32"}, policy_in(ours))
     state = jmp.quant.quantize(like, policy)
-    if format == "gptq":
-        state["dense"]["kernel"] = type(state["dense"]["kernel"])(
-            **{**vars(state["dense"]["kernel"]), "zero_point": jnp.full((8, 1, 8), 8, jnp.uint8)}
-        )
     write_quantized(state, tmp_path, format=format)
     found = policy_of_checkpoint(tmp_path)
     assert (found["dense"], found["head"]) == (jmp.get_policy(policy_in(ours)), jmp.get_policy("float32"))
     again = read_quantized(tmp_path, jax.eval_shape(lambda: jmp.quant.quantize(like, found)))
     jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_transformers_rejects_a_config_of_squares_without_dynamic_inputs(tmp_path):
+    write_quantized({"kernel": weight_in("e4m3/128")}, tmp_path, format="fp8")  # inputs are not rounded
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["activation_scheme"] == "dynamic"
+    assert policy_of_checkpoint(tmp_path).quantization.activations
 
 
 @pytest.mark.parametrize(
