@@ -51,7 +51,7 @@ from ..quant import (
     prepare_weight,
 )
 from ._place import EquationPlace
-from ._precision import write_product, write_program
+from ._precision import trace_product, write_product, write_program
 from ._stored_reads import move_reads_inside
 from ._weight_products import (
     ANNOTATED,
@@ -60,7 +60,9 @@ from ._weight_products import (
     Order,
     Product,
     StoredProduct,
+    StoredRaggedProduct,
     choose_table_format,
+    describe_element,
     describe_lookup,
     describe_stored_lookup,
     describe_stored_product,
@@ -87,9 +89,14 @@ class _State(NamedTuple):
     """Marks a value that consists of elements of a floating weight. It keeps the dtype of the weight."""
 
     format: WeightFormat
-    dtype: np.dtype  # the one it was traced in, to which anything but a quantized matmul casts it
+    casts: tuple[np.dtype, ...]  # that it was traced with; a quantized matmul reads it as stored, all else as cast
     number: int  # of the weight
     order: Order = None  # of its axes
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that it was traced in."""
+        return self.casts[-1]
 
 
 class _Leaf(NamedTuple):
@@ -117,7 +124,7 @@ class ProductRule(Rule):
 
     layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
     products: dict[Any, Callable[..., jax.Array]] = dataclasses.field(default_factory=dict)
-    uses: dict[int, list[StoredProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
+    uses: dict[int, list[StoredProduct | StoredRaggedProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
 
     fusing = frozenset(("jit",))
 
@@ -206,7 +213,7 @@ class ProductRule(Rule):
         made = follow_weights(eqn, [A_WEIGHT if isinstance(kind.state, _State) else NO_WEIGHT for kind in kinds])
         floating = [kind for kind in kinds if kind.dtype is not None]
         first = floating[0]
-        alike = {(kind.dtype, kind.state.format, kind.state.dtype) for kind in floating if kind.state is not None}
+        alike = {(kind.dtype, kind.state.format, kind.state.casts) for kind in floating if kind.state is not None}
         if not any(made) or len(alike) > 1:
             return None
         if eqn.primitive.name != "convert_element_type":
@@ -217,10 +224,9 @@ class ProductRule(Rule):
                 moved if own else AbstractValue(float_dtype(var)) for own, var in zip(made, eqn.outvars, strict=True)
             ]
             return body.append(eqn, [value.atom for value in values], kinds)
-        # The cast waits for an operation that needs it. One before it does not: it may round.
-        dtype: Any = first.state.dtype if first.dtype != first.state.dtype else first.dtype
-        atom = body.cast(values[0].atom, dtype, eqn)
-        return [Value(atom, AbstractValue(dtype, first.state._replace(dtype=float_dtype(eqn.outvars[0]))))]
+        # The cast waits for an operation that needs it.
+        casts = (*first.state.casts, float_dtype(eqn.outvars[0]))
+        return [Value(values[0].atom, first._replace(state=first.state._replace(casts=casts)))]
 
     def _use_stored(
         self,
@@ -233,25 +239,31 @@ class ProductRule(Rule):
         """Writes an equation that reads a stored weight: its matmul, a cast or transpose, or any other unchanged."""
         position = next(i for i, source in enumerate(stored) if source is not None)
         source: Any = stored[position]
-        product: StoredProduct | LookUp | str = ""
+        product: StoredProduct | StoredRaggedProduct | LookUp | str = ""
         if eqn.primitive.name == "gather" and position == 0:
             product = describe_stored_lookup(eqn, source.structure, source.order)
         if eqn.primitive.name in WEIGHT_PRODUCTS:
             product = describe_stored_product(eqn, position, source.structure, source.order)
             if sum(own is not None for own in stored[:2]) > 1:
                 product = "both operands are weights"
-        if source.leaf is not None and eqn.primitive.name not in _MOVING:
+        element = describe_element(eqn, source.order, len(source.atoms))
+        if source.leaf is not None and eqn.primitive.name not in _MOVING and element is None:
             self.uses.setdefault(source.leaf.number, []).append(product or f"{eqn.primitive.name} reads it")
+        others = [value.atom for i, value in enumerate(values) if i != position]
         if not isinstance(product, str):
-            return self._write_product(product, eqn, [values[1 - position].atom, *source.atoms], body, context)
+            return self._write_product(product, eqn, [*others, *source.atoms], body, context)
         results = body.append(eqn, [v.atom for v in values], [AbstractValue(float_dtype(var)) for var in eqn.outvars])
-        if eqn.primitive.name in _MOVING:
+        if element is not None:
+            operands = [*source.atoms, *others]
+            program = trace_product(element, tuple(atom.aval for atom in operands), eqn.ctx)
+            source = source._replace(atoms=[made.atom for made in write_program(program, eqn, operands, body)])
+        if eqn.primitive.name in _MOVING or element is not None:
             body.sources[results[0].atom] = source._replace(order=move_axes(eqn, source.order))
         return results
 
     def _write_product(
         self,
-        product: Product | StoredProduct | LookUp,
+        product: Product | StoredProduct | StoredRaggedProduct | LookUp,
         eqn: JaxprEqn,
         atoms: Sequence[Atom],
         body: JaxprBuilder,
@@ -269,21 +281,24 @@ class ProductRule(Rule):
 
 
 def _settle(eqn: JaxprEqn, values: Sequence[Value], body: JaxprBuilder) -> list[Value]:
-    """Casts each weight to the dtype that it was traced in."""
-    states = [value.kind.state for value in values]
-    return [
-        Value(body.cast(value.atom, state.dtype, eqn), AbstractValue(state.dtype))
-        if isinstance(state, _State)
-        else value
-        for value, state in zip(values, states, strict=True)
-    ]
+    """Casts each weight as it was traced."""
+
+    def settle(value: Value) -> Value:
+        state, atom = value.kind.state, value.atom
+        if not isinstance(state, _State):
+            return value
+        for dtype in state.casts:
+            atom = body.cast(atom, dtype, eqn)
+        return Value(atom, AbstractValue(state.dtype))
+
+    return list(map(settle, values))
 
 
 @dataclasses.dataclass(frozen=True)
 class _NamedProduct:
     """A matmul in a scope by which `audit` and another rewriter know that its casts are meant."""
 
-    product: Product | StoredProduct | LookUp
+    product: Product | StoredProduct | StoredRaggedProduct | LookUp
 
     @jax.named_scope(AUTOCAST)
     def __call__(self, *operands: jax.Array) -> jax.Array:
@@ -390,7 +405,7 @@ def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[
     kinds = []
     for i, var in enumerate(program.jaxpr.invars):
         dtype, order = float_dtype(var), tuple(range(-len(shape_of(var)), 0))
-        state = _State(formats[i], dtype, i, order) if dtype is not None and i in formats else None
+        state = _State(formats[i], (dtype,), i, order) if dtype is not None and i in formats else None
         kinds.append(AbstractValue(dtype, _Leaf(i) if i in stored else state))
     wanted = [float_dtype(var) for var in program.jaxpr.outvars]
     moved = move_reads_inside(program) if stored else program
@@ -470,7 +485,7 @@ def _describe(uses: Sequence[WeightUse]) -> str:
 
 
 def _describe_stored(
-    values: Any, path: str, weight: QuantizedArray, uses: Sequence[StoredProduct | LookUp | str]
+    values: Any, path: str, weight: QuantizedArray, uses: Sequence[StoredProduct | StoredRaggedProduct | LookUp | str]
 ) -> OwnWeight:
     """Describes a stored weight, given its values, and the weight or one of its stack."""
     numbers = f"{weight.format}, computed with as numbers"

@@ -244,7 +244,7 @@ def write_product(
     body: JaxprBuilder,
 ) -> list[Value]:
     """Writes a hashable function of both operands in the place of a matmul; `kind` is of its output."""
-    program = _trace_product(product, tuple(atom.aval for atom in atoms), eqn.ctx)
+    program = trace_product(product, tuple(atom.aval for atom in atoms), eqn.ctx)
     return [write_program(program, eqn, atoms, body)[0]._replace(kind=kind)]
 
 
@@ -291,7 +291,7 @@ def make_wide_product(
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_product(product: Callable[..., jax.Array], types: tuple[core.ShapedArray, ...], context: Any) -> Jaxpr:
+def trace_product(product: Callable[..., jax.Array], types: tuple[core.ShapedArray, ...], context: Any) -> Jaxpr:
     # The default precision must not replace the equation's.
     with jax.default_matmul_precision(None):
         if types[0].manual_axis_type.varying:

@@ -10,8 +10,9 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-from .._jaxpr import Atom, Program, body_of, replace_variables, scan_parts, shape_of
+from .._jaxpr import Atom, Program, body_of, replace_variables, scan_parts, shape_of, sub_jaxprs
 from ..quant import find_structure, trace_read
+from ._weight_products import TAKING
 
 Reads = Sequence[JaxprEqn | None]
 """For each operand of an equation: the equation that reads it from a stored weight, or None."""
@@ -27,10 +28,33 @@ def move_reads_inside(program: Program) -> Program:
             equations.append(eqn)
             continue
         reads = [None if isinstance(atom, Literal) else known.get(atom) for atom in eqn.invars]
+        if any(reads) and eqn.primitive.name == "jit" and _is_indexing(eqn.params["jaxpr"]):
+            equations += _write_out(eqn)
+            continue
         moved = _MOVERS[eqn.primitive.name](eqn, reads) if any(reads) and eqn.primitive.name in _MOVERS else eqn
         params = {key: _move_in_parameter(value) for key, value in moved.params.items()}
         equations.append(moved.replace(params=params))
     return replace_variables(program, body.invars, equations, body.outvars, body.debug_info)
+
+
+def _is_indexing(program: ClosedJaxpr) -> bool:
+    """True for a jitted function such as `lax.dynamic_index_in_dim`: its result is an element of a weight."""
+    last = program.jaxpr.eqns[-1:]
+    ends = bool(last) and last[0].primitive.name in TAKING and last[0].outvars == program.jaxpr.outvars
+    return ends and not program.consts and not any(map(sub_jaxprs, program.jaxpr.eqns))
+
+
+def _write_out(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Returns the equations of a jitted function with one result, in the place of its call."""
+    body = eqn.params["jaxpr"].jaxpr
+    values: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
+    made = []
+    for each in body.eqns:
+        own = eqn.outvars if each is body.eqns[-1] else [Var(var.aval) for var in each.outvars]
+        read = [atom if isinstance(atom, Literal) else values[atom] for atom in each.invars]
+        made.append(each.replace(invars=read, outvars=own, source_info=eqn.source_info))
+        values.update(zip(each.outvars, own, strict=True))
+    return made
 
 
 def _move_in_parameter(value: Any) -> Any:

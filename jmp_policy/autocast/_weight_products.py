@@ -123,8 +123,7 @@ class RaggedProduct:
     def __str__(self) -> str:
         if isinstance(self.quantization, Float8):
             return str(self.quantization)
-        is_8_bit = multiplies_8_bits(self.quantization)
-        return spell_format(self.quantization, None, None if is_8_bit else "it is a grouped matmul")
+        return _spell_ragged(self.quantization)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +248,56 @@ class StoredProduct:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredRaggedProduct:
+    """A grouped matmul by a stored stack of matrices, as a function of the rows, the sizes and the arrays."""
+
+    structure: Any  # of the weight, a pytree
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(self, rows: jax.Array, sizes: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return ragged_dot(rows, jax.tree.unflatten(self.structure, arrays), sizes, **dict(self.options))
+
+    def __str__(self) -> str:
+        return _spell_ragged(_read_static(self.structure).format)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackElement:
+    """Takes one element of a stack from the arrays of a stored weight, as an equation does from its numbers."""
+
+    name: str  # of the primitive
+    axes: tuple[int, ...]  # leading axes of the stack
+    starts: tuple[int, ...]  # of a `slice`: the index along each axis
+    count: int  # number of arrays
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        arrays, starts = operands[: self.count], operands[self.count :] or self.starts
+        return [self._take(array, starts) for array in arrays]
+
+    def _take(self, array: jax.Array, starts: Sequence[Any]) -> jax.Array:
+        if self.name == "squeeze":
+            return lax.squeeze(array, self.axes)
+        for axis in self.axes:
+            array = lax.dynamic_slice_in_dim(array, starts[axis], 1, axis)
+        return array
+
+
+def describe_element(eqn: JaxprEqn, order: "Order", count: int) -> StackElement | None:
+    """Describes an equation that takes one element of a stack of stored weights; returns None for any other."""
+    shape, moved = shape_of(eqn.invars[0]), move_axes(eqn, order)
+    if eqn.primitive.name not in TAKING or moved is None:
+        return None
+    if eqn.primitive.name == "squeeze":
+        return StackElement("squeeze", tuple(eqn.params["dimensions"]), (), count)
+    axes = tuple(n for n in range(len(shape)) if shape_of(eqn.outvars[0])[n] != shape[n])
+    return StackElement(eqn.primitive.name, axes, eqn.params.get("start_indices", ()), count)
+
+
+def _spell_ragged(quantization: Any) -> str:
+    return spell_format(quantization, None, None if multiplies_8_bits(quantization) else "it is a grouped matmul")
+
+
+@dataclasses.dataclass(frozen=True)
 class LookUp:
     """A lookup of rows of a floating or stored table, rounded as `nn.Embed` rounds them."""
 
@@ -301,10 +350,17 @@ Order = tuple[int, ...] | None
 """The axes of a weight, as negative numbers, in the order of a value that it was moved to; None if unknown."""
 
 
-def describe_stored_product(eqn: JaxprEqn, position: int, structure: Any, order: Order) -> StoredProduct | str:
+def describe_stored_product(
+    eqn: JaxprEqn, position: int, structure: Any, order: Order
+) -> StoredProduct | StoredRaggedProduct | str:
     """Describes a matmul or convolution whose operand at `position` is a stored weight, or returns why it is left."""
-    if order is None or eqn.primitive.name == "ragged_dot_general":
-        return "it is a grouped matmul"
+    if eqn.primitive.name == "ragged_dot_general":
+        product = _describe_ragged_product(eqn, position, None, None)
+        if isinstance(product, str) or product.is_transposed or order != (-3, -2, -1):
+            return "it is a grouped matmul"
+        return StoredRaggedProduct(structure, product.options)
+    if order is None or _TAKEN in order:
+        return "it is moved in a way that is not followed"
     axes = [axis % len(order) for axis in order]  # of the weight
     params = {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
     summed = find_summed_axes(eqn, position)
@@ -334,16 +390,22 @@ def describe_stored_product(eqn: JaxprEqn, position: int, structure: Any, order:
 
 def find_summed_axes(eqn: JaxprEqn, position: int) -> tuple[int, ...]:
     """Returns the axes of an operand of a matmul, or of the kernel of a convolution, that are summed over."""
-    numbers = eqn.params["dimension_numbers"]
-    return tuple(numbers[0][position]) if eqn.primitive.name == "dot_general" else tuple(numbers.rhs_spec[1:])
+    if eqn.primitive.name == "conv_general_dilated":
+        return tuple(eqn.params["dimension_numbers"].rhs_spec[1:])
+    if eqn.primitive.name == "ragged_dot_general":
+        return tuple(eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][position])
+    return tuple(eqn.params["dimension_numbers"][0][position])
 
 
 def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quantization) -> Layout | None:
     """Returns the layout in which the weight of a quantized matmul can be stored, or None if it cannot."""
     shape = shape_of(eqn.invars[position])
     order = _trim(order, len(shape))
-    if order is None or eqn.primitive.name == "ragged_dot_general" or isinstance(quantization, Float8):
+    if order is None or _TAKEN in order or isinstance(quantization, Float8):
         return None
+    if eqn.primitive.name == "ragged_dot_general":
+        is_plain = order == (-3, -2, -1) and find_summed_axes(eqn, position) == (1,)
+        return Layout(shape[1:2], 1) if is_plain else None
     axes = sorted(order[axis] for axis in find_summed_axes(eqn, position))
     if axes != list(range(axes[0], axes[0] + len(axes))):
         return None
@@ -363,21 +425,38 @@ def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quanti
 ANNOTATED = ("copy", "sharding_constraint")
 """Primitives that return their operand, perhaps elsewhere."""
 
+TAKING = ("slice", "dynamic_slice", "squeeze")
+"""Primitives that may take one element along the axes of a stack."""
+
+_TAKEN = 0
+"""Stands in an `Order` for an axis of a stack that one element was taken along."""
+
 
 def move_axes(eqn: JaxprEqn, order: Order) -> Order:
     """Returns the order of the axes of a weight after an equation that moves it."""
     if eqn.primitive.name == "convert_element_type" or eqn.primitive.name in ANNOTATED:
         return order
-    order = _trim(order, len(shape_of(eqn.invars[0])))
-    if order is None or eqn.primitive.name != "transpose":
+    shape, name = shape_of(eqn.invars[0]), eqn.primitive.name
+    order = _trim(order, len(shape))
+    if order is None or name not in ("transpose", *TAKING):
         return None
-    return tuple(order[axis] for axis in eqn.params["permutation"])
+    if name == "transpose":
+        return tuple(order[axis] for axis in eqn.params["permutation"])
+    if name == "squeeze":
+        dropped = eqn.params["dimensions"]
+        kept = tuple(axis for n, axis in enumerate(order) if n not in dropped)
+        return kept if all(order[n] == _TAKEN for n in dropped) else None
+    sizes = shape_of(eqn.outvars[0])
+    cut = [n for n in range(len(shape)) if sizes[n] != shape[n]]
+    is_one = all(n == i and sizes[n] == 1 and order[n] == n - len(shape) for i, n in enumerate(cut))
+    return tuple(_TAKEN if n in cut else axis for n, axis in enumerate(order)) if is_one else None
 
 
 def _trim(order: Order, ndim: int) -> Order:
     """Returns the order for a value in the body of a scan, which has one layer of a stack."""
     last = () if order is None else order[len(order) - ndim :]
-    return last if sorted(last) == list(range(-ndim, 0)) else None
+    kept = sorted(axis for axis in last if axis != _TAKEN)
+    return last if len(last) == ndim and kept == list(range(-len(kept), 0)) else None
 
 
 def _read_static(structure: Any) -> Any:

@@ -1,5 +1,7 @@
 """Matmuls that a module writes in its own code, by its own weights, under a quantized policy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +150,7 @@ def test_a_grouped_matmul_is_that_of_ragged_dot():
 
 def count_matmuls(fun, *args) -> list[str]:
     steps = walk(jax.make_jaxpr(fun)(*args).jaxpr, live_only=True)
-    return [str(step.operands[0].aval.dtype) for step in steps if step.name == "dot_general"]
+    return [str(step.operands[0].aval.dtype) for step in steps if step.name in ("dot_general", "ragged_dot_general")]
 
 
 class Block(nn.Module):
@@ -322,6 +324,11 @@ INSIDE = {
         (64, 64),
     ),
     "a jitted scan": (lambda x, w: jax.jit(scan_steps)(x, w), (64, 64)),
+    "each of a stack": (lambda x, w: sum(x @ w[n] for n in range(3)), (3, 64, 64)),
+    "one of a stack by a number": (lambda x, w: lax.fori_loop(0, 3, lambda n, x: jnp.tanh(x @ w[n]), x), (3, 64, 64)),
+    "one of a stack of stacks": (lambda x, w: x @ w[1, 2], (2, 3, 64, 64)),
+    "one of a stack in jit": (lambda x, w: x @ lax.dynamic_index_in_dim(w, 1, 0, keepdims=False), (3, 64, 64)),
+    "groups of rows": (lambda x, w: lax.ragged_dot(x, w, jnp.array([5, 0, 11], np.int32)), (3, 64, 64)),
 }
 
 
@@ -335,6 +342,52 @@ def test_a_weight_that_is_read_around_a_loop_or_branch_is_multiplied_by_as_it_is
     graph, state = nnx.split(stored)
     assert set(count_matmuls(lambda state: nnx.merge(graph, state)(X), state)) == {"int8"}
     assert jmp.explain(stored, X)["w"].quantization == "int8(min_size=0)"
+
+
+@pytest.mark.parametrize("format", [*FORMATS[:-1], "mxfp4", "e4m3/-1(activations=true)", "int4/16(activations=true)"])
+@pytest.mark.parametrize("place", ["each of a stack", "groups of rows"])
+def test_each_format_multiplies_by_a_stored_stack_as_by_the_floating_one(place, format):
+    function, shape = INSIDE[place]
+    w, policy = draw(shape), name_policy(format)
+    floating = jmp.with_policy(Own(w, function), policy)
+    stored = store_own(Own(w, function), policy, X)
+    assert stored.w.get_raw_value().shape == shape
+    loss = lambda model, x: jnp.sum(jnp.sin(model(x).astype(jnp.float32)))
+    (found, slope), (wanted, wanted_slope) = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, model)), compiler_options=_EXACT)(X)
+        for model in (stored, floating)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(slope, wanted_slope, rtol=2e-2, atol=1e-4)  # float sums in another order
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, w: x @ w[:, :32],
+    lambda x, w: x[:, :16] @ w[:16],
+    lambda x, w: x[:, :1] @ w[:1],
+    lambda x, w: x @ w[:, 1:2],
+    lambda x, w: x @ w.T[1:2].T,
+])  # fmt: skip
+def test_parts_of_a_matrix_are_not_stored_and_read_from_a_stored_one(function):
+    model, w = jmp.with_policy(Own(draw((64, 64)), function), INT8), draw((64, 64))
+    row = jmp.explain(model, X)["w"]
+    assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
+    stored = jmp.quant.quantize_array(w, "int8(min_size=0)")
+    model.w = jmp.nnx.QuantizedParam(stored)
+    plain = jmp.with_policy(Own(stored.dequantize(), function), "mixed_bfloat16")
+    np.testing.assert_array_equal(model(X), plain(X))
+
+
+def test_a_weight_that_is_cast_twice_is_rounded_from_its_own_dtype_and_read_as_cast():
+    wide = lambda x, w: x.astype(jnp.float32) @ w.astype(jnp.bfloat16).astype(jnp.float32)
+    w = draw((64, 32))
+    layer = nnx.Linear(64, 32, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    jax.tree.map(np.testing.assert_array_equal, call_own(wide, w, INT8, X)[0], call_layer(layer, w, INT8, X)[0])
+    stored = store_own(Own(w, wide), INT8, X)
+    np.testing.assert_array_equal(stored(X), jmp.with_policy(Own(w, wide), INT8)(X))
+    other = lambda x, w: wide(x, w) + w.astype(jnp.bfloat16).astype(jnp.float32).sum()
+    difference = jmp.with_policy(Own(w, other), INT8)(X) - jmp.with_policy(Own(w, wide), INT8)(X)
+    np.testing.assert_allclose(difference, float(w.astype(jnp.bfloat16).astype(jnp.float32).sum()), rtol=0.1)
 
 
 STORABLE = [

@@ -188,10 +188,20 @@ X, W, SIZES = jnp.ones((8, 4)), jnp.ones((2, 4, 3)), jnp.array([3, 5])
         ((X, W, SIZES), {"quantization": "int4"}, ValueError, r"'int4/128' has 4\. For example: quantization='int8'"),
         ((X, W, SIZES), {"quantization": "int8(activations=false)"}, ValueError, r"quantizes weights only\. For exam"),
         ((X, W, SIZES), {"quantization": "float8"}, ValueError, r"which 'float8' needs\. For .*float8\(recipe=current"),
-        ((X, quant.quantize_array(jax.ShapeDtypeStruct(W.shape, W.dtype), "int8"), SIZES), {}, TypeError,
-         r"got QuantizedArray\(int8, .*For example: rhs\.dequantize\(\)"),
+        ((X, quant.quantize_array(jax.ShapeDtypeStruct(W.shape, W.dtype), "int8"), SIZES),
+         {"quantization": "mxfp8"}, ValueError, r"got QuantizedArray\(int8, .* and quantization='mxfp8'\. Leave"),
     ],
 )  # fmt: skip
 def test_errors_quote_and_show_an_example(arguments, options, error, text):
     with pytest.raises(error, match=text):
         quant.ragged_dot(*arguments, **{"quantization": "int8"} | options)
+
+
+@pytest.mark.parametrize("layout", [quant.Layout((4,), 1), None], ids=["a scale per matrix", "scales of all matrices"])
+def test_a_stored_stack_of_matrices_is_multiplied_as_it_is_stored(layout):
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3)), jnp.float32)
+    stored = quant.quantize_array(w, "int8", layout)
+    given = w if layout else stored.dequantize()
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=X.shape), jnp.float32)
+    wanted = quant.ragged_dot(rows, given, SIZES, quantization="int8")
+    np.testing.assert_array_equal(quant.ragged_dot(rows, stored, SIZES), wanted)
