@@ -34,6 +34,9 @@ BLOCKS = {format: functools.partial(_with_blocks, format) for format in ("mxfp8"
 CONFIG, BATCH = GPTConfig(width=768, depth=2, heads=12, context=256), 8
 """The GPT that is served and trained in int8."""
 
+WIDE = GPTConfig(width=4096, depth=1, heads=32, context=256)
+"""The GPT that serves one token: a TPU would keep fewer weights in its fast memory."""
+
 
 def float8(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Iterator[Row]:
     """Loss, gradients of parameters and input, and next state, over bfloat16."""
@@ -59,22 +62,47 @@ def _train_in_float8(contestant: str, model: str, shape: tuple[int, ...]) -> Pro
     return Case(module, variables, x, x).training()  # type: ignore  # shapes stand for arrays
 
 
+def _stored(format: str, **rule: Any) -> Scheme:
+    return Scheme(format, f"{format}_from_mixed_bfloat16", rule)
+
+
+_E4M3, _W4A8 = "float8_e4m3fn", "int4/128(activations=true)"
+
 FORMATS = {
-    "int8": Scheme("int8", "int8_from_mixed_bfloat16", {"weight_qtype": "int8", "act_qtype": "int8"}),
-    "int8, static scales": Scheme("int8, static scales", "int8(act_scale=static)_from_mixed_bfloat16", {}),
-    "int8 weights": Scheme("int8 weights", "int8(activations=false)_from_mixed_bfloat16", {"weight_qtype": "int8"}),
-    "int4/64": Scheme("int4/64", "int4/64_from_mixed_bfloat16", {"weight_qtype": "int4", "tile_size": 64}),
-}  # fmt: skip
+    "int8": _stored("int8", weight_qtype="int8", act_qtype="int8"),
+    "int8, static scales": _stored("int8(act_scale=static)"),
+    "int8 weights": _stored("int8(activations=false)", weight_qtype="int8"),
+    "e4m3/-1": _stored("e4m3/-1", weight_qtype=_E4M3),
+    "e4m3/-1, e4m3 inputs": _stored("e4m3/-1(activations=true)", weight_qtype=_E4M3, act_qtype=_E4M3),
+    "e4m3/128": _stored("e4m3/128"),
+    "e4m3/128, e4m3 inputs": _stored("e4m3/128(activations=true)"),
+    "int4/64": _stored("int4/64", weight_qtype="int4", tile_size=64),
+    "int4/128, int8 inputs": _stored(_W4A8, weight_qtype="int4", act_qtype="int8", tile_size=128),
+    "nf4/64": _stored("nf4/64", weight_qtype="nf4", tile_size=64),
+    "mxfp4": _stored("mxfp4", weight_qtype="mxfp4", tile_size=32),
+    "nvfp4 weights": _stored("nvfp4(activations=false)", weight_qtype="nvfp4", tile_size=16),
+}
+"""Formats of stored weights, with the options of a rule of qwix where it has the format."""
+
+SERVED = tuple(name for name in FORMATS if name != "int8, static scales")
 
 
-def int8(config: GPTConfig = CONFIG, batch: int = BATCH) -> Iterator[Row]:
+def int8(
+    config: GPTConfig = CONFIG,
+    batch: int = BATCH,
+    served: tuple[str, ...] = SERVED,
+    decoded: tuple[str, ...] = SERVED,
+) -> Iterator[Row]:
     """The forward pass of a GPT, its weights quantized before or as it runs, and loss and gradients, over bfloat16.
 
-    In bfloat16, served models have weights in bfloat16, and models that run from float32 weights cast them.
+    In bfloat16, served models have weights in bfloat16, and models that run from float32 weights cast them. One token
+    is one position of each sequence, by a wider model: each weight is read for few multiplications.
     """
     serve, run, train = (functools.partial(kind, config, batch) for kind in (_serve, _run, _train))
+    decode = functools.partial(_serve, WIDE, batch, length=1)
     kinds: list[tuple[str, Callable[..., Program], tuple[str, ...]]] = [
-        ("forward, served", serve, ("int8", "int8 weights", "int4/64")),
+        ("forward, served", serve, served),
+        ("one token, served", decode, decoded),
         ("forward, weights as it runs", run, ("int8", "int8 weights")),
         ("loss and gradients", train, ("int8",)),
     ]
@@ -83,7 +111,7 @@ def int8(config: GPTConfig = CONFIG, batch: int = BATCH) -> Iterator[Row]:
         for name in formats:
             mine = Entry(f"{kind}: {name}", functools.partial(make, FORMATS[name], "ours"))
             yield Row((kind, "ours", name), mine, bfloat16)
-            if make is not run:
+            if make is not run and FORMATS[name].rule:
                 theirs = Entry(f"{kind}: {name}, qwix", functools.partial(make, FORMATS[name], "qwix"))
                 yield Row((kind, "qwix", name), theirs, bfloat16)
 
@@ -96,8 +124,10 @@ def int8_static(config: GPTConfig = CONFIG, batch: int = BATCH) -> Iterator[Row]
         yield Row((name,), mine, Entry("forward, served: bfloat16", functools.partial(make, None, None)))
 
 
-def _serve(config: GPTConfig, batch: int, format: Scheme | None, whose: str | None) -> Program:
-    tokens, params = _tokens(config, batch), _params(config)
+def _serve(
+    config: GPTConfig, batch: int, format: Scheme | None, whose: str | None, length: int | None = None
+) -> Program:
+    tokens, params = _tokens(config, batch, length), _params(config)
     if format is None:
         half = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
         return Program(jax.jit(_apply(HandGPT(config, jnp.bfloat16))), (half, tokens))
@@ -144,5 +174,5 @@ def _params(config: GPTConfig) -> Any:
     return jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
 
 
-def _tokens(config: GPTConfig, batch: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch, config.context), jnp.int32)
+def _tokens(config: GPTConfig, batch: int, length: int | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, length or config.context), jnp.int32)

@@ -7,12 +7,14 @@ Run from the root of the repository:
 Compiles whole train steps and forward passes for a TPU v5e or an H100, without running them. The bytes that each reads
 and writes, its temporaries, its peak memory and its matmuls are facts of the compiled program. They repeat exactly, and
 none of them is a time. `--json` saves results after each program, and each complete table, with the date, the versions
-and the target. An interrupted run continues from there if nothing has changed. `read_tables` reads such a file.
+and the target. An interrupted run continues from there if nothing has changed. A run of some tables leaves the others
+as they are. `read_tables` reads such a file.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +56,7 @@ LIBRARIES = ("jax", "flax", "optax", "libtpu", "jax-cuda12-plugin")
 _ZERO_COST = "A train step with `with_policy`, over others"
 _FLOAT8 = "Loss, gradients and next state in float8, over bfloat16"
 _INT8 = "A GPT in 8 and 4 bits, over bfloat16"
+_int8_cublas = functools.partial(int8, served=("int8", "int8 weights", "int4/64"), decoded=())
 
 TABLES = {
     "zero_cost": Table(_ZERO_COST, ("model", "API", "policy", "ours over"), zero_cost),
@@ -79,7 +82,7 @@ TABLES = {
     "float8_cublas": Table(f"{_FLOAT8}, by cuBLAS", ("model", "whose", "recipe"), float8, CUBLAS),
     "int8": Table(_INT8, ("program", "whose", "format"), int8),
     "int8_static": Table("A GPT in int8 with static scales, over bfloat16", ("format",), int8_static),
-    "int8_cublas": Table(f"{_INT8}, by cuBLAS", ("program", "whose", "format"), int8, CUBLAS),
+    "int8_cublas": Table(f"{_INT8}, by cuBLAS", ("program", "whose", "format"), _int8_cublas, CUBLAS),
 }  # fmt: skip
 
 
@@ -101,7 +104,8 @@ class Measurements:
 
     Args:
       target: the target to compile for.
-      path: the file. Its programs with the same sources and versions are not compiled again.
+      path: the file. Its programs with the same sources and versions are not compiled again. Its tables of other runs
+        stay until they are made anew.
     """
 
     def __init__(self, target: Target, path: pathlib.Path | None = None):
@@ -109,8 +113,9 @@ class Measurements:
         self._origin = {"target": target.name, **list_versions(LIBRARIES), "sources": hash_sources()}
         self._measured: dict[str, Measured | str] = {}
         self._tables: dict[str, ResultTable] = {}
+        self._others: list[dict[str, Any]] = []
         if path is not None and path.exists():
-            self._read(json.loads(path.read_text(encoding="utf-8")))
+            self._read(json.loads(path.read_text(encoding="utf-8"))["runs"])
 
     def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
         """Measures a program, or returns the reason why it cannot be measured.
@@ -127,9 +132,12 @@ class Measurements:
         return self._measured[name]
 
     def keep(self, made: ResultTable) -> None:
-        """Saves a complete table, in the order of `TABLES`."""
+        """Saves a complete table, in the order of `TABLES`, in place of one of another run."""
         self._tables[made.name] = made
         self._tables = {name: self._tables[name] for name in (*TABLES, made.name) if name in self._tables}
+        for run in self._others:
+            run["tables"] = [table for table in run["tables"] if table["name"] != made.name]
+        self._others = [run for run in self._others if run["tables"]]
         self._write()
 
     def _compile(self, entry: Entry, options: dict[str, Any]) -> Measured | str:
@@ -144,13 +152,15 @@ class Measurements:
         jax.clear_caches()  # programs of 100 M parameters are large, and no other is like them
         return Measured(figures(compiled), dict(sorted(products(compiled).items())))
 
-    def _read(self, kept: dict[str, Any]) -> None:
-        if kept["origin"] != self._origin:
-            print(f"{self._path} is of other sources or versions, and is written anew", flush=True)
-            return
-        for name, found in kept["programs"].items():
-            self._measured[name] = found if isinstance(found, str) else _as_measured(found)
-        self._tables = {made.name: made for made in map(ResultTable.from_dict, kept["tables"])}
+    def _read(self, runs: list[dict[str, Any]]) -> None:
+        for run in runs:
+            if run["origin"] != self._origin:
+                print(f"{self._path} has tables of other sources or versions, whose programs are not used", flush=True)
+                self._others.append(run)
+                continue
+            for name, found in run["programs"].items():
+                self._measured[name] = found if isinstance(found, str) else _as_measured(found)
+            self._tables = {made.name: made for made in map(ResultTable.from_dict, run["tables"])}
 
     def _write(self) -> None:
         if self._path is not None:
@@ -158,14 +168,15 @@ class Measurements:
             programs = {name: as_json(found) for name, found in self._measured.items()}
             tables = [made.to_dict() for made in self._tables.values()]
             date = datetime.datetime.now(datetime.UTC).date().isoformat()
-            kept = {"date": date, "origin": self._origin, "tables": tables, "programs": programs}
+            run = {"date": date, "origin": self._origin, "tables": tables, "programs": programs}
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            self._path.write_text(json.dumps({"runs": [*self._others, run]}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_tables(path: pathlib.Path) -> tuple[ResultTable, ...]:
     """Reads the tables of a `--json` file."""
-    return tuple(map(ResultTable.from_dict, json.loads(path.read_text(encoding="utf-8"))["tables"]))
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return tuple(ResultTable.from_dict(table) for run in runs for table in run["tables"])
 
 
 def _as_measured(found: dict[str, Any]) -> Measured:

@@ -225,8 +225,9 @@ class QuantizedArray(Uncast):
         if isinstance(self.format, Int8) or self.format.block_size == PER_CHANNEL:
             return self.scale
         _, (inputs, outputs), _ = self._split_shape()
-        spread = spread_over_axis(self.scale, -2, self.format.block_size, inputs)
-        return spread_over_axis(spread, -1, self.format.block_size, outputs).reshape(self.values.shape)
+        # Outputs first: XLA for TPUs fuses the larger of both repetitions into the matmul if it is along the inputs.
+        spread = spread_over_axis(self.scale, -1, self.format.block_size, outputs)
+        return spread_over_axis(spread, -2, self.format.block_size, inputs).reshape(self.values.shape)
 
     def read_blocks(self) -> Blocks:
         """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""

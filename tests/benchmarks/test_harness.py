@@ -122,7 +122,7 @@ def test_the_page_has_what_the_compiler_said(tmp_path):
     origin = {"target": "TPU v5e", "jax": "1.2", "sources": "0"}
     kept = {"date": "2026-03-03", "origin": origin, "tables": _measured()["tables"], "programs": {}}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept), encoding="utf-8")
+    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps({"runs": [kept]}), encoding="utf-8")
     page = _report.make_report(tmp_path)
     assert "Compiled on 2026-03-03 for TPU v5e, with jax 1.2.\n\n**Steps**\n\n| of | bytes | time |" in page
 
