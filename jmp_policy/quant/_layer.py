@@ -26,7 +26,7 @@ from ._layout import (
     reason_unquantized,
 )
 from ._operations import OPERATIONS, Multiplication, dot_general
-from ._product import is_block_product, observe_product, rounds_rows
+from ._product import is_block_product, multiplies_values, observe_product
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize, prepare_weight
 from ._wide_product import wide_product
 
@@ -127,7 +127,7 @@ class Multiply:
         out = None
         # A weight whose stored values cannot be multiplied is dequantized for `wide_product`.
         is_stored = isinstance(call.rhs, StoredWeight)
-        if not is_stored or is_block_product(*call) or rounds_rows(*call):
+        if not is_stored or is_block_product(*call) or multiplies_values(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
             weight = observe_product(*call)

@@ -69,6 +69,8 @@ def multiply_quantized(
     - `Int4` with activations: likewise for each block. This needs a matmul that sums over all blocks of a weight
       without input scales.
     - `E4M3` with activations: as `Int4`, in e4m3, with a scale for each row and block of `left`.
+    - `Int8`, and `E4M3` with a scale per output, without activations: `left` is multiplied by the values, and the sums
+      are scaled in float32. This needs a matmul with one weight scale per sum.
     - Block formats with activations: see `block_product`. This needs blocks along all summed axes, in stored order.
     - Otherwise the weight is dequantized to the dtype of `left`.
 
@@ -80,7 +82,7 @@ def multiply_quantized(
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
-    if not rounds_rows(operation, left, weight):
+    if not multiplies_values(operation, left, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     # Rounded outside of the function with the custom derivative, which would round again.
     if isinstance(weight, QuantizedArray):
@@ -88,7 +90,7 @@ def multiply_quantized(
     else:
         right = weight.array
         rounded = dataclasses.replace(weight, array=lax.stop_gradient(right)).quantize()
-    rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
+    rows = _quantize_rows(operation, lax.stop_gradient(left), rounded) if weight.format.activations else None
     return multiply_integers(operation, left, right, rows, rounded)
 
 
@@ -127,6 +129,18 @@ def rounds_rows(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
     # A convolution with batch groups sums over examples, which have different scales.
     batch_groups = dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1)
     return set(operation.summed_axes(operation.right)) <= shared and batch_groups == 1
+
+
+def multiplies_values(operation: Bilinear, left: jax.Array, weight: Any) -> bool:
+    """True if the values of a weight are multiplied as they are stored, and the sums scaled."""
+    if rounds_rows(operation, left, weight):
+        return True
+    if not isinstance(weight, QuantizedArray | FakeQuantized) or weight.format.activations:
+        return False
+    format, shared = weight.format, {axis % weight.ndim for axis in weight.layout.axes}
+    is_per_output = isinstance(format, Int8) or (isinstance(format, E4M3) and format.block_size == PER_CHANNEL)
+    has_one_scale = set(operation.summed_axes(operation.right)) <= shared
+    return is_per_output and has_one_scale and is_matmul(operation, left.shape, weight.shape)
 
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
@@ -168,10 +182,21 @@ def _quantize_row_blocks(operation: Bilinear, left: jax.Array, block: int) -> Qu
 
 @jax.custom_jvp
 def multiply_integers(
-    operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray | Quantized
+    operation: Bilinear,
+    left: jax.Array,
+    right: jax.Array | None,
+    rows: Quantized | None,
+    weight: QuantizedArray | Quantized,
 ) -> jax.Array:
-    """Multiplies the integers, or e4m3 values, of `left` and `right`; `right` is None for a stored weight."""
+    """Multiplies the integers, or e4m3 values, of `left` and `right`.
+
+    `right` is None for a stored weight, and `rows` for a `left` that is multiplied as it is.
+    """
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if rows is None:
+        wide = left.dtype if left.dtype.itemsize > 4 else np.dtype(np.float32)
+        sums = operation.compute(left, weight.values.astype(left.dtype), wide)
+        return (sums * operation.align_scale(weight.scale, operation.right)).astype(dtype)
     if isinstance(weight, QuantizedArray) and not isinstance(weight.format, Int8):
         return _on_any_mesh(_sum_blocks, operation, rows.values, weight, rows.scale).astype(dtype)
     sums = _sum_integers(operation, rows.values, weight.values)
@@ -246,7 +271,7 @@ def _differentiate_integers(primals: tuple, tangents: tuple) -> tuple[jax.Array,
         numbers = weight.dequantize(left.dtype) if is_stored else to_numbers(weight).astype(left.dtype)
         parts.append(operation.compute(left_tangent, numbers if right is None else _replace_value(right, numbers)))
     if right is not None and not isinstance(right_tangent, SymbolicZero):
-        numbers = _replace_value(left, to_numbers(rows).astype(left.dtype))
+        numbers = left if rows is None else _replace_value(left, to_numbers(rows).astype(left.dtype))
         parts.append(operation.compute(numbers, right_tangent.astype(left.dtype)))
     return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
 

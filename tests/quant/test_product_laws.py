@@ -240,8 +240,34 @@ def test_hardware_gets_products_of_integers(stored, platform):
     assert types_of(exported(convolve, IMAGE, kernel, platform=platform), "convolution") == [("i8", "i8", "i32")]
 
 
-@pytest.mark.parametrize(("format", "platform"), [("int8(activations=false)", "cuda"), ("int4/8", "tpu")])
-def test_weights_alone_are_multiplied_wide(format, platform):
+@pytest.mark.parametrize("format", ["int8(activations=false)", "e4m3/-1"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_weights_alone_with_a_scale_per_output_are_multiplied_as_they_are_stored(format, stored):
+    """XLA for GPUs writes a weight that is scaled before the product, but not one that is only cast."""
+    weight = quantize_array(W, format) if stored else W
+    text = exported(lambda x, w: dot_general(x, w, ROWS, quantization=None if stored else format), X, weight)
+    before, after = text.split("stablehlo.dot_general")
+    assert types_of(text, "dot_general") == [("bf16", "bf16", "f32")]
+    assert not stored or "stablehlo.multiply" not in before
+    assert after.count("stablehlo.multiply") == 1
+
+
+@pytest.mark.parametrize("format", ["int8(activations=false)", "e4m3/-1"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_only_rounding_of_weights_alone_with_a_scale_per_output_is_of_the_result(format, dtype):
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(16, 64)), dtype)
+    stored = quantize_array(jnp.asarray(draw.normal(size=(64, 32)), jnp.float32), format)
+    values, scale = (np.asarray(array.astype(jnp.float32), np.float64) for array in (stored.values, stored.scale))
+    terms = np.asarray(x.astype(jnp.float32), np.float64)[:, :, None] * (values * scale)
+    out = np.asarray(dot_general(x, stored, ROWS).astype(jnp.float32), np.float64)
+    # Half a unit in the last place of the result, and float32 sums of 64 terms and a product.
+    bound = 2.0 ** -(jnp.finfo(dtype).nmant + 1) * np.abs(terms.sum(1)) + 66 * 2.0**-24 * np.abs(terms).sum(1)
+    assert (np.abs(out - terms.sum(1)) <= 1.01 * bound).all()
+
+
+@pytest.mark.parametrize(("format", "platform"), [("e4m3/16", "cuda"), ("int4/8", "tpu")])
+def test_weights_alone_in_blocks_are_multiplied_wide(format, platform):
     text = exported(lambda x, w: dot_general(x, w, ROWS), X, quantize_array(W, format), platform=platform)
     assert types_of(text, "dot_general") == [("bf16", "bf16", "bf16")]
     # XLA for TPUs fuses shifts of both halves of a block into the matmul, but neither interleaved values nor a
