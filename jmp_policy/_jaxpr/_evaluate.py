@@ -65,16 +65,24 @@ def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'
 def refuse_lost_arrays(outputs: Iterable[Any]) -> None:
     """Raises a `TypeError` for an output, such as a function, that holds arrays of the trace that has ended."""
     for output in outputs:
-        cells = [cell.cell_contents for cell in getattr(output, "__closure__", None) or ()]
-        inside = [*cells, getattr(output, "__self__", None), getattr(output, "__dict__", None)]
         try:
-            lax.optimization_barrier([leaf for leaf in jax.tree.leaves(inside) if isinstance(leaf, Tracer)])
+            lax.optimization_barrier([leaf for leaf in _list_held(output) if isinstance(leaf, Tracer)])
         except jax.errors.UnexpectedTracerError:
             raise TypeError(
                 f"A model under a quantized policy returned {describe(output)}, which holds arrays of the call. A "
                 "model that multiplies by weights in its own code is traced, as under jax.jit: it returns arrays, or "
                 "trees of them. For example: return jax.tree_util.Partial(function, hidden)."
             ) from None
+
+
+def _list_held(output: Any) -> list[Any]:
+    """Lists the leaves of a function's closure or arguments, or of an object's attributes."""
+    inside = [getattr(output, name, None) for name in ("__closure__", "__self__", "args", "keywords")]
+    try:
+        cells = [cell.cell_contents for cell in inside[0] or ()]
+        return jax.tree.leaves([cells, *inside[1:], *getattr(output, "__dict__", {}).values()])
+    except (ValueError, TypeError):  # an empty cell, or keys that cannot be sorted
+        return []
 
 
 _CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)

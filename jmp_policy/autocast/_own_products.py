@@ -55,6 +55,7 @@ from ._precision import trace_product, write_product, write_program
 from ._stored_reads import move_reads_inside
 from ._weight_products import (
     ANNOTATED,
+    TAKING,
     AttentionProduct,
     LookUp,
     Order,
@@ -92,6 +93,7 @@ class _State(NamedTuple):
     casts: tuple[np.dtype, ...]  # that it was traced with; a quantized matmul reads it as stored, all else as cast
     number: int  # of the weight
     order: Order = None  # of its axes
+    is_taken: bool = False  # True for one element of a stack
 
     @property
     def dtype(self) -> np.dtype:
@@ -139,6 +141,18 @@ class ProductRule(Rule):
     def enters(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         """True if the sub-jaxprs of an equation are rewritten."""
         return eqn.primitive.name in WRITERS and eqn.primitive.name not in CUSTOM
+
+    def cast_operands(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace
+    ) -> list[Value]:
+        """Notes weights that enter a sub-jaxpr after a move: if stored, they would be read before it."""
+        for value in values:
+            state = value.kind.state
+            if isinstance(state, _State):
+                is_in_order = state.order == tuple(range(-len(shape_of(value.atom)), 0))
+                if not is_in_order or state.is_taken or len(state.casts) > 2:
+                    self.layouts.setdefault(state.number, set()).add(None)
+        return values
 
     def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         first = kinds[0]
@@ -219,7 +233,9 @@ class ProductRule(Rule):
         if eqn.primitive.name != "convert_element_type":
             for kind in floating if len(floating) > 1 else ():  # joined: each alone cannot be stored
                 self.layouts.setdefault(kind.state.number, set()).add(None)
-            moved = first._replace(state=first.state._replace(order=move_axes(eqn, first.state.order)))
+            is_taken = first.state.is_taken or eqn.primitive.name in TAKING
+            state = first.state._replace(order=move_axes(eqn, first.state.order), is_taken=is_taken)
+            moved = first._replace(state=state)
             kinds = [
                 moved if own else AbstractValue(float_dtype(var)) for own, var in zip(made, eqn.outvars, strict=True)
             ]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-from .._jaxpr import Atom, Program, body_of, replace_variables, scan_parts, shape_of, sub_jaxprs
+from .._jaxpr import Atom, Program, body_of, float_dtype, replace_variables, scan_parts, shape_of, sub_jaxprs
 from ..quant import find_structure, trace_read
 from ._weight_products import TAKING
 
@@ -28,6 +29,11 @@ def move_reads_inside(program: Program) -> Program:
             equations.append(eqn)
             continue
         reads = [None if isinstance(atom, Literal) else known.get(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and reads[0] is not None:
+            if (again := _read_as_cast(reads[0], eqn)) is not None:
+                known[eqn.outvars[0]] = again
+            equations.append(eqn)
+            continue
         if any(reads) and eqn.primitive.name == "jit" and _is_indexing(eqn.params["jaxpr"]):
             equations += _write_out(eqn)
             continue
@@ -35,6 +41,16 @@ def move_reads_inside(program: Program) -> Program:
         params = {key: _move_in_parameter(value) for key, value in moved.params.items()}
         equations.append(moved.replace(params=params))
     return replace_variables(program, body.invars, equations, body.outvars, body.debug_info)
+
+
+def _read_as_cast(read: JaxprEqn, cast: JaxprEqn) -> JaxprEqn | None:
+    """Returns a read in the dtype of a cast, or None if the cast does not only round."""
+    dtype: Any = float_dtype(cast.outvars[0])
+    if float_dtype(read.outvars[0]) != np.float32 or dtype is None or dtype.itemsize > 4:
+        return None
+    avals: list[Any] = [atom.aval for atom in read.invars]
+    again = trace_read(read.params["name"], dtype, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    return again.replace(invars=read.invars, outvars=cast.outvars, source_info=cast.source_info, ctx=read.ctx)
 
 
 def _is_indexing(program: ClosedJaxpr) -> bool:

@@ -444,8 +444,9 @@ def move_axes(eqn: JaxprEqn, order: Order) -> Order:
         return tuple(order[axis] for axis in eqn.params["permutation"])
     if name == "squeeze":
         dropped = eqn.params["dimensions"]
+        is_first = [shape[n] == 1 and order[n] == n - len(shape) and set(range(n)) <= {*dropped} for n in dropped]
         kept = tuple(axis for n, axis in enumerate(order) if n not in dropped)
-        return kept if all(order[n] == _TAKEN for n in dropped) else None
+        return kept if all(one or order[n] == _TAKEN for n, one in zip(dropped, is_first, strict=True)) else None
     sizes = shape_of(eqn.outvars[0])
     cut = [n for n in range(len(shape)) if sizes[n] != shape[n]]
     is_one = all(n == i and sizes[n] == 1 and order[n] == n - len(shape) for i, n in enumerate(cut))

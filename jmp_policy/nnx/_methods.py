@@ -64,15 +64,17 @@ def parse_no_cast(base: type, no_cast: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(no_cast))
 
 
-_INSIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("_INSIDE", default=False)
-"""True inside of a call of a module with a policy."""
+_INSIDE: contextvars.ContextVar[bool | None] = contextvars.ContextVar("_INSIDE", default=None)
+"""Inside of a call of a module with a policy: true if its program is rewritten, by all weights of the model."""
 
 
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
     """Runs a method of the class without a policy, as the spec of the module says."""
-    token = _INSIDE.set(True)
+    around = _INSIDE.get()
+    rewrites = not around and is_rewritten(module, spec, is_outermost=spec.attached or around is None)
+    token = _INSIDE.set(bool(around or rewrites))
     try:
-        if is_rewritten(module, spec, is_outermost=token.old_value is not True):
+        if rewrites:
             run = lambda module, *args, **kwargs: run_method(module, spec, method, args, kwargs)
             return call_rewritten(run, module, spec.given, vars(module).get(_PATH, ""), args, kwargs)
         with across_bridge(vars(module).get(_PATH, "")) if has_linen_module(spec.base) else nullcontext():

@@ -329,6 +329,7 @@ INSIDE = {
     "one of a stack of stacks": (lambda x, w: x @ w[1, 2], (2, 3, 64, 64)),
     "one of a stack in jit": (lambda x, w: x @ lax.dynamic_index_in_dim(w, 1, 0, keepdims=False), (3, 64, 64)),
     "groups of rows": (lambda x, w: lax.ragged_dot(x, w, jnp.array([5, 0, 11], np.int32)), (3, 64, 64)),
+    "a stack of one": (lambda x, w: x @ w[0], (1, 64, 64)),
 }
 
 
@@ -359,6 +360,34 @@ def test_each_format_multiplies_by_a_stored_stack_as_by_the_floating_one(place, 
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     np.testing.assert_allclose(slope, wanted_slope, rtol=2e-2, atol=1e-4)  # float sums in another order
+
+
+MULTIPLY = {
+    "jit": jax.jit(jnp.matmul),
+    "remat": jax.checkpoint(lambda x, w: jnp.tanh(x @ w)),
+    "a branch": lambda x, w: lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w + 1, w),
+}
+
+
+@pytest.mark.parametrize("place", MULTIPLY)
+@pytest.mark.parametrize("cast", [jnp.float32, jnp.bfloat16])
+def test_a_weight_that_is_cast_before_a_function_is_multiplied_inside_as_it_is_stored(place, cast):
+    function = lambda x, w: MULTIPLY[place](x.astype(cast), w.astype(cast))
+    policy = "int8(min_size=0)_from_float32"
+    floating = jmp.with_policy(Own(draw((64, 64)), function), policy)
+    stored = store_own(Own(draw((64, 64)), function), policy, X)
+    np.testing.assert_array_equal(stored(X), floating(X))
+    assert set(count_matmuls(stored, X)) == {"int8"}
+
+
+@pytest.mark.parametrize("place", MULTIPLY)
+@pytest.mark.parametrize(
+    "move", [lambda w: w[1], lambda w: w[1].T, lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)[0]]
+)
+def test_a_weight_that_is_moved_before_a_function_is_not_stored(place, move):
+    function = lambda x, w: MULTIPLY[place](x.astype(move(w).dtype), move(w))
+    row = jmp.explain(jmp.with_policy(Own(draw((3, 64, 64)), function), INT8), X)["w"]
+    assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
 
 
 @pytest.mark.parametrize("function", [
@@ -714,6 +743,24 @@ def test_a_module_inside_that_is_called_alone_is_quantized_as_in_its_model():
         np.testing.assert_array_equal(model.first(x), wanted)
 
 
+class Holding(nnx.Module):
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __call__(self, x, inside=None):
+        return (inside or self.inside)(x)
+
+
+@pytest.mark.parametrize("policy", ["float32", INT8])
+@pytest.mark.parametrize("place", ["attribute", "argument", "function"])
+def test_a_module_with_a_policy_of_its_own_is_quantized_inside_of_any_other(policy, place):
+    """The one around may have another policy, and no weights."""
+    own = jmp.with_policy(Own(draw((64, 64)), jnp.matmul), "int8(min_size=0)_from_float32")
+    around = jmp.with_policy(Holding(own if place == "attribute" else None), policy)
+    given = {"attribute": (), "argument": (own,), "function": (lambda x: own(x),)}[place]
+    assert count_matmuls(lambda x: around(x, *given), X) == ["int8"]
+
+
 class AroundLinen(nnx.Module):
     """Wraps a linen module that multiplies, as the code around does."""
 
@@ -791,5 +838,14 @@ def test_an_output_that_holds_arrays_of_the_traced_call_is_an_error(function):
         jmp.with_policy(Own(draw((64, 64)), function), INT8)(X)
 
 
-def test_a_function_among_the_outputs_that_holds_no_arrays_is_returned():
-    assert jmp.with_policy(Own(draw((64, 64)), lambda x, w: (x @ w, nnx.relu)), INT8)(X)[1] is nnx.relu
+def make_empty_cell():
+    def function():
+        return later
+
+    return function
+    later = 0  # makes it a cell
+
+
+@pytest.mark.parametrize("output", [nnx.relu, make_empty_cell(), Returned({1: 0, "a": 1})])
+def test_an_output_that_holds_no_arrays_is_returned(output):
+    assert jmp.with_policy(Own(draw((64, 64)), lambda x, w: (x @ w, output)), INT8)(X)[1] is output
