@@ -252,7 +252,7 @@ class ProductRule(Rule):
         body: JaxprBuilder,
         context: EquationPlace,
     ) -> list[Value]:
-        """Writes an equation that reads a stored weight: its matmul, a cast or transpose, or any other unchanged."""
+        """Writes an equation that reads a stored weight: its matmul, a move or cast, or any other unchanged."""
         position = next(i for i, source in enumerate(stored) if source is not None)
         source: Any = stored[position]
         product: StoredProduct | StoredRaggedProduct | LookUp | str = ""

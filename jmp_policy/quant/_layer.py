@@ -270,7 +270,7 @@ def spell_format(
 ) -> str:
     """Describes a quantized weight, and the reason why the layer dequantizes it, for `Row.quantization`."""
     spelled = f"{format}{padding}"
-    if not format.activations:  # their matmuls always dequantize
+    if not format.activations:  # only weights are rounded, however the layer multiplies
         return spelled
     is_in_blocks = not isinstance(format, Int8)
     if why_as_numbers is None and is_in_blocks and layer is not None and layer.operation == "conv_general_dilated":
