@@ -21,8 +21,8 @@ class Int8(CheckedFormat):
     multiplies int8 by int8 into int32. Without, only weights are stored in int8.
 
     Args:
-      activations: if True, inputs are quantized as well. If False, matmuls multiply the int8 values in the compute dtype,
-        and scale their sums in float32.
+      activations: if True, inputs are quantized as well. If False, matmuls multiply the int8 values in the compute
+        dtype, and scale their sums in float32.
       act_scale: `"dynamic"`, or `"static"` for one constant scale of each layer's inputs, from
         `quantize(..., input_clips=calibrate(...))`. Inputs are not measured: larger ones are clipped, infinities too,
         and a nan becomes an arbitrary integer. Weights that are not stored as int8, and embedding tables, use
