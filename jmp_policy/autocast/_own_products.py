@@ -38,7 +38,7 @@ from .._jaxpr import (
     trace,
 )
 from ..modules import find_bridge
-from ..policy import BlockFormat, CurrentScaling, Float8, needs_rng
+from ..policy import BlockFormat, Float8, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
     FakeQuantized,
@@ -47,8 +47,8 @@ from ..quant import (
     fake_quantize,
     find_structure,
     is_observing,
-    needs_state,
     prepare_weight,
+    without_state,
 )
 from ._place import EquationPlace
 from ._precision import trace_product, write_product, write_program
@@ -327,11 +327,9 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
         return _WHY_BACKWARD
     if all(read[:2]):
         return "both operands are weights"
-    quantization = format.quantization
-    if needs_rng(quantization):
+    if needs_rng(format.quantization):
         return _WHY_NO_KEY
-    if needs_state(quantization):  # only layers of Flax have a history
-        quantization = dataclasses.replace(quantization, recipe=CurrentScaling())
+    quantization = without_state(format.quantization)
     if format.is_table:  # as a table of Flax's
         if isinstance(quantization, Float8 | BlockFormat):
             return WHY_TABLES_WIDE

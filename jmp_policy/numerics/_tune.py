@@ -14,7 +14,8 @@ import numpy as np
 from .._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
 from ..loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter
-from ..policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
+from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
+from ..quant import without_state
 from ._tune_search import (
     Observed,
     Ranking,
@@ -208,7 +209,8 @@ class _Tuner:
         kept = self._name(indices)
         trial = self._log.find(kept)
         if trial is None:
-            tried = self._make_map(kept, _use_current_scaling(self._policy))
+            quantization = self._policy.quantization and without_state(self._policy.quantization)
+            tried = self._make_map(kept, self._policy.replace(quantization=quantization))
             try:
                 observed = self._make_observation(tried, self._scale)()
             except Exception as error:
@@ -233,16 +235,6 @@ class _Tuner:
 
     def _name(self, indices: frozenset[int]) -> tuple[str, ...]:
         return tuple(self._scopes[index] for index in sorted(indices))
-
-
-def _use_current_scaling(policy: Policy) -> Policy:
-    """Replaces delayed float8 scaling, since an amax history needs earlier steps."""
-    format = policy.quantization
-    if not isinstance(format, Float8):
-        return policy
-    kept = {"margin": format.margin, "weight_grad": format.weight_grad, "min_size": format.min_size}
-    recipe = format.recipe if isinstance(format.recipe, CurrentScaling) else "current"
-    return policy.replace(quantization=Float8(recipe, **kept))
 
 
 def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None, has_aux: bool, seed: int) -> Subject:

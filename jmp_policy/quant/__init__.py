@@ -55,7 +55,7 @@ if _typing.TYPE_CHECKING:
     )
     from ._block_numbers import dequantize, pack, pad_axes, quantize_mx, quantize_nv  # noqa: F401
     from ._float8_product import (  # noqa: F401
-        State, has_float8, needs_state, new_state, reason_not_float8, warn_of_odd_rows, why_sizes_wide,
+        State, has_float8, needs_state, new_state, reason_not_float8, warn_of_odd_rows, why_sizes_wide, without_state,
     )
     from ._layer import (  # noqa: F401
         LayerFacts, LayerPlan, LayerProduct, Multiply, Promote, WeightedLayer, attend, find_accumulate_dtype,
@@ -90,7 +90,8 @@ else:  # layers of Flax need none of these
         "_bilinear": "Bilinear Convolution Dot describe_convolution describe_dot_general is_matmul "
         "label_convolution label_dot label_einsum",
         "_block_numbers": "dequantize pack pad_axes quantize_mx quantize_nv",
-        "_float8_product": "State has_float8 needs_state new_state reason_not_float8 warn_of_odd_rows why_sizes_wide",
+        "_float8_product": "State has_float8 needs_state new_state reason_not_float8 warn_of_odd_rows why_sizes_wide "
+        "without_state",
         "_layer": "LayerFacts LayerPlan LayerProduct Multiply Promote WeightedLayer attend "
         "find_accumulate_dtype find_layer_row has_fewer_bits is_own multiply_wide plan_layer "
         "spell_format",

@@ -227,6 +227,13 @@ def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
     return isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
 
 
+def without_state(format: Quantization) -> Quantization:
+    """Replaces `DelayedScaling`, whose history needs a layer and earlier steps, by `CurrentScaling`."""
+    if not needs_state(format):
+        return format
+    return dataclasses.replace(format, recipe=CurrentScaling(), amax_history_length=Float8.amax_history_length)
+
+
 def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
     """Returns the initial state of a layer, or of a stack of layers of shape `stack`."""
     state = {}

@@ -9,13 +9,13 @@ FOLDER = pathlib.Path(__file__).parent.parent.parent / "docs"
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<body>.*?)^(?P=indent)```$"
-    r"|^ *<!-- needs: (?P<needs>[\w, ]+) -->$",
+    r"|^ *<!-- needs: (?P<needs>[\w., ]+) -->$",
     re.MULTILINE | re.DOTALL,
 )
 
 
 class Block(NamedTuple):
-    """A block of Python, the line where it begins, its output (`...` stands for anything), and the libraries in it."""
+    """A block of Python, the line where it begins, its output (`...` stands for anything), and what it imports."""
 
     code: str
     line: int
