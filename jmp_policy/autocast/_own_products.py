@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
 
 from .._base import Args, Results, warn_once
 from .._jaxpr import (
@@ -30,10 +29,8 @@ from .._jaxpr import (
     float_dtype,
     is_backward,
     list_live,
-    list_variables,
     name_stack,
     refuse_lost_arrays,
-    replace_variables,
     shape_of,
     trace,
 )
@@ -44,6 +41,9 @@ from ..quant import (
     FakeQuantized,
     Layout,
     QuantizedArray,
+    Waiting,
+    at_path,
+    collect_waiting,
     fake_quantize,
     find_structure,
     is_observing,
@@ -121,11 +121,14 @@ class ProductRule(Rule):
     """Quantizes the matmuls of marked weights, from the dtype that these are stored in, and of stored weights.
 
     It notes the layouts of floating weights, and the uses of stored ones, by number. While products are observed, those
-    of the outermost jaxpr are not written: they stand in `products`, by the variable of their output.
+    of the outermost jaxpr are not written: they wait in `products`, by the variable of their output.
     """
 
+    modules: dict[int, str] = dataclasses.field(default_factory=dict)
+    """The paths of the modules that own the weights, by number."""
+
     layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
-    products: dict[Any, Callable[..., jax.Array]] = dataclasses.field(default_factory=dict)
+    products: dict[Any, Waiting] = dataclasses.field(default_factory=dict)
     uses: dict[int, list[StoredProduct | StoredRaggedProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
 
     fusing = frozenset(("jit",))
@@ -200,11 +203,13 @@ class ProductRule(Rule):
                 assert not isinstance(product, AttentionProduct)
                 layout = find_layout(eqn, product.position, marked[0].order, product.quantization)
                 self.layouts.setdefault(marked[0].number, set()).add(layout)
-                return self._write_product(product, eqn, [value.atom for value in values], body, context)
+                atoms = [value.atom for value in values]
+                return self._write_product(product, eqn, atoms, marked[0].number, body, context)
         elif marked and eqn.primitive.name == "gather" and states[0] is not None:
             lookup = self._find_lookup(eqn, states[0])
             if lookup is not None:
-                return self._write_product(lookup, eqn, [values[1].atom, values[0].atom], body, context)
+                atoms = [values[1].atom, values[0].atom]
+                return self._write_product(lookup, eqn, atoms, marked[0].number, body, context)
         elif marked:
             moved = self._move(eqn, values, body)
             if moved is not None:
@@ -267,7 +272,8 @@ class ProductRule(Rule):
             self.uses.setdefault(source.leaf.number, []).append(product or f"{eqn.primitive.name} reads it")
         others = [value.atom for i, value in enumerate(values) if i != position]
         if not isinstance(product, str):
-            return self._write_product(product, eqn, [*others, *source.atoms], body, context)
+            number = None if source.leaf is None else source.leaf.number
+            return self._write_product(product, eqn, [*others, *source.atoms], number, body, context)
         results = body.append(eqn, [v.atom for v in values], [AbstractValue(float_dtype(var)) for var in eqn.outvars])
         if element is not None:
             operands = [*source.atoms, *others]
@@ -282,16 +288,22 @@ class ProductRule(Rule):
         product: Product | StoredProduct | StoredRaggedProduct | LookUp,
         eqn: JaxprEqn,
         atoms: Sequence[Atom],
+        number: int | None,
         body: JaxprBuilder,
         context: EquationPlace,
     ) -> list[Value]:
         kind = AbstractValue(float_dtype(eqn.outvars[0]))
         if not isinstance(product, LookUp):
             product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", kind.dtype)))
-        if is_observing() and context.path == _OUTERMOST:
-            results = body.append(eqn, atoms, [kind])
-            self.products[results[0].atom] = product
-            return results
+        if is_observing():
+            path = "" if number is None else self.modules[number]
+            if context.path == _OUTERMOST:
+                results = body.append(eqn, atoms, [kind])
+                call = lambda *operands: [product(*operands).astype(kind.dtype)]
+                self.products[results[0].atom] = Waiting(call, path, [atom.aval for atom in atoms])
+                return results
+            with at_path(path):  # the observer sees that there are no values
+                jax.eval_shape(lambda *operands: product(*operands), *(atom.aval for atom in atoms))
         (out,) = write_product(_NamedProduct(product), eqn, atoms, kind, body)
         return [Value(body.cast(out.atom, kind.dtype, eqn), kind)]
 
@@ -356,18 +368,18 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     `find_weights` is called after the function was traced.
     """
     results = Results()
-    with explain_tracing("a quantized policy", ""):
+    with explain_tracing("a quantized policy", ""), collect_waiting() as waiting:
         traced = trace(results.take_arrays(fun), args, {})
     refuse_lost_arrays(results.list_others().values())
     weights = find_weights()
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
-    program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights.stored)
+    program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights)
     # A weight whose stored form fits no matmul is rounded in that form.
     is_apart = lambda i, layout: rule.layouts.get(i) != {layout} or any(isinstance(use.product, str) for use in uses[i])
     rounded = {i: own for i, own in formats.items() if own.layout is not None and is_apart(i, own.layout)}
     if marked & rounded.keys():
-        program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights.stored)
+        program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights)
     leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
     found = FOUND.get()
     if found is not None:
@@ -389,31 +401,22 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
             "they would be quantized too. For example: 'nvfp4(stochastic_rounding=false)'.",
         )
     # Equation by equation, as the model would run without this.
-    run = functools.partial(_observe, rule) if is_observing() else evaluate
-    return results.put_back(jax.tree.unflatten(traced.out_tree, run(program, *leaves)))
+    calls = rule.products | waiting
+    out = evaluate(program, *leaves, find_call=lambda eqn: _find_call(calls, eqn))
+    return results.put_back(jax.tree.unflatten(traced.out_tree, out))
 
 
-def _observe(rule: ProductRule, program: Any, *leaves: Any) -> list[Any]:
-    """Evaluates a rewritten jaxpr, whose products are called, so that observers see their operands."""
-    body = program.jaxpr
-    values: dict[Any, Any] = dict(zip(body.constvars, program.consts, strict=True))
-    values.update(zip(body.invars, leaves, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-    for eqn in body.eqns:
-        product = rule.products.get(eqn.outvars[0]) if eqn.outvars else None
-        if product is not None:
-            dtype: Any = float_dtype(eqn.outvars[0])
-            values[eqn.outvars[0]] = product(*map(read, eqn.invars)).astype(dtype)
-            continue
-        variables = [*dict.fromkeys(list_variables(eqn.invars))]
-        alone = replace_variables(body, variables, [eqn], eqn.outvars).replace(constvars=())
-        values.update(zip(eqn.outvars, evaluate(ClosedJaxpr(alone, ()), *map(read, variables)), strict=True))
-    return [*map(read, body.outvars)]
+def _find_call(calls: dict[Any, Waiting], eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+    """Returns the call that waits for an equation, unless `vmap` or a cast has changed its operands."""
+    keys = (*eqn.outvars[:1], eqn.params.get("name"))
+    found = next((calls[key] for key in keys if key in calls), None)
+    return found if found is not None and found.fits([atom.aval for atom in eqn.invars]) else None
 
 
-def _rewrite(program: Any, formats: dict[int, WeightFormat], stored: Collection[int]) -> tuple[Any, ProductRule]:
-    """Rewrites a jaxpr by the weights among its arguments, if there are any; returns the rule with its notes."""
-    rule = ProductRule()
+def _rewrite(program: Any, formats: dict[int, WeightFormat], weights: Weights) -> tuple[Any, ProductRule]:
+    """Rewrites a jaxpr by weights in some formats, and by stored ones; returns the rule with its notes."""
+    stored = weights.stored
+    rule = ProductRule({i: path.rpartition("/")[0] for i, (path, _) in (weights.floating | stored).items()})
     if not formats and not stored:
         return program, rule
     kinds = []

@@ -366,10 +366,10 @@ class _Passes:
         return self._statistics
 
     def _run(self, batch: Any) -> None:
-        with jax.disable_jit(), observe_products(self._observe), contextlib.suppress(_Enough):
+        with observe_products(self._observe), contextlib.suppress(_Enough):
             self._run_model(batch)
 
-    def _observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
+    def _observe(self, path: str, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
         """Reads the inputs of a matmul, and returns the weight to multiply by."""
         marks = weight.tensor_scale if isinstance(weight, QuantizedArray) else None
         if marks is None or isinstance(marks, Tracer) or not isinstance(weight.format, Int4 | Int8):

@@ -49,7 +49,7 @@ from ._fields import (
     temporarily_set,
     written_dtype,
 )
-from ._own_weights import call_rewritten, is_rewritten_alone, note_weight
+from ._own_weights import note_weight
 from ._place import add_paths_to_jit_keys, calling, path_text
 from ._products import multiply_by_policy
 from ._quantized import check_cache, name_misread_weight, read_quantized_param
@@ -104,9 +104,6 @@ def _call_inside(
         if isinstance(module, nn.MultiHeadDotProductAttention) and policy.cache is None:
             check_cache(module, None)
         run = _compute_as(policy, context, next_fun)
-        if is_rewritten_alone(module, policy, context.method_name):
-            call = lambda copy, *args, **kwargs: getattr(copy, context.method_name)(*args, **kwargs)
-            run = lambda *args, **kwargs: call_rewritten(call, module, args, kwargs, is_running=True)
         out = _call_at_boundary(policy, module, run, args, kwargs) if casts else run(*args, **kwargs)
 
     # Record the author's dtype. The carry of a cell keeps its dtype, which a scan around it needs.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import linen as nn
-from flax.core import lift, meta
+from flax.core import lift
 from flax.linen import transforms
 
 from .._base import (
@@ -87,10 +86,9 @@ def is_rewritten(
 ) -> bool:
     """True if `call` of a method is to be rewritten, because code in it reads weights of its own.
 
-    The first call with such parameters and arguments is traced to know. Not under `jax.disable_jit`, where hooks need
-    the values of modules inside.
+    The first call with such parameters and arguments is traced to know.
     """
-    if _READ.get() is not None or jax.config.jax_disable_jit or module.is_initializing():
+    if _READ.get() is not None or module.is_initializing():
         return False
     if all(policy.quantization is None for policy in list_policies(given)):
         return False
@@ -131,29 +129,13 @@ def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, 
     return bool(found)
 
 
-def is_rewritten_alone(module: nn.Module, policy: Policy, method_name: str) -> bool:
-    """True if a call of a module rewrites its own matmuls alone, under `jax.disable_jit`: no modules are inside."""
-    if not jax.config.jax_disable_jit or _READ.get() is not None or policy.quantization is None or _is_of_flax(module):
-        return False
-    if method_name == "setup" or not hasattr(type(module), method_name) or module.is_initializing():
-        return False
-    params = module.scope.variables().get("params", {})  # type: ignore[union-attr]
-    own = [meta.unbox(value) for value in params.values()]
-    return not any(isinstance(value, Mapping) for value in own) and any(np.ndim(value) > 1 for value in own)
-
-
-def call_rewritten(
-    call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs, is_running: bool = False
-) -> Any:
-    """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized.
-
-    The method of a module that is running already is called again, as if it was not.
-    """
+def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """Calls `call(module, *args, **kwargs)` with the matmuls by weights of the model quantized."""
     from ..autocast import quantize_products  # loads the rewriter
 
     policy = CURRENT.value.policy
     run = lambda pure, given, weights: quantize_products(pure, given, policy, lambda: weights)
-    return _call_lifted(run, call, module, args, kwargs, None if is_running else module._state)
+    return _call_lifted(run, call, module, args, kwargs, module._state)
 
 
 def _call_lifted(
@@ -161,11 +143,10 @@ def _call_lifted(
 ) -> Any:
     """Calls `run(pure function, its arguments, the weights that it finds)` for a call of a bound module.
 
-    `state` is Flax's own of the module, or None to call it as if it was not running.
+    `state` is Flax's own of the module.
     """
     from ..autocast import Weights
 
-    new: Any = type(module._state)
     scopes, args, kwargs = transforms.get_module_scopes(module, *hide_constants((args, kwargs)))
 
     def call_on_variables(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +156,7 @@ def _call_lifted(
             variables, rngs, args, kwargs = given
             scopes = scope_fn(variables, rngs)
             copy, args, kwargs = transforms.set_module_scopes(module, args, kwargs, scopes)
-            object.__setattr__(copy, "_state", new() if state is None else state.export())
+            object.__setattr__(copy, "_state", state.export())
             args, kwargs = show_constants((args, kwargs))
             reads: list[_Read] = []
             token = _READ.set(reads)
@@ -185,8 +166,7 @@ def _call_lifted(
             finally:
                 _READ.reset(token)
                 _note_numbers(weights, reads, scopes, given)
-            if state is not None:
-                state.reimport(copy._state)
+            state.reimport(copy._state)
             return out, repack(scopes)
 
         return run(pure, (variables, rngs, args, kwargs), weights)

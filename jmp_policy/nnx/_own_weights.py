@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 
 
 def is_rewritten(module: nnx.Module, spec: ModuleSpec, is_outermost: bool) -> bool:
-    """True if a call of a module begins to rewrite the matmuls inside by their weights: of the outermost one.
-
-    Under `jax.disable_jit` hooks need the values of modules inside, so that each module without any begins for itself.
-    """
+    """True if a call of a module begins to rewrite the matmuls inside by their weights: of the outermost one."""
     if all(policy.quantization is None for policy in list_policies(spec.given)):
         return False
-    if jax.config.jax_disable_jit:
-        is_alone = not is_of_flax(spec.base) and len(list(nnx.iter_modules(module))) == 1
-        is_outermost = is_alone and not REWRITING.value
     return is_outermost and any(True for _ in list_own_weights(module))
 
 

@@ -15,7 +15,8 @@ from ..modules import Method, ModuleCall, check_batches, require_adapter
 from ..policy import PolicySpec, get_policy
 from ._bilinear import Bilinear
 from ._numbers import Clip, check_clip, measure_amax, quantize_symmetric, to_numbers
-from ._product import is_integer_product, observe_products
+from ._observe import at_path, observe_products
+from ._product import is_integer_product
 from ._quantizer import Quantizer, apply_quantizer
 
 
@@ -25,27 +26,23 @@ class ClipCalibration:
     def __init__(self) -> None:
         self.layers: dict[str, ClipStatistics] = {}
         self._traced: dict[str, None] = {}
-        self._path = ""
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of a module; its matmuls are recorded under its path."""
-        outer, self._path = self._path, call.path
-        try:
+        with at_path(call.path):
             return next_fun(*args, **kwargs)
-        finally:
-            self._path = outer
 
-    def observe(self, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
+    def observe(self, path: str, operation: Bilinear, left: jax.Array, weight: Any) -> Any:
         """Records the input of an integer matmul, and returns its weight."""
         if is_integer_product(operation, left, weight):
-            self.add(left, operation.summed_axes(operation.left))
+            self.add(path, left, operation.summed_axes(operation.left))
         return weight
 
-    def add(self, x: jax.Array, axes: tuple[int, ...]) -> None:
+    def add(self, path: str, x: jax.Array, axes: tuple[int, ...]) -> None:
         if isinstance(x, Tracer):
-            self._traced[self._path] = None
+            self._traced[path] = None
         elif x.size:
-            self.layers.setdefault(self._path, ClipStatistics(self._path)).add(x, axes)
+            self.layers.setdefault(path, ClipStatistics(path)).add(x, axes)
 
     def check(self, count: int) -> None:
         """Raises or warns if the inputs of layers were not seen in `count` batches."""
@@ -193,7 +190,7 @@ def calibrate(
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        with jax.disable_jit(), observe_products(calibration.observe):  # inputs have values, also in scans
+        with observe_products(calibration.observe):
             adapter.run(bound, inputs, method, kwargs, calibration.hook)
     calibration.check(count)
     # The paths of modules with a weight.

@@ -1,6 +1,7 @@
 """Compares a model with its quantized form, layer by layer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from ..report import (
     plot_bars,
 )
 from ._array import QuantizedArray
+from ._observe import call_with_values, observe_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +232,7 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     if not old:
         raise ValueError("There is nothing to compare: the model has no parameter of two or more axes.")
     wanted, got = _Outputs(owners.values()), _Outputs(owners.values())
-    with jax.disable_jit():
+    with observe_products():
         runs = zip(models, (wanted, got), strict=True)
         whole = [_arrays(adapter.run(model, inputs, method, kwargs, to.hook)) for (model, adapter), to in runs]
     dequantize = lambda weight: weight.dequantize() if isinstance(weight, QuantizedArray) else weight
@@ -290,8 +292,17 @@ class _Outputs:
             out = next_fun(*args, **kwargs)
         finally:
             self._running.discard(call.path)
-        self.by_path[call.path].extend(_arrays(out))
-        return out
+        leaves, structure = jax.tree.flatten(out)
+        floating = [i for i, leaf in enumerate(leaves) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
+        kept = call_with_values(functools.partial(self._keep, call.path), *(leaves[i] for i in floating))
+        new = dict(zip(floating, kept, strict=True))
+        if all(array is leaves[i] for i, array in new.items()):
+            return out
+        return jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    def _keep(self, path: str, *arrays: Any) -> tuple[Any, ...]:
+        self.by_path[path].extend(_arrays(arrays))
+        return arrays
 
 
 def _quantization(weight: Any, called: tuple[str, str] | None, *, is_layer: bool) -> str:
@@ -317,7 +328,7 @@ def _arrays(out: Any) -> list[Any]:
 
 def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
     """Returns the norm of the difference, relative to the norm of the first arrays; None without arrays."""
-    if not before:
+    if not before or len(before) != len(after):  # an output that a rewritten model does not use has no value
         return None
     lost = kept = 0.0
     for old, new in zip(before, after, strict=True):

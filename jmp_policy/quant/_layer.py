@@ -25,8 +25,9 @@ from ._layout import (
     layer_size,
     reason_unquantized,
 )
+from ._observe import call_with_values, observe_product
 from ._operations import OPERATIONS, Multiplication, dot_general
-from ._product import is_block_product, multiplies_values, observe_product
+from ._product import is_block_product, multiplies_values
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize, prepare_weight
 from ._wide_product import wide_product
 
@@ -130,8 +131,7 @@ class Multiply:
         if not is_stored or is_block_product(*call) or multiplies_values(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
-            weight = observe_product(*call)
-            out = wide_product(call.operation, call.lhs, _dequantize(weight), dtype, call.lhs.dtype)
+            out = call_with_values(functools.partial(_multiply_wide, call.operation, dtype), call.lhs, call.rhs)
         return out if product.returns_sums else out.astype(call.lhs.dtype)
 
     def _multiply_quantized(
@@ -149,6 +149,11 @@ class Multiply:
             return None
         state = product.state() if product.state is not None and needs_state(format) else None
         return float8_product(operation, lhs, rhs, format, state, product.where)
+
+
+def _multiply_wide(operation: Any, dtype: np.dtype, left: jax.Array, weight: Any) -> jax.Array:
+    weight = observe_product(operation, left, weight)
+    return wide_product(operation, left, _dequantize(weight), dtype, left.dtype)
 
 
 def _dequantize(weight: Any) -> jax.Array:

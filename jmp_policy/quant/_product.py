@@ -1,11 +1,8 @@
 """Matmuls and convolutions with quantized weights, and block-scaled matmuls with their derivatives."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,34 +26,12 @@ from ._numbers import (
     quantize_symmetric,
     to_numbers,
 )
+from ._observe import call_with_values, observe_product
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
 _LARGEST_SUMS = 2**24  # float32 values of all blocks of a matmul that are in memory at once
 ROUNDING = "rounding"  # Flax's name of the stream of PRNG keys
-
-# Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
-_OBSERVER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("_OBSERVER", default=None)
-
-
-@contextlib.contextmanager
-def observe_products(observe: Callable[..., Any]) -> Iterator[None]:
-    """Calls `observe(operation, left, weight)` before each matmul by a quantized weight: it returns the weight."""
-    token = _OBSERVER.set(observe)
-    try:
-        yield
-    finally:
-        _OBSERVER.reset(token)
-
-
-def is_observing() -> bool:
-    return _OBSERVER.get() is not None
-
-
-def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:
-    """Reports a matmul by a quantized weight to the running observer, if any, and returns the weight to use."""
-    observe = _OBSERVER.get()
-    return weight if observe is None else observe(operation, left, weight)
 
 
 def multiply_quantized(
@@ -76,6 +51,10 @@ def multiply_quantized(
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
+    return call_with_values(functools.partial(_multiply, operation), left, weight, key)
+
+
+def _multiply(operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None) -> jax.Array:
     weight = observe_product(operation, left, weight)
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)

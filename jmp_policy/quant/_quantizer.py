@@ -28,6 +28,7 @@ from ._numbers import Clip, check_clip
 WEIGHT_NAMES = ("kernel", "embedding")  # Flax's names of weights to quantize, if they have two or more axes
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["format", "layout"])
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized:
     """Floating weight that computes like a quantized one: in training, and before `quant.quantize`."""

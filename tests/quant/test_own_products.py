@@ -294,14 +294,6 @@ def test_a_program_without_such_a_matmul_is_that_of_the_other_policy():
     assert programs[0] == programs[1]
 
 
-def test_a_module_sees_values_under_disable_jit():
-    seen = []
-    note = lambda x, w: x @ w if isinstance(x, jax.core.Tracer) else seen.append(float(x[0, 0]))
-    with jax.disable_jit():
-        jmp.with_policy(nnx.Sequential(Own(draw((64, 64)), lambda x, w: x @ w), lambda x: note(x, None)), INT8)(X)
-    assert len(seen) == 1
-
-
 def store_own(model, policy, *inputs):
     return jmp.quant.quantize(model, policy, explanation=jmp.explain(jmp.with_policy(model, policy), *inputs))
 
@@ -510,6 +502,23 @@ class OwnHead(nn.Module):
         return nn.Dense(64, name="dense", use_bias=False)(nn.tanh(x))
 
 
+class AroundHead(nn.Module):
+    """A module with a weight of its own, and a layer inside."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (64, 64))
+        return nn.Dense(64, name="dense", use_bias=False)(nn.tanh(x @ w))
+
+
+class NnxAroundHead(nnx.Module):
+    def __init__(self, w, dense):
+        self.w, self.dense = nnx.Param(w), dense
+
+    def __call__(self, x):
+        return self.dense(nnx.tanh(x @ self.w[...]))
+
+
 class NnxHead(nnx.Module):
     def __init__(self, own, dense):
         self.own, self.dense = own, dense
@@ -518,17 +527,40 @@ class NnxHead(nnx.Module):
         return self.dense(nnx.tanh(self.own(x)))
 
 
+HEADS_BY_API = {"linen": "own", "nnx": "own", "linen around a layer": "", "nnx around a layer": ""}
+"""The paths of the modules that own a weight, before a layer of Flax."""
+
+
 def make_heads(make):
-    """Makes a model with its variables, which may be those of nnx, and the function that stores them."""
+    """Makes a model and its variables, or None of nnx; both compute the same."""
     own, dense = draw((64, 64), 3), draw((64, 64), 4)
     if make == "linen":
         return OwnHead(), {"params": {"own": {"w": own}, "dense": {"kernel": dense}}}
+    if make == "linen around a layer":
+        return AroundHead(), {"params": {"w": own, "dense": {"kernel": dense}}}
     layer = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
     layer.kernel[...] = dense
-    return NnxHead(Own(own, jnp.matmul), layer), None
+    return (NnxHead(Own(own, jnp.matmul), layer) if make == "nnx" else NnxAroundHead(own, layer)), None
 
 
-@pytest.mark.parametrize("make", ["linen", "nnx"])
+def read_own(stored, path):
+    """Returns the own weight in what `quantize` returns."""
+    if isinstance(stored, dict):
+        return (stored["params"][path] if path else stored["params"])["w"]
+    return (getattr(stored, path) if path else stored).w.get_raw_value()
+
+
+@pytest.mark.parametrize("make", HEADS_BY_API)
+def test_a_model_computes_the_same_under_disable_jit(make):
+    model, variables = make_heads(make)
+    policied = jmp.with_policy(model, INT8)
+    run = lambda: policied(X) if variables is None else policied.apply(variables, X)
+    with jax.disable_jit():
+        found = run()
+    np.testing.assert_array_equal(found, run())
+
+
+@pytest.mark.parametrize("make", HEADS_BY_API)
 def test_inputs_of_own_weights_are_calibrated_and_clipped(make):
     """As for a layer of Flax with the same inputs: its clip is the 99th percentile."""
     model, variables = make_heads(make)
@@ -536,17 +568,17 @@ def test_inputs_of_own_weights_are_calibrated_and_clipped(make):
     outlier = X.at[:, 0].mul(100.0)
     clips = jmp.quant.calibrate(policied, [outlier], variables=variables, clip=99.0)
     layer = jmp.with_policy(nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)), INT8)
-    assert clips.keys() == {"own", "dense"}
-    assert clips["own"] == jmp.quant.calibrate(layer, [outlier], clip=99.0)[""]
+    path = HEADS_BY_API[make]
+    assert clips.keys() == {path, "dense"}
+    assert clips[path] == jmp.quant.calibrate(layer, [outlier], clip=99.0)[""]
     explanation = jmp.explain(policied, X)
     stored = jmp.quant.quantize(
         model if variables is None else variables, INT8, input_clips=clips, explanation=explanation
     )
-    weight = stored.own.w.get_raw_value() if variables is None else stored["params"]["own"]["w"]
-    assert float(weight.input_clip) == np.float32(clips["own"])
+    assert float(read_own(stored, path).input_clip) == np.float32(clips[path])
 
 
-@pytest.mark.parametrize("make", ["linen", "nnx"])
+@pytest.mark.parametrize("make", HEADS_BY_API)
 def test_compare_sees_own_weights_multiply_as_they_are_stored(make):
     model, variables = make_heads(make)
     explanation = jmp.explain(jmp.with_policy(model, INT8), X)
@@ -558,15 +590,16 @@ def test_compare_sees_own_weights_multiply_as_they_are_stored(make):
         policied = jmp.with_policy(model, INT8)
         comparison = jmp.quant.compare(model.bind(variables), policied.bind(stored), X)
         out, wide = policied.apply(stored, X), model.apply(variables, X)
-    row = comparison["own/w"]
+    row = comparison[f"{HEADS_BY_API[make]}/w".lstrip("/")]
     assert (row.quantization, row.bytes_after) == ("int8(min_size=0)", 64 * 64 + 64 * 4)
     error = np.linalg.norm(np.asarray(out, np.float64) - wide) / np.linalg.norm(np.asarray(wide, np.float64))
     np.testing.assert_allclose(comparison.output_error, error, rtol=1e-3)
     assert row.output_error > row.weight_error  # of inputs that are rounded too
+    assert 0 < row.weight_error < comparison["dense"].output_error
 
 
 @pytest.mark.parametrize("method", [jmp.contrib.gptq, jmp.contrib.awq])
-@pytest.mark.parametrize("make", ["linen", "nnx"])
+@pytest.mark.parametrize("make", HEADS_BY_API)
 def test_own_weights_are_rounded_for_their_inputs_as_a_layer_of_flax_is(make, method):
     """The first weight has the inputs of the model. The second one has those that the rounded first one makes."""
     policy = "int4/16(min_size=0)_from_float32"
@@ -577,12 +610,68 @@ def test_own_weights_are_rounded_for_their_inputs_as_a_layer_of_flax_is(make, me
     twins = nnx.Sequential(*(nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)))
     twins.layers[0].kernel[...], twins.layers[1].kernel[...] = draw((64, 64), 3), draw((64, 64), 4)
     wanted = method(jmp.with_policy(nnx.Sequential(twins.layers[0], nnx.tanh, twins.layers[1]), policy), [data])
-    if variables is None:
-        found = rounded.own.w.get_raw_value(), rounded.dense.kernel.get_raw_value()
-    else:
-        found = rounded["params"]["own"]["w"], rounded["params"]["dense"]["kernel"]
+    dense = rounded.dense.kernel.get_raw_value() if variables is None else rounded["params"]["dense"]["kernel"]
+    found = read_own(rounded, HEADS_BY_API[make]), dense
     for weight, layer in zip(found, (wanted.layers[0], wanted.layers[2]), strict=True):
         jax.tree.map(np.testing.assert_array_equal, weight, layer.kernel.get_raw_value())
+
+
+class AroundBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return AroundHead(name="around")(x), None
+
+
+class Blocks(nn.Module):
+    """Blocks that are scanned over, or one after the other."""
+
+    scans: bool
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(AroundBlock) if self.remat else AroundBlock
+        if self.scans:
+            block = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return block(name="block")(x, None)[0]
+        for i in range(3):
+            x, _ = block(name=f"block{i}")(x)
+        return x
+
+
+def test_inputs_in_a_scan_are_calibrated_as_in_a_loop():
+    """Also those of layers inside of the modules that own a weight."""
+    variables = Blocks(scans=True).init(jax.random.key(0), X)
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], variables["params"]["block"]) for i in range(3)]
+    looped = {"params": {f"block{i}": layer for i, layer in enumerate(layers)}}
+    calibrate = lambda scans, variables: jmp.quant.calibrate(
+        jmp.with_policy(Blocks(scans), INT8), [X], variables=variables, clip="absmax"
+    )
+    found, wanted = calibrate(True, variables), calibrate(False, looped)
+    assert found.keys() == {"block/around", "block/around/dense"}
+    for path, clip in found.items():
+        assert clip == max(wanted[path.replace("block", f"block{i}")] for i in range(3))
+
+
+def test_inputs_of_own_weights_that_have_no_value_are_named():
+    model = jmp.with_policy(Blocks(scans=False, remat=True), INT8)
+    variables = model.init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="cannot read the inputs of .*'block1/around', "):
+        assert jmp.quant.calibrate(model, [X], variables=variables) == {}
+
+
+def test_inputs_of_a_layer_under_vmap_are_not_those_of_one_example():
+    class Mapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            over_rows = nn.vmap(AroundHead, variable_axes={"params": 0}, split_rngs={"params": True})
+            return over_rows(name="heads")(x.reshape(2, -1, 64))
+
+    model = jmp.with_policy(Mapped(), INT8)
+    variables = model.init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="cannot read the inputs of 'heads/dense'"):
+        clips = jmp.quant.calibrate(model, [X], variables=variables, clip="absmax")
+    assert clips == {"heads": jnp.abs(X.astype(jnp.bfloat16)).max()}
 
 
 def test_static_arrays_of_numpy_and_eager_values_reach_a_model_of_layers_as_before():
