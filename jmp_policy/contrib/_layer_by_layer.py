@@ -446,7 +446,7 @@ def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) ->
     fits = (
         is_matmul(operation, left.shape, weight.shape)
         and shared == summed + inner
-        and set(batch) <= set(operation.left) & set(operation.out)
+        and set(batch) <= set(operation.out)
         and not set(operation.left) & {*inner, *channels}
         and not set(channels) - set(operation.out)
     )
@@ -455,10 +455,14 @@ def read_inputs(operation: Bilinear, left: jax.Array, weight: QuantizedArray) ->
     if not fits or (block % width and width % block):
         return None
     rows = [label for label in operation.left if label not in (*batch, *summed)]
-    moved = lax.transpose(left, [operation.left.index(label) for label in (*batch, *rows, *summed)])
+    own = [label for label in batch if label in operation.left]
+    moved = lax.transpose(left, [operation.left.index(label) for label in (*own, *rows, *summed)])
     inputs = layout.length // width
-    matrices = math.prod(weight.shape[:before])
-    return moved.reshape(matrices, 1, -1, inputs), width
+    # Matrices of a batch that multiply the same rows, as experts do, each have all of them.
+    lengths = [length if label in own else 1 for label, length in zip(batch, weight.shape, strict=False)]
+    moved = moved.reshape(*lengths, 1, -1, inputs)
+    shape = (*weight.shape[:before], *moved.shape[before:])
+    return jnp.broadcast_to(moved, shape).reshape(-1, *moved.shape[before:]), width
 
 
 def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, int] | None:

@@ -85,11 +85,12 @@ def _multiply(x, weight, axes=1):
                 ((7, 2, 8), (2, 8, 4, 3), Layout((2, 8), 2), functools.partial(_multiply, axes=2)),
                 ((7, 8), (8, 2, 3), Layout((8, 2), 1), _multiply),
                 ((5, 3, 8), (3, 8, 4), Layout((8,), 1), lambda x, w: label_einsum(x.ndim, w.ndim, "bnd,ndh->bnh")),
+                ((5, 8), (3, 8, 4), Layout((8,), 1), lambda x, w: label_einsum(x.ndim, w.ndim, "nd,edh->enh")),
                 ((2, 6, 6, 4), (3, 2, 2, 6), None, functools.partial(_convolve, feature_group_count=2)),
             )
         ),
     ],
-    ids=["dilated", "general", "inner", "batch", "groups"],
+    ids=["dilated", "general", "inner", "batch", "experts", "groups"],
 )
 def test_outputs_are_products_of_the_rows_that_are_read(shape, weight, layout, describe):
     x = jax.random.normal(jax.random.key(0), shape)
