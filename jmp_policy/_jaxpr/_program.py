@@ -6,7 +6,7 @@ import math
 import re
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple
 
 import jax
@@ -279,12 +279,12 @@ def walk(
             yield Step("link", sources, [var], eqn, here, around, trips)
 
 
-def list_live(program: Jaxpr) -> list[JaxprEqn]:
-    """Lists the equations that have effects or contribute to an output."""
+def list_live(program: Jaxpr, kept: Collection[str] = ()) -> list[JaxprEqn]:
+    """Lists the equations that have effects, contribute to an output, or call a function with a name in `kept`."""
     used = set(list_variables(program.outvars))
     found = []
     for eqn in reversed(program.eqns):
-        if eqn.effects or not used.isdisjoint(eqn.outvars):
+        if eqn.effects or not used.isdisjoint(eqn.outvars) or eqn.params.get("name") in kept:
             used.update(list_variables(eqn.invars))
             found.append(eqn)
     return found[::-1]

@@ -38,18 +38,19 @@ from ..modules import find_bridge
 from ..policy import BlockFormat, Float8, needs_rng
 from ..quant import (
     WHY_TABLES_WIDE,
+    Deferred,
     FakeQuantized,
     Layout,
     QuantizedArray,
-    Waiting,
     at_path,
-    collect_waiting,
+    collect_deferred,
     fake_quantize,
     find_structure,
     is_observing,
     prepare_weight,
     without_state,
 )
+from ._observed import evaluate_observed
 from ._place import EquationPlace
 from ._precision import trace_product, write_product, write_program
 from ._stored_reads import move_reads_inside
@@ -121,14 +122,17 @@ class ProductRule(Rule):
     """Quantizes the matmuls of marked weights, from the dtype that these are stored in, and of stored weights.
 
     It notes the layouts of floating weights, and the uses of stored ones, by number. While products are observed, those
-    of the outermost jaxpr are not written: they wait in `products`, by the variable of their output.
+    of the outermost jaxpr are not written: they stand in `products`, by the variable of their output.
     """
 
     modules: dict[int, str] = dataclasses.field(default_factory=dict)
-    """The paths of the modules that own the weights, by number."""
+    """The paths of the modules that own the weights, by number; without weights in trees of one parameter."""
 
     layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
-    products: dict[Any, Waiting] = dataclasses.field(default_factory=dict)
+    products: dict[Any, Deferred] = dataclasses.field(default_factory=dict)
+    entered: set[Any] = dataclasses.field(default_factory=set)
+    """The names of functions that take weights."""
+
     uses: dict[int, list[StoredProduct | StoredRaggedProduct | LookUp | str]] = dataclasses.field(default_factory=dict)
 
     fusing = frozenset(("jit",))
@@ -152,6 +156,7 @@ class ProductRule(Rule):
         for value in values:
             state = value.kind.state
             if isinstance(state, _State):
+                self.entered.add(eqn.params.get("name"))
                 is_in_order = state.order == tuple(range(-len(shape_of(value.atom)), 0))
                 if not is_in_order or state.is_taken or len(state.casts) > 2:
                     self.layouts.setdefault(state.number, set()).add(None)
@@ -288,21 +293,21 @@ class ProductRule(Rule):
         product: Product | StoredProduct | StoredRaggedProduct | LookUp,
         eqn: JaxprEqn,
         atoms: Sequence[Atom],
-        number: int | None,
+        number: Any,  # of the weight, or None
         body: JaxprBuilder,
         context: EquationPlace,
     ) -> list[Value]:
         kind = AbstractValue(float_dtype(eqn.outvars[0]))
         if not isinstance(product, LookUp):
             product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", kind.dtype)))
-        if is_observing():
-            path = "" if number is None else self.modules[number]
+        path = self.modules.get(number)
+        if is_observing() and path is not None:
             if context.path == _OUTERMOST:
                 results = body.append(eqn, atoms, [kind])
                 call = lambda *operands: [product(*operands).astype(kind.dtype)]
-                self.products[results[0].atom] = Waiting(call, path, [atom.aval for atom in atoms])
+                self.products[results[0].atom] = Deferred(call, path)
                 return results
-            with at_path(path):  # the observer sees that there are no values
+            with at_path(path):  # reports operands without values
                 jax.eval_shape(lambda *operands: product(*operands), *(atom.aval for atom in atoms))
         (out,) = write_product(_NamedProduct(product), eqn, atoms, kind, body)
         return [Value(body.cast(out.atom, kind.dtype, eqn), kind)]
@@ -368,18 +373,18 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     `find_weights` is called after the function was traced.
     """
     results = Results()
-    with explain_tracing("a quantized policy", ""), collect_waiting() as waiting:
+    with explain_tracing("a quantized policy", ""), collect_deferred() as deferred:
         traced = trace(results.take_arrays(fun), args, {})
     refuse_lost_arrays(results.list_others().values())
     weights = find_weights()
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
-    program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights)
+    program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights, deferred)
     # A weight whose stored form fits no matmul is rounded in that form.
     is_apart = lambda i, layout: rule.layouts.get(i) != {layout} or any(isinstance(use.product, str) for use in uses[i])
     rounded = {i: own for i, own in formats.items() if own.layout is not None and is_apart(i, own.layout)}
     if marked & rounded.keys():
-        program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights)
+        program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights, deferred)
     leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
     found = FOUND.get()
     if found is not None:
@@ -401,22 +406,25 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
             "they would be quantized too. For example: 'nvfp4(stochastic_rounding=false)'.",
         )
     # Equation by equation, as the model would run without this.
-    calls = rule.products | waiting
-    out = evaluate(program, *leaves, find_call=lambda eqn: _find_call(calls, eqn))
+    if is_observing():
+        calls = {name: call for name, call in deferred.items() if name not in rule.entered}
+        out = evaluate_observed(program, leaves, traced.program, calls, rule.products)
+    else:
+        out = evaluate(program, *leaves)
     return results.put_back(jax.tree.unflatten(traced.out_tree, out))
 
 
-def _find_call(calls: dict[Any, Waiting], eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-    """Returns the call that waits for an equation, unless `vmap` or a cast has changed its operands."""
-    keys = (*eqn.outvars[:1], eqn.params.get("name"))
-    found = next((calls[key] for key in keys if key in calls), None)
-    return found if found is not None and found.fits([atom.aval for atom in eqn.invars]) else None
+def _rewrite(
+    program: Any, formats: dict[int, WeightFormat], weights: Weights, kept: Collection[str]
+) -> tuple[Any, ProductRule]:
+    """Rewrites a jaxpr by weights in some formats, and by stored ones; returns the rule with its notes.
 
-
-def _rewrite(program: Any, formats: dict[int, WeightFormat], weights: Weights) -> tuple[Any, ProductRule]:
-    """Rewrites a jaxpr by weights in some formats, and by stored ones; returns the rule with its notes."""
-    stored = weights.stored
-    rule = ProductRule({i: path.rpartition("/")[0] for i, (path, _) in (weights.floating | stored).items()})
+    Calls of functions whose names are `kept` stay, also if nothing reads their results.
+    """
+    stored, rule = weights.stored, ProductRule()
+    for i, (path, format) in (weights.floating | stored).items():
+        if i in stored or not format.is_part:
+            rule.modules[i] = path.rpartition("/")[0]
     if not formats and not stored:
         return program, rule
     kinds = []
@@ -429,7 +437,7 @@ def _rewrite(program: Any, formats: dict[int, WeightFormat], weights: Weights) -
     new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(path=_AROUND), wanted).program
     # Run eagerly, a weight that is only multiplied by would be dequantized for nothing.
     body = new.jaxpr
-    live = body.replace(eqns=list_live(body), debug_info=body.debug_info)
+    live = body.replace(eqns=list_live(body, kept), debug_info=body.debug_info)
     return (live if new is body else new.replace(jaxpr=live)), rule
 
 

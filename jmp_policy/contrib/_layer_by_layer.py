@@ -485,7 +485,10 @@ def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArr
 def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
     unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
     named = ", ".join(map(repr, unseen))
-    why = "they are not called, run inside of vmap or remat, or compute with a function that no policy replaces"
+    why = (
+        "they are not called, run inside of vmap, remat or a gradient, or compute with a function that no policy "
+        "replaces"
+    )
     if not uses:
         raise ValueError(f"{name} cannot read the inputs of any weight ({named or 'there are tables alone'}): {why}.")
     if unseen:

@@ -51,7 +51,8 @@ class ClipCalibration:
         unseen = ", ".join(repr(path) for path in self._traced if path not in self.layers)
         if unseen:
             warn_user(
-                f"calibrate cannot read the inputs of {unseen}, inside of vmap or remat: these inputs are not clipped"
+                f"calibrate cannot read the inputs of {unseen}, inside of vmap, remat or a gradient: these inputs are "
+                "not clipped"
             )
         elif not self.layers:
             raise ValueError(
@@ -171,7 +172,7 @@ def calibrate(
         valid.
 
     Warns:
-      UserWarning: some layers could not be measured, because they run inside `vmap` or `remat`.
+      UserWarning: some layers could not be measured, because they run inside `vmap`, `remat` or a gradient.
 
     Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3.
 

@@ -28,7 +28,7 @@ from ..report import (
     plot_bars,
 )
 from ._array import QuantizedArray
-from ._observe import call_with_values, observe_products
+from ._observe import defer, observe_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LayerComparison(Plain):
       bytes_after: size of the quantized weight and its scales.
       weight_error: norm of the change of the weight, relative to its norm.
       output_error: norm of the difference of the layer's outputs, over all calls, relative to the norm of the first. It
-        includes the errors of earlier layers. `None` if the layer was not called, or in `vmap` and `remat`.
+        includes the errors of earlier layers. `None` if the layer was not called, or in `vmap`, `remat` and gradients.
 
     >>> import jmp_policy as jmp
     >>> row = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
@@ -292,17 +292,12 @@ class _Outputs:
             out = next_fun(*args, **kwargs)
         finally:
             self._running.discard(call.path)
-        leaves, structure = jax.tree.flatten(out)
-        floating = [i for i, leaf in enumerate(leaves) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
-        kept = call_with_values(functools.partial(self._keep, call.path), *(leaves[i] for i in floating))
-        new = dict(zip(floating, kept, strict=True))
-        if all(array is leaves[i] for i, array in new.items()):
-            return out
-        return jax.tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+        arrays = [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
+        defer(functools.partial(self._keep, call.path), *arrays)
+        return out
 
-    def _keep(self, path: str, *arrays: Any) -> tuple[Any, ...]:
+    def _keep(self, path: str, *arrays: Any) -> None:
         self.by_path[path].extend(_arrays(arrays))
-        return arrays
 
 
 def _quantization(weight: Any, called: tuple[str, str] | None, *, is_layer: bool) -> str:
@@ -328,7 +323,7 @@ def _arrays(out: Any) -> list[Any]:
 
 def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
     """Returns the norm of the difference, relative to the norm of the first arrays; None without arrays."""
-    if not before or len(before) != len(after):  # an output that a rewritten model does not use has no value
+    if not before or len(before) != len(after):  # some outputs have no values
         return None
     lost = kept = 0.0
     for old, new in zip(before, after, strict=True):

@@ -25,7 +25,7 @@ from ._layout import (
     layer_size,
     reason_unquantized,
 )
-from ._observe import call_with_values, observe_product
+from ._observe import defer, observe_product
 from ._operations import OPERATIONS, Multiplication, dot_general
 from ._product import is_block_product, multiplies_values
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize, prepare_weight
@@ -131,7 +131,7 @@ class Multiply:
         if not is_stored or is_block_product(*call) or multiplies_values(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
-            out = call_with_values(functools.partial(_multiply_wide, call.operation, dtype), call.lhs, call.rhs)
+            out = defer(functools.partial(_multiply_wide, call.operation, dtype), call.lhs, call.rhs)
         return out if product.returns_sums else out.astype(call.lhs.dtype)
 
     def _multiply_quantized(

@@ -9,32 +9,35 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Waiting(NamedTuple):
+class Deferred(NamedTuple):
     """A call in a program that is traced. The evaluation of the program makes it again, with values."""
 
     call: Callable[..., list[Any]]
     path: str  # of the module that makes it
-    avals: Sequence[Any]
+    operands: Sequence[Any] = ()  # types
+    results: Sequence[Any] = ()
 
     def __call__(self, *leaves: Any) -> list[Any]:
         with at_path(self.path):
-            return self.call(*leaves)
+            return defer(self.call, *leaves)  # again, if the evaluation is a part of another program
 
-    def fits(self, avals: Sequence[Any]) -> bool:
-        types = [[(aval.shape, aval.dtype) for aval in each] for each in (self.avals, avals)]
-        return types[0] == types[1]
+    def fits(self, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+        """True if the variables of an equation are those of the call."""
+        types = lambda avals: [(aval.shape, aval.dtype) for aval in avals]
+        found = [types(var.aval for var in variables) for variables in (operands, results)]
+        return found == [types(self.operands), types(self.results)]
 
 
 class _Observer(NamedTuple):
     observe: Callable[..., Any]
     path: str = ""
-    waiting: dict[str, Waiting] | None = None
+    deferred: dict[str, Deferred] | None = None  # while the program of a model is traced
 
 
 # Not a JAX context, which would be part of every jit key: each calibration would compile all ops again.
 _OBSERVER: contextvars.ContextVar[_Observer | None] = contextvars.ContextVar("_OBSERVER", default=None)
 
-_NUMBERS = itertools.count()  # of calls that wait: no name is used again, because JAX remembers what it has traced
+_NUMBERS = itertools.count()  # of deferred calls: JAX may write what it traced for one program into another
 
 
 @contextlib.contextmanager
@@ -68,29 +71,31 @@ def at_path(path: str) -> Any:
 
 
 @contextlib.contextmanager
-def collect_waiting() -> Iterator[dict[str, Waiting]]:
-    """Lets observed calls wait, while the program of a model is traced; yields them by the names of their equations."""
-    observer, waiting = _OBSERVER.get(), {}
-    with contextlib.nullcontext() if observer is None else _enter(observer._replace(waiting=waiting)):
-        yield waiting
+def collect_deferred() -> Iterator[dict[str, Deferred]]:
+    """Yields the observed calls of the program that is traced inside, by the names of their equations."""
+    observer, deferred = _OBSERVER.get(), {}
+    with contextlib.nullcontext() if observer is None else _enter(observer._replace(deferred=deferred)):
+        yield deferred
 
 
-def call_with_values(call: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function of arrays; if it waits for the evaluation of a program, in a jitted function of its own."""
+def defer(call: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of arrays; while a program is traced, as a jitted function, which its evaluation calls again."""
     observer = _OBSERVER.get()
-    if observer is None or observer.waiting is None:
+    if observer is None or observer.deferred is None:
         return call(*args)
 
     def traced(*args: Any) -> Any:
-        with _enter(observer._replace(waiting=None)):
+        with _enter(observer._replace(deferred=None)):
             return call(*args)
 
     leaves, structure = jax.tree.flatten(args)
     run = lambda *leaves: jax.tree.leaves(call(*jax.tree.unflatten(structure, leaves)))
-    traced.__name__ = f"waiting_call_{next(_NUMBERS)}"
-    observer.waiting[traced.__name__] = Waiting(run, observer.path, [*map(jax.typeof, leaves)])
+    traced.__name__ = f"deferred_call_{next(_NUMBERS)}"
     with jax.disable_jit(False):
-        return jax.jit(traced)(*args)
+        out = jax.jit(traced)(*args)
+    types = [[*map(jax.typeof, own)] for own in (leaves, jax.tree.leaves(out))]
+    observer.deferred[traced.__name__] = Deferred(run, observer.path, *types)
+    return out
 
 
 def observe_product(operation: Any, left: jax.Array, weight: Any) -> Any:

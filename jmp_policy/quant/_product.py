@@ -26,7 +26,7 @@ from ._numbers import (
     quantize_symmetric,
     to_numbers,
 )
-from ._observe import call_with_values, observe_product
+from ._observe import defer, observe_product
 from ._quantizer import FakeQuantized, StoredWeight, fake_quantize
 
 _BATCHED_MATMUL = (((2,), (1,)), ((0,), (0,)))  # (batch, rows, n) times (batch, n, columns)
@@ -51,7 +51,7 @@ def multiply_quantized(
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
-    return call_with_values(functools.partial(_multiply, operation), left, weight, key)
+    return defer(functools.partial(_multiply, operation), left, weight, key)
 
 
 def _multiply(operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None) -> jax.Array:

@@ -61,7 +61,7 @@ def test_layers_of_linen_are_told_by_path_and_those_without_numbers_are_named():
         warnings.simplefilter("always")
         clips = quant.calibrate(model, batches(), variables=variables, clip="absmax")
     assert str(caught[0].message) == (
-        "calibrate cannot read the inputs of 'last', inside of vmap or remat: these inputs are not clipped"
+        "calibrate cannot read the inputs of 'last', inside of vmap, remat or a gradient: these inputs are not clipped"
     )
     assert caught[0].filename == __file__
     assert list(clips) == ["first", "blocks/dense"]

@@ -657,7 +657,8 @@ def test_inputs_of_own_weights_that_have_no_value_are_named():
     model = jmp.with_policy(Blocks(scans=False, remat=True), INT8)
     variables = model.init(jax.random.key(0), X)
     with pytest.warns(UserWarning, match="cannot read the inputs of .*'block1/around', "):
-        assert jmp.quant.calibrate(model, [X], variables=variables) == {}
+        clips = jmp.quant.calibrate(model, [X], variables=variables)
+    assert clips.keys() == {f"block{i}/around/dense" for i in range(3)}
 
 
 def test_inputs_of_a_layer_under_vmap_are_not_those_of_one_example():
@@ -672,6 +673,109 @@ def test_inputs_of_a_layer_under_vmap_are_not_those_of_one_example():
     with pytest.warns(UserWarning, match="cannot read the inputs of 'heads/dense'"):
         clips = jmp.quant.calibrate(model, [X], variables=variables, clip="absmax")
     assert clips == {"heads": jnp.abs(X.astype(jnp.bfloat16)).max()}
+
+
+def in_a_branch(module, x):
+    return jax.lax.cond(jnp.sum(x) > -1e9, module.dense, lambda x: x, nnx.tanh(x @ module.w[...]))
+
+
+def in_a_loop(module, x):
+    def step(carry):
+        return carry[0] + 1, module.dense(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, nnx.tanh(x @ module.w[...])))[1]
+
+
+def in_remat(module, x):
+    return jax.checkpoint(lambda x: module.dense(x))(nnx.tanh(x @ module.w[...]))
+
+
+def without_use(module, x):
+    x = nnx.tanh(x @ module.w[...])
+    module.dense(x)
+    return x
+
+
+def in_a_gradient(module, x):
+    return jax.grad(lambda x: jnp.sum(module.dense(x) ** 2))(nnx.tanh(x @ module.w[...]))
+
+
+@pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_remat, without_use])
+def test_a_layer_beside_an_own_weight_is_seen(call):
+    model = NnxAroundHead(draw((64, 64), 3), nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)))
+    inputs = []
+
+    class Model(NnxAroundHead):
+        def __call__(self, x):
+            return call(self, x)
+
+    class Noting(nnx.Linear):
+        def __call__(self, x):
+            jax.debug.callback(lambda x: inputs.append(np.abs(x).max()), x)
+            return super().__call__(x)
+
+    policy = "int8(min_size=0)_from_float32"
+    jmp.with_policy(Model(model.w[...], Noting(64, 64, use_bias=False, rngs=nnx.Rngs(0))), policy)(X)
+    jax.effects_barrier()
+    model = Model(model.w[...], model.dense)
+    clips = jmp.quant.calibrate(jmp.with_policy(model, policy), [X], clip="absmax")
+    np.testing.assert_allclose(clips["dense"], max(inputs), rtol=1e-6)
+    stored = store_own(model, policy, X)
+    if call is not in_remat:  # which hides the values of a model without a policy
+        assert jmp.quant.compare(model, stored, X)["dense"].output_error > 0
+
+
+def test_derivatives_of_a_layer_beside_an_own_weight_are_not_its_outputs():
+    class Model(NnxAroundHead):
+        def __call__(self, x):
+            return in_a_gradient(self, x)
+
+    model = Model(draw((64, 64), 3), nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)))
+    policies = ["int8(min_size=0)_from_float32", "int4/16(min_size=0)_from_float32"]
+    policied = [jmp.with_policy(model, policy) for policy in policies]
+    with pytest.warns(UserWarning, match="cannot read the inputs of 'dense', inside of vmap, remat or a gradient"):
+        assert jmp.quant.calibrate(policied[0], [X]).keys() == {""}
+    hidden = [jmp.with_policy(Own(model.w[...], lambda x, w: nnx.tanh(x @ w)), policy)(X) for policy in policies]
+    wide, narrow = (
+        np.asarray(jmp.with_policy(model.dense, policy)(x), np.float64)
+        for policy, x in zip(policies, hidden, strict=True)
+    )
+    found = jmp.quant.compare(*policied, X)["dense"].output_error
+    np.testing.assert_allclose(found, np.linalg.norm(narrow - wide) / np.linalg.norm(wide), rtol=1e-3)
+
+
+def test_compare_returns_outputs_of_modules_as_they_are():
+    class Inner(NnxAroundHead):
+        def __call__(self, x):
+            return {"z": super().__call__(x), "a": np.float32(2)}
+
+    class Model(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            z, a = self.inner(x).values()  # in the order of the dict
+            return z * float(a)
+
+    model = Model(Inner(draw((64, 64), 3), nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))))
+    stored = store_own(model, INT8, X)
+    wide, out = np.asarray(model(X), np.float64), np.asarray(stored(X), np.float64)
+    error = np.linalg.norm(out - wide) / np.linalg.norm(wide)
+    np.testing.assert_allclose(jmp.quant.compare(model, stored, X).output_error, error, rtol=1e-3)
+
+
+def test_arrays_of_a_tree_have_no_clip_of_their_own():
+    class Tree(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            weights = self.param("weights", lambda key: {"a": draw((64, 64), 3)})
+            return nn.Dense(64, name="dense")(x @ weights["a"])
+
+    model = jmp.with_policy(Tree(), INT8)
+    variables = model.init(jax.random.key(0), X)
+    clips = jmp.quant.calibrate(model, [X], variables=variables)
+    assert clips.keys() == {"dense"}
+    jmp.quant.quantize(variables, INT8, input_clips=clips)
 
 
 def test_static_arrays_of_numpy_and_eager_values_reach_a_model_of_layers_as_before():
