@@ -59,15 +59,15 @@ class _Evaluation:
         return any(eqn.params.get("name") in self._calls for eqn in _list_equations(program))
 
     def _loop(self, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-        of_cond, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carry = operands[constants:]
-        while bool(self.run(params["cond_jaxpr"], *operands[:of_cond], *carry)[0]):
-            carry = self.run(params["body_jaxpr"], *operands[of_cond:constants], *carry)
+        split, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        of_cond, of_body, carry = operands[:split], operands[split:end], operands[end:]
+        while bool(self.run(params["cond_jaxpr"], *of_cond, *carry)[0]):
+            carry = self.run(params["body_jaxpr"], *of_body, *carry)
         return [*carry]
 
 
 _CALLED = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-"""Primitives whose operands are those of their sub-jaxpr."""
+"""Primitives that pass their operands to one sub-jaxpr, in order."""
 
 
 def _list_equations(program: Program) -> Iterator[JaxprEqn]:

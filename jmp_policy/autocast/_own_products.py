@@ -125,8 +125,8 @@ class ProductRule(Rule):
     of the outermost jaxpr are not written: they stand in `products`, by the variable of their output.
     """
 
-    modules: dict[int, str] = dataclasses.field(default_factory=dict)
-    """The paths of the modules that own the weights, by number; without weights in trees of one parameter."""
+    modules: dict[int, str | None] = dataclasses.field(default_factory=dict)
+    """The path of the module that owns each weight, by number; None for an array in a tree, which is not observed."""
 
     layouts: dict[int, set[Layout | None]] = dataclasses.field(default_factory=dict)
     products: dict[Any, Deferred] = dataclasses.field(default_factory=dict)
@@ -300,7 +300,7 @@ class ProductRule(Rule):
         kind = AbstractValue(float_dtype(eqn.outvars[0]))
         if not isinstance(product, LookUp):
             product = dataclasses.replace(product, options=(*product.options, ("preferred_element_type", kind.dtype)))
-        path = self.modules.get(number)
+        path = self.modules.get(number, "")
         if is_observing() and path is not None:
             if context.path == _OUTERMOST:
                 results = body.append(eqn, atoms, [kind])
@@ -422,9 +422,8 @@ def _rewrite(
     Calls of functions whose names are `kept` stay, also if nothing reads their results.
     """
     stored, rule = weights.stored, ProductRule()
-    for i, (path, format) in (weights.floating | stored).items():
-        if i in stored or not format.is_part:
-            rule.modules[i] = path.rpartition("/")[0]
+    for i, (path, weight) in (weights.floating | stored).items():
+        rule.modules[i] = None if i not in stored and weight.is_part else path.rpartition("/")[0]
     if not formats and not stored:
         return program, rule
     kinds = []

@@ -70,7 +70,7 @@ if _typing.TYPE_CHECKING:
         to_numbers,
     )
     from ._operations import multiplies_8_bits  # noqa: F401
-    from ._observe import Deferred, at_path, defer, collect_deferred, is_observing, observe_products  # noqa: F401
+    from ._observe import Deferred, at_path, collect_deferred, defer, is_observing, observe_products  # noqa: F401
     from ._product import ROUNDING  # noqa: F401
     from ._quantizer import (  # noqa: F401
         FakeQuantized, Quantizer, WEIGHT_NAMES, apply_quantizer, fake_quantize, match_format, prepare_weight,
@@ -101,7 +101,7 @@ else:  # layers of Flax need none of these
         "_numbers": "NORMAL_FLOAT Clip Quantized choose_best choose_bounds choose_peak quantize_asymmetric "
         "quantize_symmetric to_numbers",
         "_operations": "multiplies_8_bits",
-        "_observe": "Deferred at_path defer collect_deferred is_observing observe_products",
+        "_observe": "Deferred at_path collect_deferred defer is_observing observe_products",
         "_product": "ROUNDING",
         "_quantizer": "FakeQuantized Quantizer WEIGHT_NAMES apply_quantizer fake_quantize match_format prepare_weight",
         "_ragged_dot": "wide_ragged_dot",

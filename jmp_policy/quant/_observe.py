@@ -22,7 +22,7 @@ class Deferred(NamedTuple):
             return defer(self.call, *leaves)  # again, if the evaluation is a part of another program
 
     def fits(self, operands: Sequence[Any], results: Sequence[Any]) -> bool:
-        """True if the variables of an equation are those of the call."""
+        """True if the variables of an equation have the types of the call."""
         types = lambda avals: [(aval.shape, aval.dtype) for aval in avals]
         found = [types(var.aval for var in variables) for variables in (operands, results)]
         return found == [types(self.operands), types(self.results)]

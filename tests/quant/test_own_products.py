@@ -778,6 +778,46 @@ def test_arrays_of_a_tree_have_no_clip_of_their_own():
     jmp.quant.quantize(variables, INT8, input_clips=clips)
 
 
+@pytest.mark.parametrize("method", [jmp.contrib.gptq, jmp.contrib.awq])
+def test_own_weights_in_a_scan_are_rounded_as_in_a_loop(method):
+    policy = "int4/16(min_size=0)_from_float32"
+    variables = Blocks(scans=True).init(jax.random.key(0), X)
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], variables["params"]["block"]) for i in range(3)]
+    rounded = []
+    for scans, given in [(True, variables), (False, {"params": {f"block{i}": each for i, each in enumerate(layers)}})]:
+        model = jmp.with_policy(Blocks(scans), policy)
+        explanation, stacked = jmp.explain(model, X), ["block"] if scans else []
+        data = X @ draw((64, 64), 5)
+        rounded.append(method(model, [data], variables=given, explanation=explanation, stacked=stacked)["params"])
+    stack = rounded[0]["block"]["around"]["w"].dequantize()
+    np.testing.assert_array_equal(stack, [rounded[1][f"block{i}"]["around"]["w"].dequantize() for i in range(3)])
+
+
+def test_compare_counts_a_weight_that_a_layer_takes_as_its_input():
+    class Model(NnxAroundHead):
+        def __call__(self, x):
+            return x @ self.dense(self.w[...])
+
+    model = Model(draw((64, 64), 3), nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0)))
+    stored = store_own(model, "int4/16(min_size=0)_from_float32", X)
+    wide, out = np.asarray(model(X), np.float64), np.asarray(stored(X), np.float64)
+    error = np.linalg.norm(out - wide) / np.linalg.norm(wide)
+    np.testing.assert_allclose(jmp.quant.compare(model, stored, X).output_error, error, rtol=1e-3)
+
+
+def test_a_rewritten_model_inside_of_another_one_is_seen():
+    class Outer(nnx.Module):
+        def __init__(self, inner):
+            self.w, self.inner = nnx.Param(draw((64, 64), 6)), inner
+
+        def __call__(self, x):
+            return self.inner(nnx.tanh(x @ self.w[...]))
+
+    inner = nnx.bridge.ToNNX(AroundHead(), rngs=nnx.Rngs(0)).lazy_init(X)
+    clips = jmp.quant.calibrate(jmp.with_policy(Outer(inner), INT8), [X])
+    assert clips.keys() >= {"", "inner"}
+
+
 def test_static_arrays_of_numpy_and_eager_values_reach_a_model_of_layers_as_before():
     class Net(nn.Module):
         @nn.compact
