@@ -186,6 +186,8 @@ class ProductRule(Rule):
         structure = find_structure(eqn.params["name"])
         if structure is None or not eqn.outvars:
             return None
+        if len(eqn.invars) != structure.num_leaves:  # a part of the read, which JAX 0.10 splits in a scan of linen
+            return None
         values = [read(atom) for atom in eqn.invars]
         (out,) = write_program(eqn.params["jaxpr"].jaxpr, eqn, [value.atom for value in values], body)
         weight: Any = jax.tree.unflatten(structure, [value.atom.aval for value in values])
