@@ -416,6 +416,13 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     return results.put_back(jax.tree.unflatten(traced.out_tree, out))
 
 
+def multiplies_by_weights(fun: Callable[..., Any], args: Args, find_weights: Callable[[], Weights]) -> bool:
+    """True if a function of arrays has matmuls by its floating weights that `quantize_products` would quantize."""
+    traced = trace(Results().take_arrays(fun), args, {})
+    uses, _ = _find_uses(traced.program.jaxpr, find_weights().floating)
+    return any(use.is_product and not isinstance(use.product, str) for own in uses.values() for use in own)
+
+
 def _rewrite(
     program: Any, formats: dict[int, WeightFormat], weights: Weights, kept: Collection[str]
 ) -> tuple[Any, ProductRule]:

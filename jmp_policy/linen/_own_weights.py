@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -71,6 +72,17 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     return len(found) > before
 
 
+def note_table(module: nn.Module, policy: Policy, table: Any) -> None:
+    """Records the table of a layer of Flax: the code around may multiply by it."""
+    found = _READ.get()
+    if found is not None and policy.quantization is not None and is_array(table):
+        from ..autocast import WeightFormat
+
+        accumulate = find_accumulate_dtype(policy)
+        format = WeightFormat(policy.quantization, accumulate, is_table=True, is_of_layer=True)
+        found.append(_Read(_join(module.path, "embedding"), table, _join(path_of(module), "embedding"), format))
+
+
 def _is_of_flax(module: nn.Module) -> bool:
     return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
 
@@ -80,30 +92,50 @@ def is_rewritten(
     call: Callable[..., Any],
     module: nn.Module,
     given: Policy | PolicyMap,
-    known: dict[Any, bool],
+    known: dict[Any, set[Any] | None],
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
     """True if `call` of a method is to be rewritten, because code in it reads weights of its own.
 
-    The first call with such parameters and arguments is traced to know.
+    The first call with such fields, parameters and arguments is traced to know. `known` has the arguments that were
+    tried, or None where such weights were found.
     """
     if _READ.get() is not None or module.is_initializing():
         return False
     if all(policy.quantization is None for policy in list_policies(given)):
         return False
-    others = [leaf for leaf in jax.tree.leaves((args, kwargs)) if not isinstance(leaf, jax.Array)]
     structure = jax.tree.structure((module.variables.get("params"), args, kwargs))
-    kind = str(structure), repr(getattr(inspect.unwrap(method), "__code__", method))
-    key = *kind, *map(repr, others)
+    kind = str(structure), repr(getattr(inspect.unwrap(method), "__code__", method)), _describe_fields(module)
+    while len(known) >= _MOST_KINDS and kind not in known:
+        del known[next(iter(known))]
+    tried = known.setdefault(kind, set())
     # One call of this kind that reads such weights is enough. Numbers that change at each call do not fill the memory.
-    if not known.get(kind) and key not in known and len(known) < _MOST_KINDS:
-        known[key] = _reads_own_weights(call, module, args, kwargs)
-        known[kind] = known.get(kind, False) or known[key]
-    return known.get(kind, False)
+    others = tuple(repr(leaf) for leaf in jax.tree.leaves((args, kwargs)) if not isinstance(leaf, jax.Array))
+    if tried is not None and others not in tried and len(tried) < _MOST_KINDS:
+        tried.add(others)
+        if _reads_own_weights(call, module, args, kwargs):
+            known[kind] = None
+    return known[kind] is None
 
 
 _MOST_KINDS = 256
+
+
+def _describe_fields(value: Any) -> Any:
+    """Returns a hashable description of the fields of a module, without its place."""
+    if isinstance(value, nn.Module):
+        names = [field.name for field in dataclasses.fields(value) if field.name != "parent"]
+        return type(value), *[(name, _describe_fields(vars(value).get(name))) for name in names]
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe_fields, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _describe_fields(each)) for name, each in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 class _Probed(Exception):
@@ -111,12 +143,17 @@ class _Probed(Exception):
 
 
 def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
-    found: list[Any] = []
+    """True if the code reads a weight of its own, or multiplies by the table of a layer."""
+    from ..autocast import multiplies_by_weights
+
+    found: list[bool] = []
 
     def probe(pure: Callable[..., Any], given: tuple, weights: Weights) -> Any:
+        look = lambda *given: found.append(multiplies_by_weights(pure, given, lambda: weights))
         with contextlib.suppress(Exception):  # the call raises it again
-            eval_shapes(lambda *given: pure(*given) and None, *given)
-        found.extend([*weights.floating, *weights.stored])
+            eval_shapes(look, *given)
+        found.extend([not format.is_of_layer for _, format in weights.floating.values()])
+        found.append(bool(weights.stored))
         raise _Probed
 
     scopes = transforms.get_module_scopes(module, args, kwargs)[0]
@@ -126,7 +163,7 @@ def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, 
     for scope, before in zip(scopes, counters, strict=True):  # the call draws the keys that it would have drawn
         scope.rng_counters.clear()
         scope.rng_counters.update(before)
-    return bool(found)
+    return any(found)
 
 
 def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
@@ -177,12 +214,19 @@ def _call_lifted(
 def _note_numbers(weights: Weights, reads: Sequence[_Read], scopes: Sequence[Any], given: PyTree) -> None:
     """Notes the weights that were read by their numbers among the arrays that were given."""
     # A module that runs by `.apply` has other variables, made of the same arrays.
-    known: dict[Any, _Read] = {id(read.value): read for read in reads} | {read.key: read for read in reads}
+    by_array, by_key = {id(read.value): read for read in reads}, {read.key: read for read in reads}
     keys = dict(pair for scope in scopes for pair in _name_params(scope).items())
+    remembered = CURRENT.value.attachment._known_reads
+    describe = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
     for number, leaf in enumerate(leaf for leaf in jax.tree.leaves(given) if is_array(leaf)):
-        read = known.get(keys.get(id(leaf)), known.get(id(leaf)))
+        key = keys.get(id(leaf), "")
+        read = by_key.get(key, by_array.get(id(leaf)))
+        if id(leaf) not in by_array:  # read inside of a transform, and `nn.jit` traces no call twice
+            place = key, leaf.shape, leaf.dtype
+            if read is not None:
+                remembered[place] = read._replace(value=None, weight=jax.tree.map(describe, read.weight))
+            read = remembered.get(place)
         if read is not None and read.weight is not None:
-            describe = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
             weights.stored[number] = read.path, jax.tree.map(describe, read.weight)
         elif read is not None and read.format is not None:
             weights.floating[number] = read.path, read.format

@@ -39,7 +39,7 @@ from ..quant import (
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import are_sums_open, is_default, layer_of, open_layer, rewritten_by
-from ._own_weights import note_weight
+from ._own_weights import note_table, note_weight
 from ._place import is_applied_inside, path_of, path_text
 
 MULTIPLIES = "_jmp_multiplies"
@@ -70,7 +70,8 @@ def _read_param(
     """Makes or finds a parameter by `param`; returns it in the stored format, or dequantized."""
     stored, format = find_stored(module, name), stored_format_of(policy.quantization)
     assert format is not None
-    as_stored = MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
+    is_table = name == "embedding" and _is_flax_embedding(module)
+    as_stored = is_table or MULTIPLIES in vars(module)
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_make_like, module, stored, name, init_fn, args)
         value = match_format(param(name, init, **options), format, quote_path(module, name))
@@ -79,6 +80,8 @@ def _read_param(
         note_weight(module, policy, name, value)
         return read_stored(value)
     value = param(name, init_fn, *args, **options)
+    if is_table:
+        note_table(module, policy, value)
     if as_stored:
         return value
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2:

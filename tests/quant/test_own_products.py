@@ -1,6 +1,7 @@
 """Matmuls that a module writes in its own code, by its own weights, under a quantized policy."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,37 @@ def test_weights_of_a_scan_of_linen_are_quantized_and_its_state_and_keys_stay():
     np.testing.assert_array_equal(out == 0, wide == 0)  # the same elements are dropped
 
 
+class Jitted(nnx.Module):
+    """Calls a module in a jitted function, of which JAX caches the trace."""
+
+    def __init__(self, w):
+        self.own = Own(w, lambda x, w: x @ w.astype(x.dtype))
+
+    def __call__(self, x):
+        return nnx.jit(lambda own, x: own(x))(self.own, x)
+
+
+class JittedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(OwnLinen)((64, 64), lambda x, w: x @ w.astype(x.dtype), name="own")(x)
+
+    def twice(self, x):
+        return self(self(x))
+
+
+def test_weights_inside_of_a_jitted_module_are_quantized_in_each_trace():
+    linen = jmp.with_policy(JittedLinen(), INT8)
+    variables = linen.init(jax.random.key(0), X)
+    stored = jmp.quant.quantize(variables, INT8, explanation=jmp.explain(linen, X))
+    graph, state = nnx.split(jmp.with_policy(Jitted(draw((64, 64))), INT8))
+    for _ in range(3):
+        assert count_matmuls(lambda state: nnx.merge(graph, state)(X), state) == ["int8"]
+        for each in (variables, stored):
+            assert count_matmuls(lambda v: linen.apply(v, X), each) == ["int8"]
+            assert count_matmuls(lambda v: linen.apply(v, X, method="twice"), each) == ["int8"] * 2
+
+
 class Tied(nnx.Module):
     def __init__(self, kind, rngs):
         self.table = nnx.Param(draw((128, 64))) if kind == "own" else nnx.Embed(128, 64, rngs=rngs)
@@ -211,6 +243,56 @@ def test_a_tied_table_is_quantized_where_it_multiplies_and_writes_reach_the_mode
     assert count_matmuls(lambda state: nnx.merge(graph, state)(tokens)[0], state) == ["int8"] * 3
     wide = jmp.with_policy(Tied(kind, nnx.Rngs(0)), "mixed_bfloat16")(tokens)[0]
     assert 0 < jnp.linalg.norm(out - wide) / jnp.linalg.norm(wide) < 0.05
+
+
+class TiedLinen(nn.Module):
+    multiply: Callable
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(128, 64, name="embed")
+        return self.multiply(embed, embed(tokens))
+
+
+TIED = {
+    "an attribute": lambda embed: embed.embedding,
+    "variables": lambda embed: embed.variables["params"]["embedding"],
+}
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda kind: kind, *[pytest.param(t, marks=pytest.mark.slow) for t in (nn.jit, nn.remat)]]
+)
+@pytest.mark.parametrize("form", TIED)
+def test_the_table_of_a_linen_layer_is_quantized_where_other_code_multiplies_by_it(form, transform):
+    tokens = jnp.arange(16)
+    tied, layer = (
+        jmp.with_policy(transform(TiedLinen)(multiply), INT8)
+        for multiply in (lambda embed, x: x @ TIED[form](embed).T.astype(x.dtype), lambda embed, x: embed.attend(x))
+    )
+    variables = tied.init(jax.random.key(0), tokens)
+    assert count_matmuls(lambda v: tied.apply(v, tokens), variables) == ["int8"]
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=_EXACT)
+    def with_gradient(model, variables):
+        loss = lambda variables: jnp.sum(jnp.sin(model.apply(variables, tokens).astype(jnp.float32)))
+        return model.apply(variables, tokens), jax.grad(loss)(variables)["params"]["embed"]["embedding"]
+
+    (logits, grad), (wanted, wanted_grad) = (with_gradient(model, variables) for model in (tied, layer))
+    np.testing.assert_array_equal(logits, wanted)
+    # Flax's layer sums the gradient of its table in float32, and other code rounds it to bfloat16, as without int8.
+    np.testing.assert_allclose(grad, wanted_grad, rtol=0, atol=2.0**-7 * np.abs(wanted_grad).max())
+
+
+def test_models_of_one_class_are_told_apart_by_their_fields():
+    """Code around a table that it does not multiply by is not traced, so it may read values."""
+    reading = jmp.with_policy(TiedLinen(lambda embed, x: x * float(x[0, 0])), INT8)
+    multiplying = jmp.with_policy(TiedLinen(lambda embed, x: x @ embed.embedding.T.astype(x.dtype)), INT8)
+    tokens = jnp.arange(16)
+    variables = reading.init(jax.random.key(0), tokens)
+    for _ in range(2):
+        reading.apply(variables, tokens)
+        assert count_matmuls(lambda v: multiplying.apply(v, tokens), variables) == ["int8"]
 
 
 @jax.custom_jvp
