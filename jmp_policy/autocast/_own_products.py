@@ -57,6 +57,7 @@ from ._stored_reads import move_reads_inside
 from ._weight_products import (
     ANNOTATED,
     TAKING,
+    WHY_NAMED,
     AttentionProduct,
     LookUp,
     Order,
@@ -157,7 +158,8 @@ class ProductRule(Rule):
             state = value.kind.state
             if isinstance(state, _State):
                 self.entered.add(eqn.params.get("name"))
-                is_in_order = state.order == tuple(range(-len(shape_of(value.atom)), 0))
+                axes = tuple(range(-len(shape_of(value.atom)), 0))  # of the value, which may be one layer of a stack
+                is_in_order = state.order is not None and state.order[-len(axes) :] == axes
                 if not is_in_order or state.is_taken or len(state.casts) > 2:
                     self.layouts.setdefault(state.number, set()).add(None)
         return values
@@ -382,9 +384,10 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
     program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights, deferred)
-    # A weight whose stored form fits no matmul is rounded in that form.
-    is_apart = lambda i, layout: rule.layouts.get(i) != {layout} or any(isinstance(use.product, str) for use in uses[i])
-    rounded = {i: own for i, own in formats.items() if own.layout is not None and is_apart(i, own.layout)}
+    # A weight that is stored by its name, and not as one layout for all its matmuls, is rounded as it is stored.
+    rounded = {
+        i: own for i, own in formats.items() if own.layout is not None and _find_layout(uses[i], rule, i) is None
+    }
     if marked & rounded.keys():
         program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights, deferred)
     leaves = [_round(leaf, rounded[i]) if i in rounded else leaf for i, leaf in enumerate(traced.leaves)]
@@ -407,6 +410,15 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
             f"multiplies by {path!r}{more} without a layer: these matmuls stay in the compute dtype; without noise, "
             "they would be quantized too. For example: 'nvfp4(stochastic_rounding=false)'.",
         )
+    for i, stored_uses in rule.uses.items():
+        if any(isinstance(use, StoredProduct) and use.why_as_numbers == WHY_NAMED for use in stored_uses):
+            path, _ = weights.stored[i]
+            warn_once(
+                given,
+                f"The weight {path!r} is dequantized, and has other numbers than the floating one has in this matmul: "
+                f"{WHY_NAMED}. Let an explanation say how it is multiplied by. For example: "
+                "quantize(variables, policy, explanation=explain(with_policy(model, policy), x)).",
+            )
     # Equation by equation, as the model would run without this.
     if is_observing():
         calls = {name: call for name, call in deferred.items() if name not in rule.entered}
@@ -498,8 +510,7 @@ def _list_floating(
     found = []
     for i, own in uses.items():
         (path, format), leaf_shape = weights[i], traced.leaves[i].shape
-        layouts = {None} if any(isinstance(use.product, str) for use in own) else rule.layouts.get(i, {None})
-        layout = next(iter(layouts)) if len(layouts) == 1 else None
+        layout = _find_layout(own, rule, i)
         end = leaf_shape[len(leaf_shape) - len(format.shape) :] if format.shape is not None else None
         # A stack along another axis cannot be sliced when stored.
         layout = layout if end == format.shape and not format.is_part else None
@@ -508,6 +519,13 @@ def _list_floating(
             leaf = traced.leaves[i]
             found.append(OwnWeight(path, leaf.shape, leaf.dtype, leaf.size * leaf.dtype.itemsize, text, layout))
     return found
+
+
+def _find_layout(uses: Sequence[WeightUse], rule: ProductRule, number: int) -> Layout | None:
+    """Returns the layout that all uses of a weight share, or None."""
+    layouts = rule.layouts.get(number, {None})
+    is_whole = len(layouts) == 1 and not any(isinstance(use.product, str) for use in uses)
+    return next(iter(layouts)) if is_whole else None
 
 
 def _describe(uses: Sequence[WeightUse]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from .._base import is_floating
 from .._jaxpr import float_dtype, shape_of
 from ..policy import MULTIPLE, MXFP8, NF4, ODD_ROWS, BlockFormat, Float8, Int4, Int8, Quantization
 from ..quant import (
@@ -59,7 +60,7 @@ class WeightProduct:
         if not isinstance(self.quantization, Float8):
             stored = prepare_weight(weight, self.quantization, self._find_layout(weight.shape))
         product = LayerProduct(self.operation, self.quantization, self.accumulate, lambda *x: x, as_tuple=False)
-        return _reorder(Multiply(product)(inputs, stored, **dict(self.options)), self.out_order)
+        return _reorder(Multiply(product)(_as_floats(inputs, weight), stored, **dict(self.options)), self.out_order)
 
     def reason_left(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """Returns the reason why the weight is not quantized, or None."""
@@ -208,12 +209,12 @@ def describe_weight_product(
         given = {key: value for key, value in params.items() if key != "out_sharding" or value is not None}
         return WeightProduct(name, 1, order, summed, channels, tuple(given.items()), (), quantization, accumulate)
     contracted, batch = params["dimension_numbers"]
-    own, other = (tuple(map(int, axes[position])) for axes in (contracted, batch)), 1 - position
-    summed_axes, batch_axes = own
+    other, batch_axes = 1 - position, tuple(map(int, batch[position]))
+    summed_axes, other_axes = _pair_axes(contracted, position, tuple(range(ndim)))
     free = tuple(axis for axis in range(ndim) if axis not in (*summed_axes, *batch_axes))
     n = len(batch_axes)
     weight_axes = tuple(range(n, n + len(summed_axes))), tuple(range(n))
-    params["dimension_numbers"] = ((contracted[other], weight_axes[0]), (batch[other], weight_axes[1]))
+    params["dimension_numbers"] = ((other_axes, weight_axes[0]), (batch[other], weight_axes[1]))
     out_order: tuple[int, ...] = ()
     if position == 0:
         if params.get("out_sharding") is not None:
@@ -225,6 +226,21 @@ def describe_weight_product(
     return WeightProduct(
         name, position, order, len(summed_axes), len(free), options, out_order, quantization, accumulate
     )
+
+
+def _as_floats(inputs: jax.Array, weight: Any) -> jax.Array:
+    """Converts integers, which JAX multiplies floats by as they are."""
+    return inputs if is_floating(inputs) else inputs.astype(weight.dtype)
+
+
+def _pair_axes(
+    contracted: Sequence[Sequence[int]], position: int, axes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the summed `axes` of a weight in their order, by which it is stored in blocks, and those of the input."""
+    pairs = sorted(
+        (axes[own], other) for own, other in zip(contracted[position], contracted[1 - position], strict=True)
+    )
+    return tuple(own for own, _ in pairs), tuple(other for _, other in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +256,7 @@ class StoredProduct:
     def __call__(self, inputs: jax.Array, *arrays: jax.Array) -> jax.Array:
         weight = jax.tree.unflatten(self.structure, arrays)
         product = LayerProduct(self.operation, weight.format, None, lambda *x: x, as_tuple=False)
-        return _reorder(Multiply(product)(inputs, weight, **dict(self.options)), self.out_order)
+        return _reorder(Multiply(product)(_as_floats(inputs, weight), weight, **dict(self.options)), self.out_order)
 
     def __str__(self) -> str:
         format = _read_static(self.structure).format
@@ -350,6 +366,11 @@ Order = tuple[int, ...] | None
 """The axes of a weight, as negative numbers, in the order of a value that it was moved to; None if unknown."""
 
 
+WHY_MISFIT = "its scales are not shared along the axes that are summed over"
+WHY_NAMED = f"it was quantized by its name, and {WHY_MISFIT}"
+"""The reason where the floating weight is quantized along these axes, and so to other numbers."""
+
+
 def describe_stored_product(
     eqn: JaxprEqn, position: int, structure: Any, order: Order
 ) -> StoredProduct | StoredRaggedProduct | str:
@@ -364,8 +385,9 @@ def describe_stored_product(
     axes = [axis % len(order) for axis in order]  # of the weight
     params = {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
     summed = find_summed_axes(eqn, position)
-    misfits = not {order[axis] for axis in summed} <= set(_read_static(structure).layout.axes)
-    why = "its scales are not shared along the axes that are summed over" if misfits else None
+    weight, why = _read_static(structure), None
+    if not {order[axis] for axis in summed} <= set(weight.layout.axes):
+        why = WHY_MISFIT if find_layout(eqn, position, order, weight.format) is None else WHY_NAMED
     if eqn.primitive.name == "conv_general_dilated":
         if position == 0:
             return "it is the input of a convolution"
@@ -375,8 +397,9 @@ def describe_stored_product(
         return StoredProduct(eqn.primitive.name, structure, tuple(given.items()), (), why)
     contracted, batch = params["dimension_numbers"]
     other = 1 - position
-    own = [tuple(axes[axis] for axis in pairs[position]) for pairs in (contracted, batch)]
-    params["dimension_numbers"] = ((contracted[other], own[0]), (batch[other], own[1]))
+    summed_axes, other_axes = _pair_axes(contracted, position, axes)
+    batch_axes = tuple(axes[axis] for axis in batch[position])
+    params["dimension_numbers"] = ((other_axes, summed_axes), (batch[other], batch_axes))
     used = [{*contracted[i], *batch[i]} for i in range(2)]
     free = [[(i, axis) for axis in range(len(shape_of(eqn.invars[i]))) if axis not in used[i]] for i in range(2)]
     shared = [(2, i) for i in range(len(batch[0]))]
@@ -406,8 +429,11 @@ def find_layout(eqn: JaxprEqn, position: int, order: Order, quantization: Quanti
     if eqn.primitive.name == "ragged_dot_general":
         is_plain = order == (-3, -2, -1) and find_summed_axes(eqn, position) == (1,)
         return Layout(shape[1:2], 1) if is_plain else None
-    axes = sorted(order[axis] for axis in find_summed_axes(eqn, position))
+    summed = [order[axis] for axis in sorted(find_summed_axes(eqn, position))]
+    axes = sorted(summed)
     if axes != list(range(axes[0], axes[0] + len(axes))):
+        return None
+    if axes != summed and not isinstance(quantization, Int8):  # blocks of the value are none of the weight
         return None
     is_dot = eqn.primitive.name == "dot_general"
     batch = {order[axis] for axis in eqn.params["dimension_numbers"][1][position]} if is_dot else set()

@@ -86,7 +86,7 @@ class ActivePolicy:
     _known_types: dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]] = dataclasses.field(default_factory=dict)
     _known_caches: list[bool] = dataclasses.field(default_factory=list)
     _known_applied: list[bool] = dataclasses.field(default_factory=list)
-    _known_weights: dict[Any, set[Any] | None] = dataclasses.field(default_factory=dict)
+    _known_weights: dict[Any, bool | None] = dataclasses.field(default_factory=dict)
     _known_reads: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -193,13 +193,19 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
     kind = type(module)
     reads_in_compute = "dtype" not in find_dtype_fields(kind) and not kind.__module__.startswith("flax.linen.")
     if reads_in_compute or "param_dtype" in values or is_storing or is_quantized:
-        values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
+        values["param"] = functools.partial(_declare_param, module, _unpatched(module.param), policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
-        values["variable"] = functools.partial(_declare_variable, module, module.variable)
+        values["variable"] = functools.partial(_declare_variable, module, _unpatched(module.variable))
     if is_bridge(module):
         values["nnx_class"] = _MakerAcross(module, policy)
     filled = temporarily_set(module, values)
     return _fill_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
+
+
+def _unpatched(declare: Any) -> Any:
+    """Returns a module's own `param` or `variable`: around a transform of a function, this library has replaced it."""
+    is_ours = isinstance(declare, functools.partial) and declare.func in (_declare_param, _declare_variable)
+    return declare.args[1] if is_ours else declare
 
 
 def is_bridge(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ from ._active_policy import (
     read_class_policy,
 )
 from ._interceptor import make_interceptor
-from ._own_weights import call_rewritten, is_rewritten
+from ._own_weights import call_by_weights
 from ._place import ModulePlace, calling, is_trial, path_of, path_text
 from ._quantized import has_float8_state, note_quantized_weights, plan_module
 
@@ -259,10 +259,9 @@ def _call_by_weights(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Runs `call` of a method; quantizes the matmuls by weights in the code of modules, if a trial finds any."""
-    known = active.attachment._known_weights
-    rewrites = method.__name__ != "setup" and is_rewritten(method, call, module, active.policy, known, args, kwargs)
-    return call_rewritten(call, module, args, kwargs) if rewrites else call(module, *args, **kwargs)
+    if method.__name__ == "setup":
+        return call(module, *args, **kwargs)
+    return call_by_weights(method, call, module, active.policy, active.attachment._known_weights, args, kwargs)
 
 
 def _call_and_restore(method: Callable[..., Any], policy: Policy, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,10 +17,8 @@ from flax.linen import transforms
 from .._base import (
     REWRITING,
     Args,
-    KeyPath,
     Kwargs,
     PyTree,
-    drop_value_key,
     is_array,
     is_floating,
 )
@@ -45,7 +43,11 @@ class _Read(NamedTuple):
     weight: QuantizedArray | None = None  # the stored weight with these values
 
 
-_READ: contextvars.ContextVar[list[_Read] | None] = contextvars.ContextVar("_READ", default=None)
+class _ReadsOne(BaseException):
+    """Ends a call that was to run as it is, at the first weight that its code reads."""
+
+
+_READ: contextvars.ContextVar[list[_Read] | type[_ReadsOne] | None] = contextvars.ContextVar("_READ", default=None)
 """The parameters that were read while the outermost module was traced. Not a JAX context: it is only written to."""
 
 
@@ -57,6 +59,9 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     found = _READ.get()
     if found is None or policy.quantization is None or _is_of_flax(module):
         return False
+    if found is _ReadsOne:
+        raise _ReadsOne
+    assert isinstance(found, list)
     key, path = _join(module.path, name), _join(path_of(module), name)
     if isinstance(value, QuantizedArray):
         found.append(_Read(f"{key}/values", value.values, path, weight=value))
@@ -75,7 +80,7 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
 def note_table(module: nn.Module, policy: Policy, table: Any) -> None:
     """Records the table of a layer of Flax: the code around may multiply by it."""
     found = _READ.get()
-    if found is not None and policy.quantization is not None and is_array(table):
+    if isinstance(found, list) and policy.quantization is not None and is_array(table):
         from ..autocast import WeightFormat
 
         accumulate = find_accumulate_dtype(policy)
@@ -87,43 +92,63 @@ def _is_of_flax(module: nn.Module) -> bool:
     return layer_of(type(module)) is not None or type(module).__module__.startswith("flax.linen.")
 
 
-def is_rewritten(
+def call_by_weights(
     method: Callable[..., Any],
     call: Callable[..., Any],
     module: nn.Module,
     given: Policy | PolicyMap,
-    known: dict[Any, set[Any] | None],
+    known: dict[Any, bool | None],
     args: Args,
     kwargs: Kwargs,
-) -> bool:
-    """True if `call` of a method is to be rewritten, because code in it reads weights of its own.
+) -> Any:
+    """Runs `call` of a method; quantizes the matmuls by weights in the code of modules, if a trial finds any.
 
-    The first call with such fields, parameters and arguments is traced to know. `known` has the arguments that were
-    tried, or None where such weights were found.
+    `known` has the results of earlier trials.
     """
-    if _READ.get() is not None or module.is_initializing():
-        return False
-    if all(policy.quantization is None for policy in list_policies(given)):
-        return False
-    structure = jax.tree.structure((module.variables.get("params"), args, kwargs))
-    kind = str(structure), repr(getattr(inspect.unwrap(method), "__code__", method)), _describe_fields(module)
-    while len(known) >= _MOST_KINDS and kind not in known:
-        del known[next(iter(known))]
-    tried = known.setdefault(kind, set())
-    # One call of this kind that reads such weights is enough. Numbers that change at each call do not fill the memory.
-    others = tuple(repr(leaf) for leaf in jax.tree.leaves((args, kwargs)) if not isinstance(leaf, jax.Array))
-    if tried is not None and others not in tried and len(tried) < _MOST_KINDS:
-        tried.add(others)
-        if _reads_own_weights(call, module, args, kwargs):
-            known[kind] = None
-    return known[kind] is None
+    is_inside = _READ.get() is not None or module.is_initializing()
+    if is_inside or all(policy.quantization is None for policy in list_policies(given)):
+        return call(module, *args, **kwargs)
+    kind = _describe_kind(method, module, args, kwargs)
+    if not known.get(kind):  # one call of this kind that reads such weights is enough
+        details = kind, _describe_arguments(module, args, kwargs)
+        reads = known[details] if details in known else _try(call, module, args, kwargs)
+        while len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)), None)
+        known[kind if reads else details] = reads
+        if reads is None:
+            token = _READ.set(_ReadsOne)
+            try:
+                return call(module, *args, **kwargs)
+            except _ReadsOne:  # raises the error of the trial
+                del known[details]
+            finally:
+                _READ.reset(token)
+        elif not reads:
+            return call(module, *args, **kwargs)
+    return call_rewritten(call, module, args, kwargs)
 
 
-_MOST_KINDS = 256
+_MOST_KNOWN = 256
+
+
+def _describe_kind(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the code of a call, with the values that it closes over, its fields and parameters: a hashable object."""
+    function: Any = inspect.unwrap(method)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    structure = str(jax.tree.structure((module.variables.get("params"), args, kwargs)))
+    return getattr(function, "__code__", function), *map(_describe_fields, (cells, module)), structure
+
+
+def _describe_arguments(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """Returns all else that the code of a call may depend on when it is traced, hashable."""
+    scope: Any = module.scope
+    leaves, structure = jax.tree.flatten((module.variables, args, kwargs))
+    described = [(leaf.shape, leaf.dtype) if is_array(leaf) else _describe_fields(leaf) for leaf in leaves]
+    return str(structure), tuple(described), repr(scope.mutable), tuple(scope.rngs)
 
 
 def _describe_fields(value: Any) -> Any:
-    """Returns a hashable description of the fields of a module, without its place."""
+    """Returns a hashable description of a value; of a module its fields, without its place."""
     if isinstance(value, nn.Module):
         names = [field.name for field in dataclasses.fields(value) if field.name != "parent"]
         return type(value), *[(name, _describe_fields(vars(value).get(name))) for name in names]
@@ -135,15 +160,15 @@ def _describe_fields(value: Any) -> Any:
         hash(value)
     except TypeError:
         return repr(value)
-    return value
+    return type(value), value  # True is 1
 
 
-class _Probed(Exception):
+class _Tried(Exception):
     """Ends a call whose results do not matter."""
 
 
-def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
-    """True if the code reads a weight of its own, or multiplies by the table of a layer."""
+def _try(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> bool | None:
+    """Returns True if the code of a call multiplies by weights, or reads its own; None if it cannot be traced."""
     from ..autocast import multiplies_by_weights
 
     found: list[bool] = []
@@ -152,18 +177,18 @@ def _reads_own_weights(call: Callable[..., Any], module: nn.Module, args: Args, 
         look = lambda *given: found.append(multiplies_by_weights(pure, given, lambda: weights))
         with contextlib.suppress(Exception):  # the call raises it again
             eval_shapes(look, *given)
-        found.extend([not format.is_of_layer for _, format in weights.floating.values()])
-        found.append(bool(weights.stored))
-        raise _Probed
+        is_own = [not format.is_of_layer for _, format in weights.floating.values()]
+        found.extend([True] if any(is_own) or weights.stored else [])
+        raise _Tried
 
     scopes = transforms.get_module_scopes(module, args, kwargs)[0]
     counters = [dict(scope.rng_counters) for scope in scopes]
-    with contextlib.suppress(_Probed):
+    with contextlib.suppress(_Tried):
         _call_lifted(probe, call, module, args, kwargs, type(module._state)())
     for scope, before in zip(scopes, counters, strict=True):  # the call draws the keys that it would have drawn
         scope.rng_counters.clear()
         scope.rng_counters.update(before)
-    return any(found)
+    return any(found) if found else None
 
 
 def call_rewritten(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
@@ -235,10 +260,11 @@ def _note_numbers(weights: Weights, reads: Sequence[_Read], scopes: Sequence[Any
 def _name_params(scope: Any) -> dict[int, str]:
     """Returns the paths of the parameters in a scope, by the ids of their arrays."""
     leaves = jax.tree.leaves_with_path(scope.variables().get("params", {}))
-    return {id(leaf): _join(scope.path, *_spell(drop_value_key(keys))) for keys, leaf in leaves}
+    is_box = lambda key: isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value"
+    return {id(leaf): _join(scope.path, *_spell([key for key in keys if not is_box(key)])) for keys, leaf in leaves}
 
 
-def _spell(keys: KeyPath) -> list[str]:
+def _spell(keys: Iterable[Any]) -> list[str]:
     return [jax.tree_util.keystr((key,), simple=True) for key in keys]
 
 

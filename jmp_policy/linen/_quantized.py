@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
-from .._base import OVERWRITE, Args, remember_weakly
+from .._base import OVERWRITE, remember_weakly
 from ..policy import Float8, Policy, PolicyMap, list_policies, stored_format_of
 from ..quant import (
     CACHED,
@@ -73,8 +73,8 @@ def _read_param(
     is_table = name == "embedding" and _is_flax_embedding(module)
     as_stored = is_table or MULTIPLIES in vars(module)
     if isinstance(stored, QuantizedArray):
-        init = functools.partial(_make_like, module, stored, name, init_fn, args)
-        value = match_format(param(name, init, **options), format, quote_path(module, name))
+        init = functools.partial(_make_like, module, stored, name, init_fn)
+        value = match_format(param(name, init, *args, **options), format, quote_path(module, name))
         if as_stored:
             return value
         note_weight(module, policy, name, value)
@@ -179,7 +179,7 @@ def quote_path(module: nn.Module, name: str) -> str:
 
 
 def _make_like(
-    module: nn.Module, stored: QuantizedArray, name: str, init_fn: Callable[..., Any], args: Args, key: jax.Array
+    module: nn.Module, stored: QuantizedArray, name: str, init_fn: Callable[..., Any], key: jax.Array, *args: Any
 ) -> Any:
     """Replaces the initializer of a stored weight. Flax checks shapes of arrays only, so this checks the weight's."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape

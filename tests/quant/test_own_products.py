@@ -561,15 +561,28 @@ def test_weights_of_linen_are_stored_layer_by_layer_of_a_scan():
     }  # fmt: skip
 
 
-def test_a_kernel_whose_stored_scales_fit_no_matmul_is_rounded_and_multiplied_as_numbers():
-    model = OwnLinen((64, 64), lambda x, w: x @ w.T, "kernel")
-    variables, policied = model.init(jax.random.key(0), X), jmp.with_policy(model, INT8)
+def test_a_kernel_is_quantized_as_it_is_multiplied_by_and_a_warning_says_if_it_was_stored_otherwise():
+    """Another project's layer may have its outputs first, as GPT-2's in Hugging Face's Transformers."""
+    model = OwnLinen((64, 128), lambda x, w: x @ w.T, "kernel")
+    x, policied = draw((16, 128)), jmp.with_policy(model, INT8)
+    variables, explanation = model.init(jax.random.key(0), x), jmp.explain(policied, x)
+    assert explanation["kernel"].quantization == "int8(min_size=0)"
+    assert count_matmuls(lambda v: policied.apply(v, x), variables) == ["int8"]
+    stored = jmp.quant.quantize(variables, INT8, explanation=explanation)
+    np.testing.assert_array_equal(policied.apply(stored, x), policied.apply(variables, x))
+    stored = jmp.quant.quantize(variables, INT8)
+    with pytest.warns(UserWarning, match="'kernel' is dequantized, and has other numbers .* quantized by its name"):
+        out = policied.apply(stored, x)
+    np.testing.assert_array_equal(out, x.astype(jnp.bfloat16) @ stored["params"]["kernel"].dequantize(jnp.bfloat16).T)
+
+
+def test_a_kernel_whose_blocks_fit_no_matmul_is_rounded_as_it_is_stored_and_multiplied_as_numbers():
+    model, policy = OwnLinen((64, 64), lambda x, w: x @ w.T, "kernel"), name_policy("int4/16")
+    variables, policied = model.init(jax.random.key(0), X), jmp.with_policy(model, policy)
     explanation = jmp.explain(policied, X)
-    assert explanation["kernel"].quantization == "int8(min_size=0), computed with as numbers"
-    stored = jmp.quant.quantize(variables, INT8)  # by its name
+    assert explanation["kernel"].quantization == "int4/16(min_size=0), computed with as numbers"
+    stored = jmp.quant.quantize(variables, policy, explanation=explanation)
     np.testing.assert_array_equal(policied.apply(stored, X), policied.apply(variables, X))
-    numbers = stored["params"]["kernel"].dequantize(jnp.bfloat16)
-    np.testing.assert_array_equal(policied.apply(stored, X), X.astype(jnp.bfloat16) @ numbers.T)
 
 
 def test_an_explanation_of_another_kind_is_an_error():
