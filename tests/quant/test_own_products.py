@@ -212,6 +212,108 @@ def test_weights_inside_of_a_jitted_module_are_quantized_in_each_trace():
             assert count_matmuls(lambda v: linen.apply(v, X, method="twice"), each) == ["int8"] * 2
 
 
+class LaterOwn(nn.Module):
+    """Reads a weight of its own only in some calls."""
+
+    @nn.compact
+    def __call__(self, x):
+        if x.shape[-1] != 64:
+            raise ValueError("64 are needed")
+        needs = len(x) == 8 or self.is_mutable_collection("cache") or self.has_rng("noise") or self.is_initializing()
+        return x @ self.param("w", lambda _: draw((64, 64))).astype(x.dtype) if needs else x
+
+
+OTHER_CALLS = {
+    "another shape": (8, {}),
+    "another collection": (16, {"mutable": "cache"}),
+    "another key": (16, {"rngs": {"noise": jax.random.key(1)}}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CALLS)
+def test_a_call_that_differs_or_follows_one_that_failed_is_tried_again(case):
+    model, (rows, options) = jmp.with_policy(LaterOwn(), INT8), OTHER_CALLS[case]
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="64 are needed"):
+        model.apply(variables, X[:rows, :32], **options)
+    assert count_matmuls(lambda v: model.apply(v, X), variables) == []
+    assert count_matmuls(lambda v: model.apply(v, X[:rows], **options), variables) == ["int8"]
+
+
+def test_code_that_reads_values_before_its_weight_cannot_be_traced_either():
+    class Reading(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return OwnLinen((64, 64), jnp.matmul)(x * float(x[0, 0]))
+
+    model = jmp.with_policy(Reading(), INT8)
+    variables = model.init(jax.random.key(0), X)
+    for _ in range(2):
+        with pytest.raises(jax.errors.ConcretizationTypeError):
+            model.apply(variables, X)
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return jnp.tanh(x @ self.param("w", nn.with_partitioning(lambda _: draw((64, 64)), ("a", "b")))), None
+
+
+class Layers(nn.Module):
+    transform: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        return self.transform(Partitioned(name="block"), x)
+
+
+def scan_rematted(block, x):
+    metadata = {nn.PARTITION_NAME: "layers"}
+    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3, "metadata_params": metadata}
+    return nn.scan(nn.remat(type(block)), **options)(name="blocks")(x, None)[0]
+
+
+TRANSFORMED = {
+    "remat of a function": lambda block, x: nn.remat(lambda block, x: block(x)[0])(block, x),
+    "jit of a function": lambda block, x: nn.jit(lambda block, x: block(x)[0])(block, x),
+    "scan of remat": scan_rematted,
+}
+
+
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_partitioned_weights_under_transforms_of_flax_are_stored_and_multiply_as_stored(case):
+    x, policy = draw((16, 64)), "int8(min_size=0)_from_float32"
+    model = jmp.with_policy(Layers(TRANSFORMED[case]), policy)
+    variables = model.init(jax.random.key(0), x)
+    stored = jmp.quant.quantize(variables, policy, explanation=jmp.explain(model, x))
+    for each in (variables, stored):
+        assert count_matmuls(lambda v: model.apply(v, x), each) == ["int8"]
+    np.testing.assert_array_equal(model.apply(stored, x), model.apply(variables, x))
+
+
+@pytest.mark.parametrize("format", ["int4/16", "nf4/16"])
+def test_blocks_of_heads_are_those_of_flax_and_of_the_stored_weight(format):
+    """`einsum` lists the summed axes in another order than the weight has them."""
+    x, w, policy = draw((8, 4, 16)), draw((4, 16, 32)), f"{name_policy(format).split('_from')[0]}_from_float32"
+    layer = nnx.LinearGeneral((4, 16), 32, axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    own = Own(w, lambda x, w: jnp.einsum("bnh,nhd->bd", x, w))
+    wanted = jmp.with_policy(layer, policy)(x)
+    np.testing.assert_array_equal(jmp.with_policy(own, policy)(x), wanted)
+    np.testing.assert_array_equal(store_own(own, policy, x)(x), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_inputs_that_are_not_floating_are_converted_as_by_a_layer(dtype):
+    x, w = jnp.round(X * 3).astype(dtype), draw((64, 32))
+    layer = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    own, wanted = Own(w, lambda x, w: jnp.matmul(x, w)), jmp.with_policy(layer, INT8)(x)
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(jmp.with_policy(own, INT8)(x), wanted)
+        np.testing.assert_array_equal(store_own(own, INT8, x)(x), wanted)
+
+
 class Tied(nnx.Module):
     def __init__(self, kind, rngs):
         self.table = nnx.Param(draw((128, 64))) if kind == "own" else nnx.Embed(128, 64, rngs=rngs)
