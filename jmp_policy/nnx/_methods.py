@@ -28,10 +28,11 @@ from ..modules import (
     widen_policy,
 )
 from ..policy import Policy
-from ..quant import warn_of_odd_rows
+from ..quant import Misread, warn_of_odd_rows
 from ._cache import check_layer_cache
 from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec, has_linen_module, make_linen_attributes, plan_again
 from ._own_weights import call_rewritten, is_of_flax, is_rewritten
+from ._products import QuantizedParam
 from ._shadow import Attributes, call_on_shadow, pytree_options, walk_modules
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
@@ -79,8 +80,19 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
             return call_rewritten(run, module, spec.given, vars(module).get(_PATH, ""), args, kwargs)
         with across_bridge(vars(module).get(_PATH, "")) if has_linen_module(spec.base) else nullcontext():
             return _run_inside(module, spec, method, args, kwargs)
+    except Misread as error:
+        _name_misread_weight(module, error)
+        raise
     finally:
         _INSIDE.reset(token)
+
+
+def _name_misread_weight(module: nnx.Module, error: Misread) -> None:
+    """Adds the path of a quantized weight to the error of code that read it as an array."""
+    for path, node in nnx.iter_graph(module, graph=True):
+        if isinstance(node, QuantizedParam) and node.get_raw_value().values is error.weight.values:
+            *names, name = map(str, path)
+            error.name_weight("/".join(names), name)
 
 
 def _run_inside(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:

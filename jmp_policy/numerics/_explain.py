@@ -117,12 +117,17 @@ _SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its i
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
     """Returns `ModuleRow.quantization` of a module, for float8 from the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
+    if module.is_layer and module.quantization and not (computed or made):
+        return _UNCALLED
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):
         return module.quantization
     if _has_float8(made):
         return f"{format}, computed with as numbers: it is a convolution"
     return f"left: {ODD_ROWS}" if module.is_layer else f"left: {ODD_ROWS}, or its code is no layer of Flax's"
+
+
+_UNCALLED = "left: the layer is not called, and other code gets its weight as it is"
 
 
 def _has_float8(dtypes: Collection[str]) -> bool:

@@ -223,7 +223,8 @@ def _is_quantized(node):
 def test_a_stored_weight_is_read_by_a_param_that_needs_a_shape(monkeypatch):
     """As `gemma` 4.0.1 replaces that of all modules."""
     param = nn.Module.param
-    monkeypatch.setattr(nn.Module, "param", lambda self, name, init, shape, *rest: param(self, name, init, shape, *rest))
+    declare = lambda self, name, init, shape, *others: param(self, name, init, shape, *others)
+    monkeypatch.setattr(nn.Module, "param", declare)
     model, x = jmp.with_policy(nn.Dense(16, use_bias=False), INT8), jnp.ones((2, 8))
     variables = model.init(KEY, x)
     np.testing.assert_array_equal(model.apply(quant.quantize(variables, INT8), x), model.apply(variables, x))

@@ -225,3 +225,26 @@ def test_an_embedding_is_sharded_as_it_is_told(attach):
     with jax.set_mesh(make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))):
         nnx.eval_shape(outputs, nnx.Embed(8, 8, embedding_init=waves, rngs=nnx.Rngs(0)))
     assert [(out.shape, out.sharding.spec[0]) for out in seen] == [((8, 8), "d"), ((3, 8), None)]
+
+
+class HoldsAWeight(nnx.Module):
+    """Its own code reads the weight of a layer that it does not call, as Mamba of mamba2-jax."""
+
+    def __init__(self, rngs):
+        self.parts = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+
+    def __call__(self, x):
+        return (x[..., None] * self.parts[0].kernel[...]).sum(-2)
+
+
+def test_a_layer_that_only_holds_a_weight_is_left_and_its_stored_weight_is_named():
+    policy, x = "int8(min_size=0)_from_float32", jnp.ones((2, 8))
+    model = HoldsAWeight(nnx.Rngs(0))
+    said = jmp.explain(jmp.with_policy(model, policy), x)["parts/0"].quantization
+    assert said == "left: the layer is not called, and other code gets its weight as it is"
+    stored = quantize(model, policy)
+    for run in (stored, nnx.jit(lambda x: stored(x))):
+        with pytest.raises(TypeError, match=r"leave 'parts/0/kernel' out by a rule .* PolicyMap\({'parts/0': 'mixed_"):
+            run(x)
+    rule = jmp.PolicyMap({"parts/0": "float32"}, policy)
+    np.testing.assert_array_equal(jmp.with_policy(model, rule)(x), model(x))
