@@ -511,14 +511,21 @@ def _list_floating(
     for i, own in uses.items():
         (path, format), leaf_shape = weights[i], traced.leaves[i].shape
         layout = _find_layout(own, rule, i)
-        end = leaf_shape[len(leaf_shape) - len(format.shape) :] if format.shape is not None else None
-        # A stack along another axis cannot be sliced when stored.
-        layout = layout if end == format.shape and not format.is_part else None
+        if layout is not None and (format.is_part or not _fits_element(layout, leaf_shape, format.shape)):
+            layout = None
         if not format.is_of_layer:
             text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)
             leaf = traced.leaves[i]
             found.append(OwnWeight(path, leaf.shape, leaf.dtype, leaf.size * leaf.dtype.itemsize, text, layout))
     return found
+
+
+def _fits_element(layout: Layout, whole: Sequence[int], element: Sequence[int] | None) -> bool:
+    """True unless a weight is a stack along another axis than the first ones: when stored, it could not be sliced."""
+    if element is None:
+        return True
+    spanned = len(layout.contracted) + layout.channels
+    return spanned <= len(element) and tuple(whole[len(whole) - len(element) :]) == tuple(element)
 
 
 def _find_layout(uses: Sequence[WeightUse], rule: ProductRule, number: int) -> Layout | None:

@@ -1043,14 +1043,15 @@ def test_no_tracers_are_left_in_a_call():
         jax.jit(model.apply).lower(variables, X)
 
 
-def test_a_weight_under_vmap_over_another_axis_has_no_layout():
+@pytest.mark.parametrize("size", [3, 64])
+def test_a_weight_under_vmap_over_another_axis_has_no_layout(size):
+    """Also where the stack is as long as the axis in whose place it stands."""
+
     class Stacked(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layer = nn.vmap(
-                OwnLinen, variable_axes={"params": 1}, split_rngs={"params": True}, in_axes=None, axis_size=3
-            )
-            return layer((64, 64), jnp.matmul, name="own")(x)
+            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}, "in_axes": None}
+            return nn.vmap(OwnLinen, **options, axis_size=size)((64, 32), jnp.matmul, name="own")(x)
 
     row = jmp.explain(jmp.with_policy(Stacked(), INT8), X)["own/w"]
     assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
