@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -117,7 +118,8 @@ _SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its i
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
     """Returns `ModuleRow.quantization` of a module, for float8 from the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
-    if module.is_layer and module.quantization and not (computed or made):
+    is_multiplied = module.quantization and not re.match("left|.*computed with as numbers", module.quantization)
+    if module.is_layer and is_multiplied and not (computed or made):
         return _UNCALLED
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):
