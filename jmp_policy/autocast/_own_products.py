@@ -386,7 +386,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights, deferred)
     # A weight that is stored by its name, and not as one layout for all its matmuls, is rounded as it is stored.
     rounded = {
-        i: own for i, own in formats.items() if own.layout is not None and _find_layout(uses[i], rule, i) is None
+        i: own for i, own in formats.items() if own.layout is not None and _find_shared_layout(uses[i], rule, i) is None
     }
     if marked & rounded.keys():
         program, rule = _rewrite(traced.program, {i: formats[i] for i in marked - rounded.keys()}, weights, deferred)
@@ -415,8 +415,8 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
             path, _ = weights.stored[i]
             warn_once(
                 given,
-                f"The weight {path!r} is dequantized, and has other numbers than the floating one has in this matmul: "
-                f"{WHY_NAMED}. Let an explanation say how it is multiplied by. For example: "
+                f"The weight {path!r} is dequantized, and has other numbers than the floating weight in this matmul: "
+                f"{WHY_NAMED}. An explanation tells quantize how it is multiplied by. For example: "
                 "quantize(variables, policy, explanation=explain(with_policy(model, policy), x)).",
             )
     # Equation by equation, as the model would run without this.
@@ -510,7 +510,7 @@ def _list_floating(
     found = []
     for i, own in uses.items():
         (path, format), leaf_shape = weights[i], traced.leaves[i].shape
-        layout = _find_layout(own, rule, i)
+        layout = _find_shared_layout(own, rule, i)
         if layout is not None and (format.is_part or not _fits_element(layout, leaf_shape, format.shape)):
             layout = None
         if not format.is_of_layer:
@@ -521,14 +521,14 @@ def _list_floating(
 
 
 def _fits_element(layout: Layout, whole: Sequence[int], element: Sequence[int] | None) -> bool:
-    """True unless a weight is a stack along another axis than the first ones: when stored, it could not be sliced."""
+    """False for a stack along another axis than the first ones, which could not be sliced when it is stored."""
     if element is None:
         return True
     spanned = len(layout.contracted) + layout.channels
     return spanned <= len(element) and tuple(whole[len(whole) - len(element) :]) == tuple(element)
 
 
-def _find_layout(uses: Sequence[WeightUse], rule: ProductRule, number: int) -> Layout | None:
+def _find_shared_layout(uses: Sequence[WeightUse], rule: ProductRule, number: int) -> Layout | None:
     """Returns the layout that all uses of a weight share, or None."""
     layouts = rule.layouts.get(number, {None})
     is_whole = len(layouts) == 1 and not any(isinstance(use.product, str) for use in uses)

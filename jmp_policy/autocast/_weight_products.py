@@ -236,7 +236,7 @@ def _as_floats(inputs: jax.Array, weight: Any) -> jax.Array:
 def _pair_axes(
     contracted: Sequence[Sequence[int]], position: int, axes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the summed `axes` of a weight in their order, by which it is stored in blocks, and those of the input."""
+    """Returns the summed `axes` of a weight in the order of its blocks, and for each the axis of the input."""
     pairs = sorted(
         (axes[own], other) for own, other in zip(contracted[position], contracted[1 - position], strict=True)
     )
@@ -368,7 +368,7 @@ Order = tuple[int, ...] | None
 
 WHY_MISFIT = "its scales are not shared along the axes that are summed over"
 WHY_NAMED = f"it was quantized by its name, and {WHY_MISFIT}"
-"""The reason where the floating weight is quantized along these axes, and so to other numbers."""
+"""Where the floating weight is quantized along these axes, and so to other numbers."""
 
 
 def describe_stored_product(

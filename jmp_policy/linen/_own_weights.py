@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,16 +112,19 @@ def call_by_weights(
     kind = _describe_kind(method, module, args, kwargs)
     if not known.get(kind):  # one call of this kind that reads such weights is enough
         details = kind, _describe_arguments(module, args, kwargs)
-        reads = known[details] if details in known else _try(call, module, args, kwargs)
-        while len(known) >= _MOST_KNOWN:
-            known.pop(next(iter(known)), None)
-        known[kind if reads else details] = reads
+        if details not in known:
+            reads = _try(call, module, args, kwargs)
+            while len(known) >= _MOST_KNOWN:
+                known.pop(next(iter(known)), None)
+            known[kind if reads else details] = reads
+        else:
+            reads = known[details]
         if reads is None:
             token = _READ.set(_ReadsOne)
             try:
                 return call(module, *args, **kwargs)
-            except _ReadsOne:  # raises the error of the trial
-                del known[details]
+            except _ReadsOne:  # the rewriter raises the error of the trial
+                known.pop(details, None)
             finally:
                 _READ.reset(token)
         elif not reads:
@@ -134,30 +138,35 @@ _MOST_KNOWN = 256
 def _describe_kind(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """Returns the code of a call, with the values that it closes over, its fields and parameters: a hashable object."""
     function: Any = inspect.unwrap(method)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    cells = getattr(function, "__closure__", None) or ()
     structure = str(jax.tree.structure((module.variables.get("params"), args, kwargs)))
-    return getattr(function, "__code__", function), *map(_describe_fields, (cells, module)), structure
+    return getattr(function, "__code__", function), *map(_describe_value, (cells, module)), structure
 
 
 def _describe_arguments(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """Returns all else that the code of a call may depend on when it is traced, hashable."""
     scope: Any = module.scope
     leaves, structure = jax.tree.flatten((module.variables, args, kwargs))
-    described = [(leaf.shape, leaf.dtype) if is_array(leaf) else _describe_fields(leaf) for leaf in leaves]
-    return str(structure), tuple(described), repr(scope.mutable), tuple(scope.rngs)
+    return str(structure), tuple(map(_describe_value, leaves)), repr(scope.mutable), tuple(scope.rngs)
 
 
-def _describe_fields(value: Any) -> Any:
+def _describe_value(value: Any) -> Any:
     """Returns a hashable description of a value; of a module its fields, without its place."""
+    if is_array(value):
+        return value.shape, value.dtype
     if isinstance(value, nn.Module):
         names = [field.name for field in dataclasses.fields(value) if field.name != "parent"]
-        return type(value), *[(name, _describe_fields(vars(value).get(name))) for name in names]
+        return type(value), *[(name, _describe_value(vars(value).get(name))) for name in names]
     if isinstance(value, list | tuple):
-        return tuple(map(_describe_fields, value))
+        return tuple(map(_describe_value, value))
     if isinstance(value, Mapping):
-        return tuple((name, _describe_fields(each)) for name, each in value.items())
+        return tuple((name, _describe_value(each)) for name, each in value.items())
     try:
+        if isinstance(value, types.CellType):
+            return _describe_value(value.cell_contents)
         hash(value)
+    except ValueError:  # an empty cell
+        return None
     except TypeError:
         return repr(value)
     return type(value), value  # True is 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -116,9 +115,9 @@ _SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its i
 
 
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
-    """Returns `ModuleRow.quantization` of a module, for float8 from the dtypes that its operations read and made."""
+    """Returns `ModuleRow.quantization` of a module, given the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
-    is_multiplied = module.quantization and not re.match("left|.*computed with as numbers", module.quantization)
+    is_multiplied = module.quantization.startswith(str(format)) and "as numbers" not in module.quantization
     if module.is_layer and is_multiplied and not (computed or made):
         return _UNCALLED
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made

@@ -242,7 +242,7 @@ def quantize(
       explanation: of the model with the policy and some inputs, from `explain`: then the weights that the model
         multiplies by in its own code are stored too. A weight whose row has no `layout` stays floating, such as one
         that is sliced, or joined with others, before it multiplies. Without an explanation, a linen `kernel` is stored
-        as that of a layer of Flax would be.
+        like the kernel of a layer of Flax.
 
     Returns:
       Variables whose `kernel` and `embedding` leaves of two or more axes are `QuantizedArray`s, for

@@ -240,6 +240,22 @@ def test_a_call_that_differs_or_follows_one_that_failed_is_tried_again(case):
     assert count_matmuls(lambda v: model.apply(v, X[:rows], **options), variables) == ["int8"]
 
 
+def test_a_method_is_told_from_another_by_what_it_closes_over():
+    model = jmp.with_policy(LaterOwn(), INT8)
+    variables = model.init(jax.random.key(0), X)
+    take = lambda rows: lambda module, x: module(x[:rows])
+    for method, wanted in ((take(16), []), (take(8), ["int8"])):
+        assert count_matmuls(lambda v, method=method: model.apply(v, X, method=method), variables) == wanted
+
+
+def test_a_method_may_close_over_a_variable_that_is_set_later():
+    model = jmp.with_policy(LaterOwn(), INT8)
+    variables = model.init(jax.random.key(0), X)
+    method = lambda module, x: module(x) if len(x) else later
+    assert model.apply(variables, X, method=method).shape == X.shape
+    later = None
+
+
 def test_code_that_reads_values_before_its_weight_cannot_be_traced_either():
     class Reading(nn.Module):
         @nn.compact
