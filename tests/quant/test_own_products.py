@@ -181,20 +181,27 @@ def test_weights_of_a_scan_of_linen_are_quantized_and_its_state_and_keys_stay():
     np.testing.assert_array_equal(out == 0, wide == 0)  # the same elements are dropped
 
 
+def multiply_in_half(x, w):
+    return x @ w.astype(x.dtype)
+
+
 class Jitted(nnx.Module):
     """Calls a module in a jitted function, of which JAX caches the trace."""
 
     def __init__(self, w):
-        self.own = Own(w, lambda x, w: x @ w.astype(x.dtype))
+        self.own = Own(w, multiply_in_half)
 
     def __call__(self, x):
         return nnx.jit(lambda own, x: own(x))(self.own, x)
 
 
+JittedOwn = nn.jit(OwnLinen)  # one class, so that Flax jits one function
+
+
 class JittedLinen(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.jit(OwnLinen)((64, 64), lambda x, w: x @ w.astype(x.dtype), name="own")(x)
+        return JittedOwn((64, 64), multiply_in_half, name="own")(x)
 
     def twice(self, x):
         return self(self(x))
