@@ -10,6 +10,7 @@ from ._cost import (
     count_products as count_products,
     count_scattered_rows as count_scattered_rows,
     find_half_sum as find_half_sum,
+    find_sum as find_sum,
 )
 from ._ends import (
     ObservedCall as ObservedCall,
@@ -17,6 +18,7 @@ from ._ends import (
     find_real_shape as find_real_shape,
     find_signature as find_signature,
     keep_changes as keep_changes,
+    name_argument as name_argument,
     name_arguments as name_arguments,
     name_results as name_results,
     observe as observe,

@@ -130,8 +130,8 @@ REMEDY = (
 """Suggestion for half-precision sums. Flax pools in a function, which ignores the dtype of a layer and a policy."""
 
 
-class HalfSum(NamedTuple):
-    """A half-precision sum or product of `numbers` elements by the primitive `name`."""
+class FloatSum(NamedTuple):
+    """A sum or product of `numbers` elements by the primitive `name`, in a floating dtype."""
 
     name: str
     numbers: int
@@ -141,18 +141,23 @@ class HalfSum(NamedTuple):
         return f"{self.name} of {self.numbers} numbers in {self.dtype}"
 
 
-def find_half_sum(step: Step) -> HalfSum | None:
+def find_half_sum(step: Step) -> FloatSum | None:
     """Returns the half-precision sum or product of several elements that a step computes, or None."""
+    return find_sum(step) if any(float_dtype(var) in HALF for var in step.results) else None
+
+
+def find_sum(step: Step) -> FloatSum | None:
+    """Returns the sum or product of several elements that a step computes, or None."""
     count = _COUNTS.get(step.name)
-    dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype in HALF), None)
+    dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype is not None), None)
     if count is None or dtype is None:
         return None
     if step.name in ("reduce", "reduce_window"):  # with a function of the user, which may only choose
         inside = [one for one in walk(step.eqn.params["jaxpr"]) if one.name not in _CHOOSING]
-        if not any(float_dtype(var) in HALF for one in inside for var in one.results):
+        if not any(float_dtype(var) == dtype for one in inside for var in one.results):
             return None
     numbers = count(step)
-    return HalfSum(step.name, numbers, dtype) if numbers > 1 else None
+    return FloatSum(step.name, numbers, dtype) if numbers > 1 else None
 
 
 _CHOOSING = ("max", "min", "clamp", "select_n", "abs", "neg", "link", "constant")

@@ -91,14 +91,21 @@ def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def keep_changes(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it also returns what it changes in its arguments, such as an nnx model."""
+def keep_changes(fun: Callable[..., Any], paths: list[KeyPath] | None = None) -> Callable[..., Any]:
+    """Wraps a function so that it also returns what it changes in its arguments, such as an nnx model.
+
+    The list `paths` gets the paths of the changes in `(args, kwargs)`.
+    """
 
     @functools.wraps(fun)
     def call_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
         given = jax.tree.leaves((args, kwargs))
-        ids = set(map(id, given))
-        return fun(*args, **kwargs), [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in ids]
+        ids, out = set(map(id, given)), fun(*args, **kwargs)
+        leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        changes = [(path, leaf) for path, leaf in leaves if id(leaf) not in ids]
+        if paths is not None:
+            paths[:] = [path for path, _ in changes]
+        return out, [leaf for _, leaf in changes]
 
     return call_and_keep
 
@@ -134,7 +141,12 @@ def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is
     >>> name_arguments(inspect.signature(loss), arrays, is_lifted=False)
     ['params/w', 'batches/0', 'batches/1/0', 'scale']
     """
-    return [_join_path(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+    return [name_argument(signature, path) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+
+
+def name_argument(signature: inspect.Signature | None, path: KeyPath) -> str:
+    """Returns the path of an argument by its path in `(args, kwargs)`."""
+    return _join_path(*_find_parameter(signature, path))
 
 
 def spell_arguments(

@@ -150,8 +150,11 @@ class SubJaxpr(NamedTuple):
     trips: int = 1
 
 
-def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
-    """Lists the jaxprs that an equation runs, except the jaxprs of reductions, scatters and kernels."""
+def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:
+    """Lists the jaxprs that an equation runs, except the jaxprs of reductions, scatters and kernels.
+
+    Of a `lax.platform_dependent`, the branch of `platform` runs, such as `"cuda"`, by default that of this process.
+    """
     params, name = eqn.params, eqn.primitive.name
     if name in WITHOUT_JAXPRS:
         return []
@@ -161,7 +164,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
     if name == "while":
         return _list_while_jaxprs(eqn)
     if name == "cond":
-        branches = zip(params["branches"], _list_running(eqn), strict=True)
+        branches = zip(params["branches"], _list_running(eqn, platform), strict=True)
         return [_make_sub_jaxpr(eqn, branch, eqn.invars[1:], trips=int(runs)) for branch, runs in branches]
     if name == "custom_linear_solve":
         return [_make_call(eqn, params["jaxprs"].solve)]
@@ -183,14 +186,14 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _list_running(eqn: JaxprEqn) -> list[bool]:
+def _list_running(eqn: JaxprEqn, platform: str | None) -> list[bool]:
     """Finds the branches of a `cond` that may run: all of them, or one of a `lax.platform_dependent`."""
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
     if platforms is None:
         return [True] * len(branches)
     if PRODUCT_SCOPE in name_stack(eqn):  # reports show the accelerator's form, not the workaround for CPUs
         return [own is None for own in platforms]
-    backend = jax.default_backend()
+    backend = platform or jax.default_backend()
     names = {"cuda", "rocm"} if backend == "gpu" else {backend}
     chosen = next((i for i, own in enumerate(platforms) if own is None or not names.isdisjoint(own)), None)
     return [i == chosen for i in range(len(branches))]
@@ -249,7 +252,13 @@ class Step(NamedTuple):
 
 
 def walk(
-    program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1, *, live_only: bool = False
+    program: Jaxpr,
+    scope: str = "",
+    around: tuple = (),
+    trips: int = 1,
+    *,
+    live_only: bool = False,
+    platform: str | None = None,
 ) -> Iterator[Step]:
     """Yields the steps of a jaxpr in order, also in sub-jaxprs, once for each equation that runs one.
 
@@ -259,7 +268,7 @@ def walk(
     for eqn in list_live(program) if live_only else program.eqns:
         stack = name_stack(eqn)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
-        bodies = sub_jaxprs(eqn)
+        bodies = sub_jaxprs(eqn, platform)
         if not bodies:
             yield Step(eqn.primitive.name, eqn.invars, eqn.outvars, eqn, here, around, trips)
             continue
@@ -271,7 +280,7 @@ def walk(
             for i, (outer, inner) in enumerate(body.inputs):
                 name = "carry" if i in body.carry else "link"
                 yield Step(name, [outer], [inner], eqn, here, inside, trips, again.get(i))
-            yield from walk(body.program, here, inside, trips * body.trips, live_only=live_only)
+            yield from walk(body.program, here, inside, trips * body.trips, live_only=live_only, platform=platform)
         # One link per output of the equation. It reads that output of each sub-jaxpr, such as the branches of a cond.
         outputs = [{id(outer): inner for inner, outer in body.outputs} for body in bodies]
         for var in eqn.outvars:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import sys
@@ -25,7 +26,11 @@ For example, where train.py has train_step(state, batch): write in it
 `jmp-policy audit train:train_step --args train:make_args`. --json prints one document with these keys: versions, by
 package; device (platform, name, system, half_instructions); function; findings, a list (id, message, source, path,
 dtypes, backward, count); rows (path, operation, dtype, backward, count, flops, bytes); matmuls (operation, dtypes,
-dtype, source, path, backward, count, flops); uncounted_loops; flops; bytes."""
+dtype, source, path, backward, count, flops, precision); uncounted_loops; flops; bytes."""
+
+_LOCK_EPILOG = """\
+For example: `jmp-policy lock train:train_step --args train:make_args -o train_step.lock` writes the file, which belongs
+into version control, and with --check added prints what differs, and exits with status 1 if anything does."""
 
 _NUMERICS_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def step(*args): return
@@ -56,6 +61,24 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     _add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
     _add_json(parser, "tables")
+
+
+def _add_lock(parser: argparse.ArgumentParser) -> None:
+    from ..numerics import PLATFORMS
+
+    _add_call(parser, "train:train_step", "; jax.ShapeDtypeStructs suffice")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("numerics.lock"), metavar="FILE", help="default: numerics.lock"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the file, and exit with status 1 if it differs"
+    )
+    parser.add_argument(
+        "--platform", choices=PLATFORMS, help="whose matmuls count (default: that of the file, or of this machine)"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="describe the program that XLA compiled; a TPU need not be there"
+    )
 
 
 def _add_numerics(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +173,47 @@ def _audit(arguments: argparse.Namespace) -> Any:
 
     fun, args = load_call(arguments, audit, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
     return audit(fun)(*args)
+
+
+def _lock(arguments: argparse.Namespace) -> int:
+    from ..numerics import Lock, lock
+
+    file = arguments.output
+    _check_file("--output", file)
+    locked = None
+    try:
+        locked = Lock.load(file)
+    except FileNotFoundError:
+        if arguments.check:
+            raise UserError(f"--check: there is no file {file}. Write it first, without --check") from None
+    except OSError as error:
+        raise UserError(f"--output {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if arguments.check:
+            raise UserError(str(error)) from None
+    known = "" if locked is None else locked.function
+    if ":" in known and known != arguments.function:
+        raise UserError(f"{file} is of {known}, not of {arguments.function}. Name another file, with -o")
+    platform = arguments.platform or (locked.platform if locked else None)
+    is_compiled = arguments.compiled or bool(locked and locked.compiled)
+    with contextlib.redirect_stdout(sys.stderr):
+        fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+        try:
+            now = lock(fun, platform=platform, compiled=is_compiled)(*args)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    now = dataclasses.replace(now, function=arguments.function)
+    if arguments.check and locked is not None:
+        difference = locked.diff(now)
+        print_text(difference)
+        return 1 if difference else 0
+    try:
+        with _explain_unwritten("--output", file):
+            now.save(file)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    print_text(f"{file}: {len(str(now).splitlines())} lines")
+    return 0
 
 
 def _collect(arguments: argparse.Namespace) -> Any:
@@ -317,6 +381,12 @@ COMMANDS = {
         "precision or time.",
         _AUDIT_EPILOG, _add_audit,
         lambda arguments: _run_report(_audit, arguments, lambda report: arguments.strict and report.findings),
+    ),
+    "lock": Command(
+        "what a function computes in which dtype, as a file that a test compares",
+        "Trace a function without running it. Write the dtypes of its matmuls, casts, sums, arguments and results to a "
+        "file, a line per module and fact, or compare them with the file.",
+        _LOCK_EPILOG, _add_lock, _lock,
     ),
     "numerics": Command(
         "what the tensors of a function look like, and what number formats would do to them",

@@ -7,6 +7,8 @@
 - `first_nonfinite` wraps a function so that it also returns a `NonfiniteOrigin`: the op that made the first nan or inf.
 - `Explanation` is the result of `jmp_policy.explain`, with a `ModuleRow` for each module.
 - `collectives` returns the `Collectives` of a program on a mesh: a `Collective` for each kind, dtype and line.
+- `lock` wraps a function so that it returns a `Lock`: what it computes in which dtype, as `LockRow`s and the text of
+  a file. `Lock.diff` returns a `LockDiff`, with a `Difference` for each change, and `assert_locked` is for tests.
 - `predict` computes a `Prediction` from `Stats`: the scopes that a policy would break, each with a `Reason`, and the
   loss scale or float32 rules that fix it.
 """
@@ -29,6 +31,10 @@ if _typing.TYPE_CHECKING:
     from ._collectives_report import Collective as Collective, Collectives as Collectives
     from ._explanation import Explanation as Explanation, ModuleRow as ModuleRow
     from ._first_nonfinite import first_nonfinite as first_nonfinite
+    from ._lock import assert_locked as assert_locked, lock as lock
+    from ._lock_diff import Difference as Difference, LockDiff as LockDiff
+    from ._lock_file import Lock as Lock
+    from ._lock_rows import LockRow as LockRow
     from ._origin import NonfiniteOrigin as NonfiniteOrigin
     from ._predict import predict as predict
     from ._prediction import Prediction as Prediction, Reason as Reason
@@ -39,6 +45,7 @@ if _typing.TYPE_CHECKING:
     # for other packages of the library
     # isort: off
     # fmt: off
+    from ._audit_report import PLATFORMS  # noqa: F401
     from ._explain import explain  # noqa: F401
     from ._first_nonfinite import search_nonfinite  # noqa: F401
     from ._origin import say_what_happened  # noqa: F401
@@ -58,6 +65,10 @@ else:  # `optim` uses one of these and should not load the others
         "_collectives_report": "Collective Collectives",
         "_explanation": "Explanation ModuleRow",
         "_first_nonfinite": "first_nonfinite",
+        "_lock": "assert_locked lock",
+        "_lock_diff": "Difference LockDiff",
+        "_lock_file": "Lock",
+        "_lock_rows": "LockRow",
         "_origin": "NonfiniteOrigin",
         "_predict": "predict",
         "_prediction": "Prediction Reason",
@@ -66,6 +77,7 @@ else:  # `optim` uses one of these and should not load the others
         "_stats_row": "FormatShares Row",
     }
     _INTERNAL = {
+        "_audit_report": "PLATFORMS",
         "_explain": "explain",
         "_first_nonfinite": "search_nonfinite",
         "_origin": "say_what_happened",
@@ -81,7 +93,7 @@ else:  # `optim` uses one of these and should not load the others
         _SOURCES,
         globals(),
         internal=_INTERNAL,
-        unlisted="AuditReport AuditRow Collective Collectives Explanation FINDINGS Finding FormatShares Matmul "
-        "ModuleRow NonfiniteOrigin Prediction Reason Row Stats",
+        unlisted="AuditReport AuditRow Collective Collectives Difference Explanation FINDINGS Finding FormatShares "
+        "Lock LockDiff LockRow Matmul ModuleRow NonfiniteOrigin Prediction Reason Row Stats",
         elsewhere={name: f"contrib.{name}" for name in _MOVED.split()},
     )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._base import hide_frames, keeps_small_updates
 from .._jaxpr import (
@@ -147,7 +147,7 @@ class _Inspector:
             if fact.updated is not None and (dtype := float_dtype(atom)) in HALF and not self._keeps_updates:
                 self._suspect(Suspicion("half-update", fact.updated, f"in {dtype}", (dtype,)), backward=False)
         rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
-        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
+        matmuls = (Matmul(*key[:-1], *counts, precision=key[-1]) for key, counts in self._matmuls.items())
         findings = (
             Finding(name, f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}", source, path, dtypes, backward, count)
             for (name, source, path, backward), (detail, dtypes, count) in self._findings.items()
@@ -188,7 +188,7 @@ class _Inspector:
         _add_amounts(self._rows, (path, step.name, dtype, backward), *amounts)
         if step.name in MATMULS and not multiplies_only(step.eqn):
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
-            matmul = step.name, dtypes, dtype, find_line(find_origin(step)), path, backward
+            matmul = step.name, dtypes, dtype, find_line(find_origin(step)), path, backward, read_precision(step.eqn)
             _add_amounts(self._matmuls, matmul, step.trips, work)
 
 
@@ -196,6 +196,13 @@ def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> No
     counts = table.setdefault(key, [0] * len(amounts))
     for i, amount in enumerate(amounts):
         counts[i] += amount
+
+
+def read_precision(eqn: JaxprEqn) -> str | None:
+    """Returns the precision of a matmul as written; None for the default, which the platform decides."""
+    given = eqn.params.get("precision")
+    names = dict.fromkeys(getattr(one, "name", str(one)) for one in (given if isinstance(given, tuple) else (given,)))
+    return None if names.keys() <= {"None", "DEFAULT"} else ", ".join(names)
 
 
 def _name_dtypes(step: Step) -> str:

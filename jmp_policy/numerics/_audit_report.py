@@ -1,10 +1,11 @@
 """The findings of an audit, and its report: a table of operations, and findings."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from .._base import DTypeLike, did_you_mean, parse_dtype
+from .._base import DTypeLike, did_you_mean, group_by_key, parse_dtype
 from .._jaxpr import REMEDY
+from ..policy import check_rule_key, covers_path
 from ..report import Report, Table, format_bytes, format_count, indent_lines, make_columns, shorten_dtypes
 
 FINDINGS = {
@@ -95,6 +96,8 @@ class Matmul:
       backward: whether it belongs to a backward pass.
       count: the number of matmuls; a line in a loop, or in a function that is called again, has many.
       flops: additions and multiplications of all of them.
+      precision: the precision as written, such as `"HIGHEST"` or the name of a `jax.lax.DotAlgorithmPreset`; None for
+        the default of the platform.
 
     >>> from jmp_policy.numerics import AuditReport, Matmul
     >>> product = Matmul("dot_general", ("float32", "bfloat16"), "float32", "train.py:12 (loss)", "head", False, 2, 768)
@@ -102,6 +105,8 @@ class Matmul:
     Traceback (most recent call last):
     AssertionError: 2 of 2 matmuls are not in bfloat16:
       train.py:12 (loss): dot_general in head reads float32 and bfloat16, 2 times
+    >>> product.effective("tpu"), product.effective("cuda"), product.effective("cpu")
+    ('bfloat16', 'TF32', 'float32')
     """
 
     operation: str
@@ -112,6 +117,68 @@ class Matmul:
     backward: bool
     count: int
     flops: int
+    precision: str | None = None
+
+    def effective(self, platform: str) -> str:
+        """Returns what a platform multiplies the operands in.
+
+        Float32 is multiplied in TF32 or bfloat16 where that is faster, unless its precision says otherwise.
+
+        Args:
+          platform: `"tpu"`, `"cuda"` (NVIDIA GPUs since Ampere) or `"cpu"`.
+
+        Returns:
+          For float32 operands `"float32"`, `"TF32"`, `"bfloat16"`, `"bfloat16 in 3 passes"` or `"bfloat16 in 6
+          passes"`; for an algorithm the dtype that it names; else `dtype`.
+
+        Raises:
+          ValueError: the platform is unknown.
+        """
+        return find_effective_precision(self.dtype, self.precision, platform)
+
+
+PLATFORMS = ("cpu", "tpu", "cuda")
+
+_FLOAT32_IN = {
+    "cpu": dict.fromkeys((None, "HIGH", "HIGHEST"), "float32"),
+    "tpu": {None: "bfloat16", "HIGH": "bfloat16 in 3 passes", "HIGHEST": "bfloat16 in 6 passes"},
+    "cuda": {None: "TF32", "HIGH": "TF32", "HIGHEST": "float32"},
+}
+"""What float32 operands are multiplied in, by platform and precision."""
+
+_EXACT = ("float32", "bfloat16 in 6 passes", "bfloat16 in 9 passes")
+"""Products as exact as those of float32."""
+
+
+def find_effective_precision(dtype: str, precision: str | None, platform: str) -> str:
+    """Returns what a platform multiplies in: for float32 `"TF32"` or passes of bfloat16, else `dtype` itself.
+
+    >>> find_effective_precision("float32", "HIGHEST", "tpu"), find_effective_precision("float32", None, "cuda")
+    ('bfloat16 in 6 passes', 'TF32')
+    >>> find_effective_precision("float32", "BF16_BF16_F32_X3", "cuda")
+    'bfloat16 in 3 passes'
+    """
+    check_platform(platform)
+    if precision not in _FLOAT32_IN[platform]:  # the algorithm itself
+        first, *_, last = str(precision).split("_")
+        passes = f" in {last[1:]} passes" if last[:1] == "X" and last[1:].isdecimal() else ""
+        return _ALGORITHMS.get(first, str(precision)) + passes
+    return _FLOAT32_IN[platform][precision] if dtype in ("float32", "complex64") else dtype
+
+
+_ALGORITHMS = {
+    "ANY": "float8",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "TF32": "TF32",
+    "F32": "float32",
+    "F64": "float64",
+}
+
+
+def check_platform(platform: str) -> None:
+    if platform not in PLATFORMS:
+        raise ValueError(f"Unknown platform {platform!r}. {did_you_mean(str(platform), PLATFORMS)} For example: 'tpu'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,24 +261,42 @@ class AuditReport(Report):
         total = max(1, sum(work.values()))  # an empty matrix has no flops
         return {dtype: flops / total for dtype, flops in work.items()}
 
-    def assert_matmuls_in(self, dtype: DTypeLike) -> None:
+    def assert_matmuls_in(
+        self, dtype: DTypeLike, *, exactly: bool = False, platform: str | None = None, path: str = ".*"
+    ) -> None:
         """Checks that every matmul and convolution runs in a dtype, forward and backward.
 
         Args:
           dtype: any spelling of a dtype that `get_policy` reads.
+          exactly: whether float32 that is multiplied in TF32, or in fewer than 6 passes of bfloat16, fails, too.
+          platform: for `exactly`, the platform that multiplies: `"tpu"`, `"cuda"` or `"cpu"`.
+          path: a pattern of the paths that are checked, with everything inside them, like a key of a `PolicyMap`.
 
         Raises:
           AssertionError: one runs in another dtype, and the message has its line; or there is none.
-          ValueError: `dtype` is not a floating dtype.
+          ValueError: `dtype` is not a floating dtype, or `exactly` has no platform, or a platform no `exactly`.
         """
         wanted = str(parse_dtype(dtype))
-        if not self.matmuls:
-            raise AssertionError(f"The program has neither a matmul nor a convolution, in {wanted} or another dtype.")
-        others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
+        if exactly is (platform is None):
+            raise ValueError(f"exactly={exactly} with platform={platform!r}: each needs the other. {_EXACTLY}")
+        check_rule_key(path, "path= of assert_matmuls_in")
+        matmuls = [matmul for matmul in self.matmuls if covers_path(path, matmul.path) is not None]
+        where = "" if path == ".*" else f" in {path}"
+        if not matmuls:
+            raise AssertionError(
+                f"The program has neither a matmul nor a convolution{where}, in {wanted} or another dtype."
+            )
+        others = [matmul for matmul in matmuls if matmul.dtype != wanted]
         if others:
-            counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
-            lines = indent_lines(map(_describe_matmul, others))
-            raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
+            counts = f"{_count_matmuls(others)} of {_count_matmuls(matmuls)}"
+            raise AssertionError(f"{counts} matmuls{where} are not in {wanted}:{_list_matmuls(others)}")
+        if platform is None:
+            return
+        others = [matmul for matmul in matmuls if matmul.effective(platform) not in (wanted, *_EXACT)]
+        if others:
+            counts = f"{_count_matmuls(others)} of {_count_matmuls(matmuls)}"
+            lines = _list_matmuls(others, lambda matmul: f", multiplied in {matmul.effective(platform)}")
+            raise AssertionError(f"{counts} matmuls{where} are not exactly in {wanted} on {platform}:{lines}{_HIGHEST}")
 
     def assert_no(self, *ids: str) -> None:
         """Checks that the audit has no finding of these names, or no finding at all if called without names.
@@ -242,10 +327,19 @@ class AuditReport(Report):
 
 
 _EXAMPLE = "For example: report.assert_no('float32-matmul')."
+_EXACTLY = "For example: report.assert_matmuls_in('float32', exactly=True, platform='tpu')."
+_HIGHEST = (
+    "\nSet precision=highest in the policy of these layers, precision= in the call, or "
+    "jax.default_matmul_precision('highest') around the code."
+)
 
 
 def _count_matmuls(matmuls: Iterable[Matmul]) -> int:
     return sum(matmul.count for matmul in matmuls)
+
+
+def _list_matmuls(matmuls: Iterable[Matmul], note: Callable[[Matmul], str] = lambda matmul: "") -> str:
+    return indent_lines(_describe_matmul(matmul) + note(matmul) for matmul in matmuls)
 
 
 def _describe_matmul(matmul: Matmul) -> str:
@@ -256,15 +350,15 @@ def _describe_matmul(matmul: Matmul) -> str:
 
 
 def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
-    """Returns a table with the number and work of matmuls in each dtype."""
+    """Returns a table with the number and work of matmuls in each dtype and precision."""
     total = sum(matmul.flops for matmul in matmuls)
     rows = []
-    for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
-        group = [matmul for matmul in matmuls if matmul.dtype == dtype]
+    named = ((" ".join(filter(None, (matmul.dtype, matmul.precision))), matmul) for matmul in matmuls)
+    for name, group in group_by_key(named).items():
         backward = _count_matmuls(matmul for matmul in group if matmul.backward)
         counts = str(_count_matmuls(group) - backward), str(backward)
         work = sum(matmul.flops for matmul in group)
-        rows.append((dtype, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
+        rows.append((name, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
     return Table(make_columns("matmuls in", "forward, backward, flops, of all"), rows)
 
 

@@ -73,7 +73,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
         with TRACING(register.take_token()):
             traced = jax.jit(unique).trace(*arrays)
             program = traced.jaxpr.jaxpr
-            meshes, paths = _find_meshes(program, arrays), ModulePaths(register.list_modules())
+            meshes, paths = find_meshes(program, arrays), ModulePaths(register.list_modules())
             find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
             compiles = meshes.devices > 1 and _decide_compiling(compiled, meshes)
             if compiles:
@@ -103,7 +103,7 @@ class _Meshes(NamedTuple):
         return max((mesh.size for mesh in (*self.concrete, *self.abstract)), default=1)
 
 
-def _find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> _Meshes:
+def find_meshes(program: Jaxpr, arguments: Iterable[Any]) -> _Meshes:
     """Finds the meshes of the arguments, the shard_maps and the sharding constraints of a jaxpr."""
     shardings = [getattr(argument, "sharding", None) for argument in arguments]
     for eqn in {id(step.eqn): step.eqn for step in walk(program)}.values():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._base import DTypeLike, did_you_mean, group_by_key, is_floating_dtype, parse_dtype
@@ -184,11 +184,12 @@ class Collectives(Report):
           axis: the name of a mesh axis; by default all axes.
 
         Raises:
-          AssertionError: an all-gather has another floating dtype (the message has its line), or there are none.
+          AssertionError: an all-gather has another floating dtype, or there are none. The message has the lines, and
+            says where `jax.lax.optimization_barrier` goes: XLA moves gathers before casts.
           ValueError: `dtype` is not a floating dtype, or no mesh has the axis.
         """
         rows = self.select(kind="all-gather", axis=axis).rows
-        _assert_dtype(rows, dtype, "all-gathers" + (f" over {axis}" if axis else ""))
+        _assert_dtype(rows, dtype, "all-gathers" + (f" over {axis}" if axis else ""), _explain_gathers)
 
     def assert_no(self, **selection: Any) -> None:
         """Asserts the absence of collectives, or of those that `select` would return.
@@ -263,7 +264,12 @@ _EXAMPLES = {
 _OTHER_DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)))
 
 
-def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> None:
+def _assert_dtype(
+    rows: Iterable[Collective],
+    dtype: DTypeLike,
+    name: str,
+    explain: Callable[[Sequence[Collective], str], str] = lambda rows, wanted: "",
+) -> None:
     wanted = str(parse_dtype(dtype))
     floating = [row for row in rows if is_floating_dtype(row.dtype)]
     if not floating:
@@ -274,7 +280,21 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
     others = [row for row in floating if row.dtype != wanted]
     if others:
         lines = indent_lines(map(_describe_collective, others))
-        raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{lines}")
+        counts = f"{_count(others)} of {_count(floating)}"
+        raise AssertionError(f"{counts} {name} are not in {wanted}:{lines}{explain(others, wanted)}")
+
+
+def _explain_gathers(rows: Sequence[Collective], wanted: str) -> str:
+    """Returns the fix of gathers in another dtype: by XLA's partitioner, or in a shard_map."""
+    inserted = next((row for row in rows if row.inserted), None)
+    if inserted is None:
+        return f"\nCast before the gather, or pass a policy. For example: sharding.all_gather(x, axis, {wanted!r})."
+    return (
+        f"\nIf the code casts to {wanted}, XLA has moved the gather before the cast, to the array of "
+        f"{inserted.source.partition(' (')[0]}. Put a barrier right after the cast, before the result is used or "
+        "its sharding is constrained (jax issue 23543). "
+        f"For example: x = jax.lax.optimization_barrier(x.astype({wanted!r}))."
+    )
 
 
 def _describe_collective(row: Collective) -> str:

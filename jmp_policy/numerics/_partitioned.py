@@ -92,13 +92,14 @@ def read_module(
 ) -> tuple[list[Collective], list[str]]:
     """Lists the collectives of a partitioned module, as `read_program` does. The meshes name the axes."""
     _complete_names(module)
-    reader = _Reader(module, meshes, devices, find_place)
+    reader = Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
-    for instruction, runs, around in _list_sites(module, module.computations[module.entry], 1, ()):
-        rows += reader.describe(instruction, runs)
-        for loop in around:
-            loops.setdefault(reader.find_line(loop))
+    for instruction, runs, around in list_sites(module, module.computations[module.entry]):
+        if instruction.opcode in _OPCODES:
+            rows += reader.describe(instruction, runs)
+            for loop in around:
+                loops.setdefault(reader.find_line(loop))
     return [row for row in rows if row.devices > 1], list(loops)
 
 
@@ -117,23 +118,20 @@ def _complete_names(module: Module) -> None:
                     waiting.append((called, inner))
 
 
-def _list_sites(
-    module: Module, computation: Computation, runs: int, loops: tuple[Instruction, ...]
+def list_sites(
+    module: Module, computation: Computation, runs: int = 1, loops: tuple[Instruction, ...] = ()
 ) -> Iterator[tuple[Instruction, int, tuple[Instruction, ...]]]:
-    """Yields each collective, how often it runs, and the loops around it with an unknown trip count."""
+    """Yields each instruction, how often it runs, and the loops around it with an unknown trip count."""
     for instruction in map(module.instructions.__getitem__, computation.names):
-        if instruction.opcode in _OPCODES:
-            yield instruction, runs, loops
-        elif instruction.opcode == "while":
+        yield instruction, runs, loops
+        if instruction.opcode == "while":
             count = count_iterations(module, instruction)
             inside = loops if count is not None else (*loops, instruction)
             for body in _list_called(instruction, ("condition", "body")):
-                yield from _list_sites(
-                    module, module.computations[body], runs * (1 if count is None else count), inside
-                )
+                yield from list_sites(module, module.computations[body], runs * (1 if count is None else count), inside)
         elif instruction.opcode in ("call", "fusion", "conditional", "async-start"):
             for body in _list_called(instruction, _CALLS):
-                yield from _list_sites(module, module.computations[body], runs, loops)
+                yield from list_sites(module, module.computations[body], runs, loops)
 
 
 def _list_called(instruction: Instruction, attributes: Sequence[str]) -> list[str]:
@@ -142,7 +140,7 @@ def _list_called(instruction: Instruction, attributes: Sequence[str]) -> list[st
     return [name for name in names if name]
 
 
-class _Reader:
+class Reader:
     """Makes rows of the collectives of a module."""
 
     def __init__(self, module: Module, meshes: Sequence[Mapping[str, int]], devices: int, find_place: FindPlace):
@@ -155,9 +153,10 @@ class _Reader:
 
     def describe(self, instruction: Instruction, runs: int) -> list[Collective]:
         """Makes one row for each array of a collective."""
-        kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
+        kind = _OPCODES[instruction.opcode]
+        reduction = self.find_reduction(instruction) if kind in REDUCING else ""
         axes, devices = find_group(instruction.attributes, self._meshes, self._devices)
-        name = self._find_named(instruction).op_name
+        name = self.find_named(instruction).op_name
         inserted = name.rpartition("/")[2] not in PRIMITIVES
         (path, direction), line = self._find_place(read_stack(name)), self.find_line(instruction)
         result = Reference(instruction.name, 0 if instruction.is_tuple else None)
@@ -172,9 +171,9 @@ class _Reader:
 
     def find_line(self, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
-        return choose_line(self._module.frames.get(self._find_named(instruction).frame, ()))
+        return choose_line(self._module.frames.get(self.find_named(instruction).frame, ()))
 
-    def _find_named(self, instruction: Instruction) -> Instruction:
+    def find_named(self, instruction: Instruction) -> Instruction:
         """Returns the instruction if it has a name stack, else its nearest reader with one."""
         seen, waiting = {instruction.name}, [instruction]
         for candidate in waiting:
@@ -185,9 +184,9 @@ class _Reader:
             seen.update(reader.name for reader in readers)
         return instruction
 
-    def _find_reduction(self, instruction: Instruction) -> str:
+    def find_reduction(self, instruction: Instruction) -> str:
         function = self._module.computations.get(instruction.find_called("to_apply"))
-        if instruction.opcode not in REDUCING or function is None:
+        if function is None:
             return ""
         # In a shard_map with auto axes, the function returns a copy of the sum.
         opcodes = [self._module.instructions[name].opcode for name in function.names]

@@ -40,7 +40,12 @@ from ._get_policy import (
     use_policy as use_policy,
 )
 from ._grammar import parse_policy as parse_policy
-from ._map_keys import Key as Key, covers_path as covers_path, spell_key as spell_key
+from ._map_keys import (
+    Key as Key,
+    check_rule_key as check_rule_key,
+    covers_path as covers_path,
+    spell_key as spell_key,
+)
 from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin
 from ._policy_map import (
     MapRule as MapRule,

@@ -19,14 +19,17 @@ from jmp_policy.cli import main
     [
         (["tune", "f:g", "--budget", "0"], "jmp-policy tune: error: argument --budget: expected an integer from 1 to"),
         (["tune", "f:g", "--seed", "-1"], "jmp-policy tune: error: argument --seed: expected an integer from 0 to"),
-        (["fly"], "jmp-policy: error: there is no command 'fly'. Known are 'doctor', 'audit', 'numerics', 'diverge', "),
+        (["fly"], "jmp-policy: error: there is no command 'fly'. Known are 'doctor', 'audit', 'lock', 'numerics', "),
         (["docter"], "jmp-policy: error: there is no command 'docter'. Did you mean 'doctor'?"),
         (["--verison"], "jmp-policy: error: there is no option '--verison'. Did you mean '--version'?"),
         (["-x"], "jmp-policy: error: there is no option '-x'. Known are '--help', '--version'."),
         (["tune", "--polcy=x", "f:g"], "jmp-policy tune: error: there is no option '--polcy=x'. Did you mean '--pol"),
         (["doctor", "cpu"], "jmp-policy doctor: error: 'cpu' is one word too many. jmp-policy doctor --help shows"),
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
-        ([], "jmp-policy: error: which command? doctor, audit, numerics, diverge or tune: jmp-policy --help says what"),
+        (
+            [],
+            "jmp-policy: error: which command? doctor, audit, lock, numerics, diverge or tune: jmp-policy --help says",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):

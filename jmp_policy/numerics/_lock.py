@@ -1,0 +1,198 @@
+"""`numerics.lock`: the precision of a program as a text, and a test that it stays the same."""
+
+import functools
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._base import Args, KeyPath, Kwargs, hide_frames, is_array
+from .._jaxpr import (
+    ModulePaths,
+    ObservedCall,
+    Register,
+    check_function,
+    find_direction,
+    find_signature,
+    keep_changes,
+    name_argument,
+    name_results,
+    open_partials,
+    trace_call,
+)
+from ..modules import find_adapter, is_flax_object, policy_of
+from ..policy import PolicyMap, spell_key
+from ._audit_report import PLATFORMS, check_platform
+from ._lock_facts import has_precision, list_arrays, read_rows, spell_shape
+from ._lock_file import VERSIONS, Lock
+from ._lock_rows import ROOT, LockRow
+
+UPDATE = "JMP_UPDATE_LOCKS"
+"""The environment variable that makes `assert_locked` write files anew."""
+
+
+def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool = False) -> Callable[..., Lock]:
+    """Describes the precision of a function in lines that a test or a reviewer compares.
+
+    The function is traced and not run, as by `audit`: `jax.ShapeDtypeStruct`s suffice. Each line has one fact of one
+    module or `jax.named_scope`:
+
+    - matmuls and convolutions: dtypes of operands and result, precision, count;
+    - casts from and to floating dtypes, with the number of elements;
+    - operations that depend on their dtype, such as exponentials: those that `autocast` keeps in float32, and more;
+    - sums with the largest number of elements that they add; the largest array of other arithmetic;
+    - collectives of `shard_map`, with bytes; kernels with the dtypes of their arguments;
+    - arguments and results: dtypes, shapes, quantized formats, settings of loss scales.
+
+    Names of functions, the order of operations, jitted functions inside and source lines are not facts. Operations
+    in a loop count as often as they run, but those of a `while` once.
+
+    Args:
+      fun: any function of trees of arrays.
+      platform: the platform whose matmuls and branches of `lax.platform_dependent` count, `"tpu"`, `"cuda"` or `"cpu"`;
+        by default that of this process.
+      compiled: whether the facts are of the program that XLA compiled: what it fused, elided, widened and sent between
+        devices. A TPU need not be there, if `libtpu` is installed.
+
+    Returns:
+      A function of the same arguments that returns a `Lock`.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      ValueError: the platform is unknown, or there is no compiler for it.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def loss(w, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.sum(x @ w)
+    >>> w, x = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    >>> rows = jmp.numerics.lock(loss, platform="cuda")(w, x).rows
+    >>> print(next(row for row in rows if row.fact == "forward matmul"))
+    head | forward matmul | dot_general float32 x float32 -> float32, multiplied in TF32 | 1 time
+    """
+    check_function(fun, "lock")
+    if platform is not None:
+        check_platform(platform)
+
+    @hide_frames
+    @functools.wraps(fun)
+    def run_lock(*args: Any, **kwargs: Any) -> Lock:
+        opened, args, kwargs = open_partials(fun, args, kwargs)
+        chosen, changed, register = platform or find_platform(), list[KeyPath](), Register()
+        call = trace_call("lock", register, register.watch(keep_changes(opened, changed)), args, kwargs)
+        rows = [*_list_ends(opened, args, kwargs, call, changed)]
+        paths = ModulePaths(call.modules)
+        find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
+        if compiled:
+            from ._lock_compiled import compile_rows
+
+            compiled_rows, device = compile_rows(call, find_place, chosen)
+            rows += compiled_rows
+        else:
+            rows, device = rows + read_rows(call.program.jaxpr, find_place, chosen), ""
+        policies = tuple(_list_policies(fun, args, kwargs, call))
+        return Lock(tuple(rows), _name_function(opened), chosen, device, tuple(_list_versions()), policies)
+
+    return run_lock
+
+
+def find_platform() -> str:
+    """Returns the platform of this process."""
+    backend = jax.default_backend()
+    return {"gpu": "cuda"}.get(backend, backend if backend in PLATFORMS else "cpu")
+
+
+def _list_ends(
+    fun: Callable[..., Any], args: Args, kwargs: Kwargs, call: ObservedCall, changed: Sequence[KeyPath]
+) -> Iterator[LockRow]:
+    """Yields rows for the arguments, for those whose dtype the function changes, and for the results."""
+    name_path = functools.partial(name_argument, find_signature(fun))
+    yield from list_arrays((args, kwargs), name_path)
+    given = {path: leaf for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0] if is_array(leaf)}
+    avals: Any = call.program.out_avals
+    for (end, *path), aval in zip(call.results.list_paths(), avals, strict=True):
+        if not has_precision(aval.dtype):
+            continue
+        if end.idx == 0:
+            [name] = name_results([tuple(path)], is_lifted=False)
+            yield LockRow(str(name), "result", str(aval.dtype), spell_shape(aval))
+        elif (written := changed[int(path[0].idx)]) in given and given[written].dtype != aval.dtype:
+            dtypes = f"{given[written].dtype} becomes {aval.dtype}"
+            yield LockRow(name_path(written), "update", dtypes, spell_shape(aval))
+
+
+def _list_policies(fun: Any, args: Args, kwargs: Kwargs, call: ObservedCall) -> Iterator[tuple[str, str]]:
+    """Yields the policies of the function, of linen modules by path, and of nnx modules among the arguments."""
+    given = [("", policy_of(fun))] if callable(fun) else []
+    given += [(path, policy_of(kind)) for path, kind in call.modules.types if find_adapter(kind) is not None]
+    objects = jax.tree.leaves((args, kwargs), is_leaf=is_flax_object)
+    given += [("", policy_of(leaf)) for leaf in objects if find_adapter(leaf) is not None]
+    for path, policy in dict.fromkeys(pair for pair in given if pair[1] is not None):
+        if isinstance(policy, PolicyMap):
+            yield from ((f"{path or ROOT} rule {spell_key(rule.key)}", str(rule.policy)) for rule in policy.rules)
+            policy = policy.default
+        yield path or ROOT, str(policy)
+
+
+def _list_versions() -> Iterator[tuple[str, str]]:
+    for name in VERSIONS:
+        if name in sys.modules:
+            yield name, importlib.metadata.version(name)
+
+
+def _name_function(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def assert_locked(
+    path: str | os.PathLike[str],
+    fun: Callable[..., Any],
+    *,
+    platform: str | None = None,
+    compiled: bool = False,
+    update: bool | None = None,
+) -> Callable[..., None]:
+    """Asserts that a function has the precision of a file that `lock` made: a test for pytest, or any other runner.
+
+    Args:
+      path: the file, which belongs into version control.
+      fun: the function, as for `lock`.
+      platform: the platform, as for `lock`; by default that of the file.
+      compiled: as for `lock`.
+      update: whether to write the file anew; by default if the environment variable `JMP_UPDATE_LOCKS` is 1.
+
+    Returns:
+      A function of the arguments of `fun`.
+
+    Raises:
+      AssertionError: a fact differs, or there is no file. The message has the difference, with causes and fixes.
+      ValueError: the file is not a lock.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp, tempfile
+    >>> x, path = jax.ShapeDtypeStruct((4, 4), jnp.float32), f"{tempfile.mkdtemp()}/numerics.lock"
+    >>> jmp.numerics.assert_locked(path, lambda x: x @ x, update=True)(x)
+    >>> jmp.numerics.assert_locked(path, lambda x: x @ x)(x)
+    >>> jmp.numerics.assert_locked(path, lambda x: x @ x.astype(jnp.bfloat16))(x)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: ...
+    """
+    check_function(fun, "assert_locked")
+    file = Path(path)
+
+    def run_assert(*args: Any, **kwargs: Any) -> None:
+        writes = os.environ.get(UPDATE, "") not in ("", "0") if update is None else update
+        locked = Lock.load(file) if file.exists() and not writes else None
+        if locked is None and not writes:
+            raise AssertionError(f"There is no lock {file}. Write it: {UPDATE}=1 pytest")
+        chosen = platform or (locked.platform if locked else None)
+        now = lock(fun, platform=chosen, compiled=compiled)(*args, **kwargs)
+        if locked is None:
+            now.save(file)
+        elif difference := locked.diff(now):
+            raise AssertionError(f"{file} differs.\n{difference}\nIf that is meant, write it anew: {UPDATE}=1 pytest")
+
+    return run_assert

@@ -1,0 +1,144 @@
+"""The facts of a lock that XLA decides: what a compiled program computes in which dtype."""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import SingleDeviceSharding
+
+from .._jaxpr import ObservedCall
+from ._collectives import find_meshes
+from ._hlo import Instruction, Module, make_unique, parse_module
+from ._lock_facts import OPERATIONS, Described, Tally, add_collectives, describe_cast, describe_matmul
+from ._lock_rows import LockRow
+from ._partitioned import Reader, list_sites, read_module, read_stack
+from ._traced import FindPlace
+
+
+def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tuple[list[LockRow], str]:
+    """Returns the facts of a program that is compiled for a platform, and the name of the device."""
+    meshes = find_meshes(call.program.jaxpr, call.leaves)
+    leaves, device = _place(call.leaves, platform, is_sharded=meshes.devices > 1)
+    run = make_unique(jaxpr_as_fun(call.program), "lock")
+    text = jax.jit(run).lower(*leaves).compile().as_text()
+    assert text is not None
+    module = parse_module(text)
+    shapes = [mesh.shape for mesh in meshes.concrete]
+    tally, reader = Tally(), Reader(module, shapes, meshes.devices, find_place)
+    for made, runs, _ in list_sites(module, module.computations[module.entry]):
+        described = _describe(made, module, reader, platform)
+        if described is not None and runs:
+            place = find_place(read_stack(reader.find_named(made).op_name))
+            tally.add(*place, described, runs, lambda made=made: reader.find_line(made))
+    if meshes.devices > 1:
+        add_collectives(tally, read_module(module, shapes, meshes.devices, find_place)[0])
+    return tally.list_rows(), device
+
+
+def _place(leaves: Sequence[Any], platform: str, *, is_sharded: bool) -> tuple[Sequence[Any], str]:
+    """Puts arguments on a device of the platform, which for a TPU need not be there. Returns its name, too."""
+    devices = [device for leaf in leaves for device in getattr(getattr(leaf, "sharding", None), "device_set", ())]
+    here = next((device for device in (*devices, *jax.devices()) if _PLATFORMS[device.platform] == platform), None)
+    if here is not None:
+        return leaves, here.device_kind
+    if is_sharded:
+        raise ValueError(
+            f"The arguments are on a mesh of {devices[0].platform if devices else 'other'} devices, and the program is "
+            f"to be compiled for {platform}. Give them shardings on described devices. For example: "
+            "jax.experimental.topologies.get_topology_desc('v5e:2x2', 'tpu').devices."
+        )
+    target = _describe_tpu() if platform == "tpu" else None
+    if target is None:
+        raise ValueError(
+            f"There is no {platform} here to compile for. Lock the traced program, compile where the device is, or for "
+            f"a TPU. For example: lock(fun, platform={platform!r})(*args)."
+        )
+    sharding = SingleDeviceSharding(target)
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves], target.device_kind
+
+
+_PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "rocm": "rocm", "tpu": "tpu", "cpu": "cpu"}
+
+
+def _describe_tpu() -> Any:
+    try:
+        with _without_metadata_server():
+            options = {"chips_per_host_bounds": (1, 1, 1)}
+            return topologies.get_topology_desc("v5e:1x1", "tpu", **options).devices[0]
+    except Exception as error:
+        raise ValueError(
+            "There is no TPU here, and no compiler for one: pip install libtpu. Or lock the traced program. "
+            "For example: lock(fun, platform='tpu')(*args)."
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_metadata_server() -> Iterator[None]:
+    """Tells libtpu, while it is loaded, about the TPU that it would look for elsewhere."""
+    given = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+    given = {name: text for name, text in given.items() if name not in os.environ}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            os.environ.pop(name, None)
+
+
+def _describe(made: Instruction, module: Module, reader: Reader, platform: str) -> Described | None:
+    """Describes an instruction, in the words of `_lock_facts`."""
+    dtypes = [array.dtype for array in made.arrays]
+    read = [_find_dtype(module, operand) for operand in made.operands]
+    size = max((math.prod(array.shape) for array in made.arrays), default=0)
+    if made.opcode == "convert":
+        return describe_cast(read[0], dtypes[0], size)
+    if made.opcode in ("dot", "convolution", "ragged-dot", "scaled-dot"):
+        return describe_matmul(read[:2], dtypes[0], _read_precision(made), platform)
+    if not any("float" in dtype for dtype in (*dtypes, *read)):
+        return None
+    if made.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', made.attributes)
+        return Described("kernel", f"{target[1] if target else 'custom-call'} {' '.join(read)} -> {' '.join(dtypes)}")
+    name = _SUMS.get((made.opcode, reader.find_reduction(made) if made.opcode in _REDUCING else ""))
+    if name is not None:
+        shape = module.instructions[made.operands[0].name].arrays[made.operands[0].part or 0].shape
+        return Described("sum", f"{name} in {dtypes[0]}", math.prod(shape) // max(size, 1))
+    name = _NAMES.get(made.opcode, made.opcode)
+    if name in OPERATIONS:
+        return Described("operation", f"{name} in {dtypes[0]}")
+    return Described("arithmetic", f"in {dtypes[0]}", size) if made.opcode in _ARITHMETIC and size > 1 else None
+
+
+_NAMES = {
+    "exponential": "exp", "exponential-minus-one": "expm1", "log-plus-one": "log1p", "power": "pow", "sine": "sin",
+    "cosine": "cos",
+}  # fmt: skip
+"""The names of JAX's primitives by HLO opcode, where they differ."""
+
+_REDUCING = ("reduce", "reduce-window", "scatter")
+_SUMS = {
+    ("reduce", "sum"): "reduce_sum", ("reduce", "product"): "reduce_prod",
+    ("reduce-window", "sum"): "reduce_window_sum", ("scatter", "sum"): "scatter-add",
+}  # fmt: skip
+_ARITHMETIC = frozenset(
+    ["abs", "add", "clamp", "divide", "maximum", "minimum", "multiply", "negate", "remainder", "subtract"]
+)
+
+
+def _find_dtype(module: Module, operand: Any) -> str:
+    arrays = module.instructions[operand.name].arrays
+    return arrays[operand.part or 0].dtype if arrays else "token"
+
+
+def _read_precision(made: Instruction) -> str | None:
+    found = re.search(r"operand_precision=\{(\w+)", made.attributes)
+    algorithm = re.search(r"algorithm=dot_(\w+)", made.attributes)
+    if algorithm:
+        return algorithm[1].upper()
+    return found[1].upper() if found and found[1] != "default" else None

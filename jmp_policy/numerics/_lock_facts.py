@@ -1,0 +1,214 @@
+"""The facts of a lock: what a program computes in which dtype, by scope."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr
+
+from .._base import is_array
+from .._jaxpr import (
+    HALF_SUMS,
+    MATMULS,
+    Fact,
+    Pass,
+    Step,
+    find_line,
+    find_origin,
+    find_sum,
+    float_dtype,
+    having,
+    multiplies_only,
+    shape_of,
+    walk,
+)
+from ..autocast import FULL, SATURATING
+from ..loss_scale import LossScale
+from ..quant import QuantizedArray
+from ._audit import read_precision
+from ._audit_report import find_effective_precision
+from ._collectives_report import Collective
+from ._lock_rows import LockRow
+from ._traced import PRIMITIVES, FindPlace, read_program
+
+STEPS = having(Fact.ELEMENTWISE) - having(Fact.COMPARES, Fact.ANNOTATES, Fact.KEEPS) - {"select_n"}
+OPERATIONS = (FULL.keys() - HALF_SUMS) | SATURATING.keys() | {"sqrt"}
+"""Operations whose digits depend on their dtype, or that overflow: those that autocast keeps in float32, and more."""
+
+_KERNELS = having(Fact.KERNEL, Fact.OUTSIDE) - MATMULS
+_SMALL = ("int4", "uint4", "int8", "uint8", "int2", "uint2")
+
+
+class Described(NamedTuple):
+    """One operation in the words of a lock."""
+
+    kind: str  # a key of `AMOUNTS`
+    what: str
+    size: int = 0  # elements that it casts, adds to one or makes
+
+
+class Tally:
+    """Facts by place, with counts and sizes added up, and the line of the first operation."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, Described], list[Any]] = {}
+
+    def add(self, path: str, direction: Pass, described: Described, times: int, find_source: Callable[[], str]) -> None:
+        kind, what, size = described
+        key = path, f"{direction} {kind}", Described(kind, what)
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = [0, 0, 0, find_source()]
+        counts[0] += times
+        counts[1] += times * size
+        counts[2] = max(counts[2], size)
+
+    def list_rows(self) -> list[LockRow]:
+        return [
+            LockRow(path, fact, what, AMOUNTS[kind](count, total, largest), source)
+            for (path, fact, (kind, what, _)), (count, total, largest, source) in self._counts.items()
+        ]
+
+
+def _times(count: int, *_: int) -> str:
+    return f"{count:,} time{'' if count == 1 else 's'}"
+
+
+def _elements(count: int) -> str:
+    return f"{count:,} element{'' if count == 1 else 's'}"
+
+
+AMOUNTS: dict[str, Callable[[int, int, int], str]] = {
+    "matmul": _times,
+    "operation": _times,
+    "kernel": _times,
+    "cast": lambda count, total, largest: _elements(total),
+    "sum": lambda count, total, largest: _times(count) + (f", of up to {_elements(largest)}" if largest > 1 else ""),
+    "arithmetic": lambda count, total, largest: f"arrays of up to {_elements(largest)}",
+    "collective": lambda count, total, largest: f"{_times(count)}, {total:,} bytes",
+}
+"""How a lock words the count, the total size and the largest size of each kind of fact."""
+
+
+def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[LockRow]:
+    """Lists the facts of the operations of a jaxpr, as a platform runs it."""
+    tally, communicates = Tally(), False
+    for step in walk(program, live_only=True, platform=platform):
+        if not step.trips or step.name in _NOT_COUNTED:
+            continue
+        communicates = communicates or step.name in PRIMITIVES
+        described = _describe(step, platform)
+        if described is not None:
+            find_source = functools.partial(_find_source, step)
+            tally.add(*find_place(step.scope), described, step.trips, find_source)
+    if communicates:
+        add_collectives(tally, read_program(program, find_place)[0])
+    return tally.list_rows()
+
+
+_NOT_COUNTED = having(Fact.MOVES) - {"gather"} | {"link", "carry", "constant"}
+
+
+def _find_source(step: Step) -> str:
+    return find_line(find_origin(step))
+
+
+def add_collectives(tally: Tally, rows: Iterable[Collective]) -> None:
+    for row in rows:
+        name = " ".join(filter(None, (row.kind, row.reduction)))
+        axes = ", ".join(map(str, row.axes)) or f"{row.devices} devices"
+        described = Described("collective", f"{name} in {row.dtype} over {axes}", row.bytes // row.count)
+        tally.add(row.path, row.direction, described, row.count, lambda row=row: row.source)
+
+
+def _describe(step: Step, platform: str) -> Described | None:
+    """Describes a step, if its numbers depend on dtypes."""
+    name = step.name
+    if name == "convert_element_type":
+        return describe_cast(_name_dtype(step.operands[0]), _name_dtype(step.results[0]), _size(step.results))
+    if name in MATMULS:
+        return None if multiplies_only(step.eqn) else _describe_matmul(step, platform)
+    dtypes = [dtype for dtype in map(float_dtype, (*step.operands, *step.results)) if dtype is not None]
+    if not dtypes:
+        return None
+    widest = str(max(dtypes, key=lambda dtype: dtype.itemsize))
+    if name in HALF_SUMS:
+        found = find_sum(step)
+        numbers = 1 if found is None else found.numbers  # a scatter of rows that meet in no element is not counted
+        return Described("sum", f"{name} in {widest}", numbers) if found or name.startswith("scatter") else None
+    if name in OPERATIONS:
+        return Described("operation", f"{name} in {widest}")
+    if name in _KERNELS:
+        read, made = (" ".join(map(_name_dtype, atoms)) for atoms in (step.operands, step.results))
+        return Described("kernel", f"{name} {read} -> {made}")
+    size = _size(step.results)
+    return Described("arithmetic", f"in {widest}", size) if name in STEPS and size > 1 else None
+
+
+def describe_cast(source: str, target: str, size: int) -> Described | None:
+    """Describes a cast between floating dtypes, or between one and integers of at most 8 bits."""
+    is_cast = source != target and all("float" in dtype or dtype in _SMALL for dtype in (source, target))
+    return Described("cast", f"{source} -> {target}", size) if is_cast and "float" in source + target else None
+
+
+def _describe_matmul(step: Step, platform: str) -> Described:
+    read = map(_name_dtype, step.operands[:2])
+    return describe_matmul(read, _name_dtype(step.results[0]), read_precision(step.eqn), platform)
+
+
+def describe_matmul(operands: Iterable[str], result: str, precision: str | None, platform: str) -> Described:
+    """Describes a matmul by the dtypes of its operands, in any order, and what the platform multiplies in."""
+    read = sorted(operands)
+    dtype = max(read, key=lambda name: ("float" in name or "complex" in name, count_bits(name)))
+    what = f"{' x '.join(read)} -> {result}"
+    effective = find_effective_precision(dtype, precision, platform)
+    what += f", precision {precision}" if precision else ""
+    return Described("matmul", what if effective == dtype else f"{what}, multiplied in {effective}")
+
+
+def count_bits(dtype: str) -> int:
+    """Returns the first number in the name of a dtype, or 0."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 0
+
+
+def _name_dtype(atom: Any) -> str:
+    return str(getattr(atom.aval, "dtype", atom.aval))
+
+
+def _size(atoms: Iterable[Any]) -> int:
+    return max((math.prod(shape_of(atom)) for atom in atoms), default=0)
+
+
+def list_arrays(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[LockRow]:
+    """Yields rows for arrays, quantized weights and loss scales among arguments."""
+    is_whole = lambda leaf: isinstance(leaf, QuantizedArray | LossScale)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_whole)[0]:
+        if isinstance(leaf, LossScale):
+            yield LockRow(name_path(path), "argument scale", type(leaf).__name__, _list_settings(leaf))
+        elif isinstance(leaf, QuantizedArray):
+            yield LockRow(name_path(path), "argument quantized", str(leaf.format), spell_shape(leaf))
+        elif is_array(leaf) and has_precision(leaf.dtype):
+            yield LockRow(name_path(path), "argument", str(leaf.dtype), spell_shape(leaf))
+
+
+def has_precision(dtype: Any) -> bool:
+    """True for floating and complex dtypes, and for integers of at most 8 bits, which may be quantized values."""
+    name = str(dtype)
+    return name in _SMALL or (name.startswith(("float", "bfloat", "complex")) and name != "float0")
+
+
+def _list_settings(scale: LossScale) -> str:
+    """Lists the settings of a loss scale. Its state is not one: it changes with each step."""
+    state = [*map(id, jax.tree.leaves(scale)), id(None)]
+    fields = dataclasses.fields(scale) if dataclasses.is_dataclass(scale) else ()
+    pairs = ((field.name, getattr(scale, field.name)) for field in fields)
+    return ", ".join(f"{name} {value}" for name, value in pairs if id(value) not in state) or "no settings"
+
+
+def spell_shape(array: Any) -> str:
+    return f"shape {'x'.join(map(str, array.shape)) or 'scalar'}"
