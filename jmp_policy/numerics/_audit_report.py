@@ -134,7 +134,8 @@ class Matmul:
         Raises:
           ValueError: the platform is unknown.
         """
-        return find_effective_precision(self.dtype, self.precision, platform)
+        dtype = self.dtype if self.dtype in self.dtypes else self.dtypes[0]  # integers are summed in another one
+        return find_effective_precision(dtype, self.precision, platform)
 
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -158,7 +159,9 @@ def find_effective_precision(dtype: str, precision: str | None, platform: str) -
     >>> find_effective_precision("float32", "BF16_BF16_F32_X3", "cuda")
     'bfloat16 in 3 passes'
     """
-    check_platform(platform)
+    platform = parse_platform(platform)
+    if precision and ", " in precision:  # of each operand
+        precision = None if "DEFAULT" in precision else "HIGH"
     if precision not in _FLOAT32_IN[platform]:  # the algorithm itself
         first, *_, last = str(precision).split("_")
         passes = f" in {last[1:]} passes" if last[:1] == "X" and last[1:].isdecimal() else ""
@@ -176,9 +179,11 @@ _ALGORITHMS = {
 }
 
 
-def check_platform(platform: str) -> None:
-    if platform not in PLATFORMS:
+def parse_platform(platform: str) -> str:
+    """Returns the name in `PLATFORMS`. JAX calls the backend of `"cuda"` `"gpu"`."""
+    if platform != "gpu" and platform not in PLATFORMS:
         raise ValueError(f"Unknown platform {platform!r}. {did_you_mean(str(platform), PLATFORMS)} For example: 'tpu'.")
+    return "cuda" if platform == "gpu" else platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +284,7 @@ class AuditReport(Report):
         wanted = str(parse_dtype(dtype))
         if exactly is (platform is None):
             raise ValueError(f"exactly={exactly} with platform={platform!r}: each needs the other. {_EXACTLY}")
+        platform = None if platform is None else parse_platform(platform)
         check_rule_key(path, "path= of assert_matmuls_in")
         matmuls = [matmul for matmul in self.matmuls if covers_path(path, matmul.path) is not None]
         where = "" if path == ".*" else f" in {path}"

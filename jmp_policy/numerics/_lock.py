@@ -26,7 +26,7 @@ from .._jaxpr import (
 )
 from ..modules import find_adapter, is_flax_object, policy_of
 from ..policy import PolicyMap, spell_key
-from ._audit_report import PLATFORMS, check_platform
+from ._audit_report import PLATFORMS, parse_platform
 from ._lock_facts import has_precision, list_arrays, read_rows, spell_shape
 from ._lock_file import VERSIONS, Lock
 from ._lock_rows import ROOT, LockRow
@@ -75,14 +75,13 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     head | forward matmul | dot_general float32 x float32 -> float32, multiplied in TF32 | 1 time
     """
     check_function(fun, "lock")
-    if platform is not None:
-        check_platform(platform)
+    wanted = None if platform is None else parse_platform(platform)
 
     @hide_frames
     @functools.wraps(fun)
     def run_lock(*args: Any, **kwargs: Any) -> Lock:
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        chosen, changed, register = platform or find_platform(), list[KeyPath](), Register()
+        chosen, changed, register = wanted or find_platform(), list[KeyPath](), Register()
         call = trace_call("lock", register, register.watch(keep_changes(opened, changed)), args, kwargs)
         rows = [*_list_ends(opened, args, kwargs, call, changed)]
         paths = ModulePaths(call.modules)

@@ -207,7 +207,10 @@ def _list_settings(scale: LossScale) -> str:
     state = [*map(id, jax.tree.leaves(scale)), id(None)]
     fields = dataclasses.fields(scale) if dataclasses.is_dataclass(scale) else ()
     pairs = ((field.name, getattr(scale, field.name)) for field in fields)
-    return ", ".join(f"{name} {value}" for name, value in pairs if id(value) not in state) or "no settings"
+    return (
+        ", ".join(f"{name} {value}" for name, value in pairs if name[0] != "_" and id(value) not in state)
+        or "no settings"
+    )
 
 
 def spell_shape(array: Any) -> str:

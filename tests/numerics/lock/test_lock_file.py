@@ -1,0 +1,117 @@
+"""The file of a lock: written, read back, folded, damaged, and never put in the place of another file."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_policy.numerics import Lock, LockRow, lock
+from jmp_policy.numerics._lock_rows import fold_paths, read_line, write_lines
+
+X = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(str.strip)
+PARTS = st.one_of(TEXTS, st.from_regex(r"[a-z]{0,2}_?(0|[1-9][0-9]?|0[0-9])[a-z]?", fullmatch=True))
+ROWS = st.builds(
+    LockRow, st.lists(PARTS, max_size=3).map("/".join), st.sampled_from(["forward cast", "argument"]), TEXTS, TEXTS
+)
+
+
+@hypothesis.given(st.lists(ROWS, unique_by=lambda row: (row.path, row.fact, row.what), max_size=12))
+def test_any_rows_are_read_back(rows):
+    lines = write_lines(rows)
+    assert not any("\n" in line or "\r" in line for line in lines)
+    read = [row for line in lines for row in read_line(line)]
+    assert sorted(read, key=repr) == sorted(rows, key=repr)
+    assert write_lines(read) == lines
+
+
+def test_modules_that_differ_in_a_number_share_a_line():
+    rows = [LockRow(f"blocks/{i}/Dense_{j}", "forward cast", "a", "b") for i in range(12) for j in range(2) if i != 5]
+    rows += [LockRow("blocks/5/Dense_1", "forward cast", "a", "b"), LockRow("Conv_0", "forward cast", "a", "b")]
+    assert write_lines(rows) == [
+        "Conv_0 | forward cast | a | b",
+        "blocks/[0-4,6-11]/Dense_0 | forward cast | a | b",
+        "blocks/[0-11]/Dense_1 | forward cast | a | b",
+    ]
+    rows += [LockRow("blocks/5/Dense_0", "forward cast", "a", "b")]
+    assert write_lines(rows)[1:] == ["blocks/[0-11]/Dense_[0-1] | forward cast | a | b"]
+
+
+def test_names_sort_by_number_and_zeros_before_a_number_stay():
+    assert [path for path, _ in fold_paths((f"b{i}", (str(i),)) for i in (10, 9, 1))] == ["b1", "b9", "b10"]
+    assert [path for path, _ in fold_paths((f"b{i}", ()) for i in ("01", "02", "2", "3"))] == ["b0[1-2]", "b[2-3]"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "step.lock"
+    lock(lambda x: jnp.exp(x) @ x.T, platform="tpu")(X).save(path)
+    return path
+
+
+def test_a_file_is_text_that_says_what_it_is_of(saved):
+    loaded = Lock.load(saved)
+    assert str(loaded) + "\n" == saved.read_text() == saved.read_bytes().decode()
+    assert (loaded.function, loaded.platform, loaded.compiled) == ("<lambda>", "tpu", "")
+    assert dict(loaded.versions)["jax"] == jax.__version__
+    assert repr(loaded) == f"<Lock of <lambda>: {len(loaded.rows)} facts; print it for its file>"
+    assert loaded.to_dict()["rows"][0].keys() == {"path", "fact", "what", "amount", "source"}
+
+
+def edit(old, new):
+    return lambda text: text.replace(old, new)
+
+
+DAMAGES = {
+    "empty": (lambda text: "", "step.lock is not a lock, and was not changed: it starts with ''. Pass another name."),
+    "foreign": (
+        lambda text: "import jax\n",
+        "step.lock is not a lock, and was not changed: it starts with 'import jax'.",
+    ),
+    "edited": (edit("exp in float32", "exp in float16"), "step.lock: its digest is not that of its lines, which were"),
+    "cut": (
+        lambda text: text[: text.rindex("|")],
+        ": 'x | argument | float32 ' is not a fact. Write",
+    ),
+    "merged": (edit(". | forward m", "<<<<<<< HEAD\n. | forward m"), ": '<<<<<<< HEAD' is not a fact. Write it"),
+    "header": (edit("platform: tpu", "platform tpu"), "line 4: 'platform tpu' is not a line of a lock. Write it anew."),
+    "range": (edit("x | argument", "x[3-] | argument"), "'x[3-] | argument | float32 | shape 2x8' is not a fact."),
+    "later": (edit("format: 1", "format: 2"), "step.lock has format '2', and this version reads '1'. Write it anew."),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_an_error_of_one_line_that_says_what_to_do(saved, damage):
+    change, message = DAMAGES[damage]
+    before = saved.read_text()
+    saved.write_text(change(before))
+    assert saved.read_text() != before
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Lock.load(saved)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_line_ends_of_windows_are_read(saved):
+    rows = Lock.load(saved).rows
+    saved.write_bytes(saved.read_bytes().replace(b"\n", b"\r\n"))
+    assert Lock.load(saved).rows == rows
+
+
+def test_another_file_is_never_overwritten(saved):
+    loaded = Lock.load(saved)
+    loaded.save(saved)
+    saved.write_text("precious")
+    with pytest.raises(ValueError, match=r"step\.lock is not a lock, and was not changed: it starts with 'precious'\."):
+        loaded.save(saved)
+    assert saved.read_text() == "precious"
+
+
+def test_a_policy_with_a_colon_in_a_rule_is_read_back(saved):
+    policies = ((". rule 'a: b'", "float32"), (".", "bfloat16"))
+    locked = dataclasses.replace(Lock.load(saved), policies=policies)
+    locked.save(saved)
+    assert Lock.load(saved).policies == policies
