@@ -1,6 +1,7 @@
 """The byte-level GPT in Flax nnx, written without a thought about dtypes, and its training."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -105,6 +106,10 @@ class Trainer:
     def audit(self, windows: jax.typing.ArrayLike) -> jmp.numerics.AuditReport:
         """Audits the train step without running it."""
         return jmp.numerics.audit(self._train_step)(self.model, self.optimizer, windows)
+
+    def assert_locked(self, path: Path, windows: jax.typing.ArrayLike) -> None:
+        """Asserts that the train step has the dtypes of a lock file, as on an NVIDIA GPU."""
+        jmp.numerics.assert_locked(path, self._train_step, platform="cuda")(self.model, self.optimizer, windows)
 
     def judge(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> jmp.optim.Verdict:
         """Finds the fault of the step that was just skipped."""
