@@ -4,11 +4,12 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 
 # JAX contexts, because a jitted function that was traced under another value must be traced again. JAX keeps values
 # forever, so they are references and tokens.
@@ -22,6 +23,30 @@ TRACING = jax.make_user_context(None)  # the scope register of the function that
 
 
 T = TypeVar("T")
+
+
+class Note(NamedTuple):
+    """A text about a piece of traced code, for the observer that traces it."""
+
+    kind: str
+    scope: str  # the name stack
+    name: str
+    text: str
+
+
+class TraceToken:
+    """Identity of a trace in the keys of `jit`, with the texts that traced code notes for its observer."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+
+def note_for_observer(kind: str, list_texts: Callable[[], Iterable[tuple[str, str]]]) -> None:
+    """Notes pairs of a name and a text, if an observer traces this code."""
+    token = TRACING.value
+    if isinstance(token, TraceToken):
+        scope = str(source_info_util.current_name_stack())
+        token.notes += [Note(kind, scope, name, text) for name, text in list_texts()]
 
 
 def is_in_full_precision() -> bool:

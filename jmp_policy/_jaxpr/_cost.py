@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._primitives import Fact, having
-from ._program import Atom, Step, float_dtype, is_float, shape_of, walk
+from ._program import Atom, Step, array_dtype, float_dtype, is_float, shape_of, walk
 
 MOVING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"select_n", "link", "carry"}
 """Steps that only move or choose elements."""
@@ -131,7 +131,7 @@ REMEDY = (
 
 
 class FloatSum(NamedTuple):
-    """A sum or product of `numbers` elements by the primitive `name`, in a floating dtype."""
+    """A sum or product of `numbers` elements by the primitive `name`."""
 
     name: str
     numbers: int
@@ -149,12 +149,13 @@ def find_half_sum(step: Step) -> FloatSum | None:
 def find_sum(step: Step) -> FloatSum | None:
     """Returns the sum or product of several elements that a step computes, or None."""
     count = _COUNTS.get(step.name)
-    dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype is not None), None)
+    dtypes = (array_dtype(var) for var in step.results)
+    dtype = next((dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.inexact)), None)
     if count is None or dtype is None:
         return None
     if step.name in ("reduce", "reduce_window"):  # with a function of the user, which may only choose
         inside = [one for one in walk(step.eqn.params["jaxpr"]) if one.name not in _CHOOSING]
-        if not any(float_dtype(var) == dtype for one in inside for var in one.results):
+        if not any(array_dtype(var) == dtype for one in inside for var in one.results):
             return None
     numbers = count(step)
     return FloatSum(step.name, numbers, dtype) if numbers > 1 else None

@@ -373,8 +373,13 @@ def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def make_remat(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
-    """Makes an equation that runs `body`: a remat, because the parameters of `jit` depend on the mesh."""
-    return eqn.replace(primitive=_REMAT.primitive, params={**_REMAT.params, "jaxpr": body}, effects=body.effects)
+    """Makes an equation that runs `body`: a remat, because the parameters of `jit` depend on the mesh.
+
+    It has the source line of `eqn`, and no scope, since the equations of `body` keep theirs.
+    """
+    source = eqn.source_info.replace(name_stack=_REMAT.source_info.name_stack)
+    params = {**_REMAT.params, "jaxpr": body}
+    return eqn.replace(primitive=_REMAT.primitive, params=params, effects=body.effects, source_info=source)
 
 
 def _selects_computed(eqn: JaxprEqn, constants: Container[Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
-from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs
+from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs, Note, TraceToken
 from ..modules import Adapter, ModuleCall, find_loaded_adapters
 from ._program import Step, name_stack, strip_transformations
 
@@ -199,8 +199,8 @@ class ModulePaths:
 
     def _follow(self, path: list[str], stack: str) -> str:
         for name in strip_transformations(stack).split("/"):
-            # `jnp.einsum` opens scopes, too, such as `ij,jk->ik`.
-            if name in _NO_SCOPES or "->" in name or name in self._modules.roots:
+            # `jnp.einsum` opens scopes, too, such as `ij,jk->ik` or `ij,jk`.
+            if name in _NO_SCOPES or "->" in name or "," in name or name in self._modules.roots:
                 continue
             if name.startswith(ELSEWHERE):
                 path = [name.removeprefix(ELSEWHERE)]
@@ -216,19 +216,21 @@ _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 """The paths of the linen and nnx modules whose methods are being traced."""
 
 
-_UNUSED: list[object] = []
+_UNUSED: list[TraceToken] = []
 """Tokens under which JAX has cached no function with modules. It keeps what it has cached under any other."""
 
 
 class Register:
     """Collects the modules that one function calls while it is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_notes: bool = False) -> None:
         find_loaded_adapters()  # if loaded while a function is traced, their contexts would make JAX trace it again
-        self._token: object = None
+        # JAX traces nothing again under a token that is left over, so that there would be no notes.
+        self._token = TraceToken() if takes_notes else None
+        self._takes_notes, self.notes = takes_notes, list[Note]()
         self._types, self._roots, self._methods = dict[str, type](), set[str](), set[tuple[str, str]]()
 
-    def take_token(self) -> object:
+    def take_token(self) -> TraceToken:
         """Returns the token that represents the register in the keys of JAX.
 
         JAX traces jitted functions of users again, so that the register sees their modules.
@@ -236,13 +238,18 @@ class Register:
         if self._token is None:
             with contextlib.suppress(IndexError):
                 self._token = _UNUSED.pop()
-        self._token = self._token or object()
+        self._token = self._token or TraceToken()
         return self._token
 
     def release_token(self, program: Jaxpr) -> None:
-        """Leaves the token to another register, if JAX has cached no function with modules under it."""
+        """Takes the notes. Leaves the token to another register if JAX has cached nothing under it that it must see."""
+        if self._token is None:
+            return
+        if self._takes_notes:
+            self.notes = [*self._token.notes]
+        self._token.notes.clear()
         # A user's function under `jax.jit(..., inline=True)` is cached too, and leaves no jaxpr here.
-        if not self._types or all(map(_is_of_jax, _list_bodies(program))):
+        if not (self._types or self.notes) or all(map(_is_of_jax, _list_bodies(program))):
             _UNUSED.append(self._token)
             self._token = None
 

@@ -22,6 +22,7 @@ from .._base import (
     is_array,
     is_floating,
     meet_reduce_dtype,
+    note_for_observer,
     warn_once,
     warn_user,
 )
@@ -61,7 +62,7 @@ from ..modules import (
     parse_target,
     resolve_policy,
 )
-from ..policy import Policy, PolicyMap, PolicySpec, list_policies
+from ..policy import Policy, PolicyMap, PolicySpec, list_policies, spell_rules
 from ._casting import CastingRule, make_casting_rule
 from ._place import EquationPlace, check_policy, explain_unused_functions, root_policy
 from ._rules import AutocastRules
@@ -153,6 +154,7 @@ class _Autocast:
     def _call(self, args: Args, kwargs: Kwargs, found: list[WeightArray]) -> Any:
         for each in list_policies(self._policy):
             meet_reduce_dtype(each.reduce_dtype)
+        note_for_observer("policy", lambda: spell_rules(self._policy))
         given = len(args)
         # A partial or bound method may hold an nnx object, which the function can update only as an argument.
         fun, args, kwargs = open_partials(self._fun, args, kwargs)

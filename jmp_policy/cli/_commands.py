@@ -176,7 +176,7 @@ def _audit(arguments: argparse.Namespace) -> Any:
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    from ..numerics import Lock, lock
+    from ..numerics import Lock, lock, lock_like
 
     file = arguments.output
     _check_file("--output", file)
@@ -194,12 +194,10 @@ def _lock(arguments: argparse.Namespace) -> int:
     known = "" if locked is None else locked.function
     if ":" in known and known != arguments.function:
         raise UserError(f"{file} is of {known}, not of {arguments.function}. Name another file, with -o")
-    platform = arguments.platform or (locked.platform if locked else None)
-    is_compiled = arguments.compiled or bool(locked and locked.compiled)
     with contextlib.redirect_stdout(sys.stderr):
         fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
         try:
-            now = lock(fun, platform=platform, compiled=is_compiled)(*args)
+            now = lock_like(locked, fun, arguments.platform, arguments.compiled or None)(*args)
         except ValueError as error:
             raise UserError(str(error)) from None
     now = dataclasses.replace(now, function=arguments.function)

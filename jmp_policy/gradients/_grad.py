@@ -26,13 +26,14 @@ from .._base import (
     is_wider,
     map_parts,
     meet_reduce_dtype,
+    note_for_observer,
     prepare_state,
     quote,
     warn_once,
     warn_user,
     zero_unused,
 )
-from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
+from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale, spell_settings
 from ..modules import find_lifting_adapter
 
 T = TypeVar("T")
@@ -197,6 +198,7 @@ def build_value_and_grad(
     @functools.wraps(fun)
     def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
         scale = get_loss_scale(state)  # an `nnx.Optimizer` may have another scale than before
+        note_for_observer("loss scale", lambda: [(type(scale).__name__, spell_settings(scale))])
         prepared, is_plain = prepare(fun, scale), isinstance(scale, NoOpLossScale)
 
         @functools.wraps(fun)

@@ -6,6 +6,7 @@ from ._loss_scale import (
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
     register_loss_scales as register_loss_scales,
+    spell_settings as spell_settings,
 )
 from ._scaled_state import (
     ScaledState as ScaledState,

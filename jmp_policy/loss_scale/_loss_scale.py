@@ -59,6 +59,15 @@ class LossScale(Uncast):
         register_loss_scales()  # this process may not have made a loss scale yet
 
 
+def spell_settings(scale: LossScale) -> str:
+    """Lists the settings of a loss scale, such as `"period 2000, factor 2.0"`; its state is not one."""
+    fields = dataclasses.fields(scale) if dataclasses.is_dataclass(scale) else ()
+    pairs = ((field.name, getattr(scale, field.name)) for field in fields if not field.name.startswith("_"))
+    settings = {name: value for name, value in pairs if isinstance(value, bool | int | float)}
+    state = {"loss_scale", "counter", "credits"} if isinstance(scale, DynamicLossScale) else set[str]()
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in state) or "no settings"
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
 @dataclasses.dataclass(frozen=True, init=False)
 class NoOpLossScale(LossScale):

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import jax
 
-from .._base import P, PyTree, R, describe, hide_frames, quote, warn_user
+from .._base import P, PyTree, R, describe, hide_frames, note_for_observer, quote, warn_user
 from ..policy import (
     Decorator,
     F,
@@ -21,6 +21,7 @@ from ..policy import (
     get_policy,
     is_policy_spec,
     spell_key,
+    spell_rules,
 )
 from ._adapter import find_adapter, is_flax_object
 from ._call_casts import (
@@ -159,6 +160,7 @@ def _cast_function(fun: Callable[..., Any], given: Policy | PolicyMap, no_cast: 
         held = list_held(fun) if holds_arrays else None
         policy, args, kwargs = cast_arguments(widen_policy(own), fun, names, args, kwargs, held)
         run = cast_held(policy, fun, names) if holds_arrays else fun
+        note_for_observer("policy", lambda: spell_rules(given))
         with matmul_precision(policy):
             out = run(*args, **kwargs)
         out = cast_result(policy, out)

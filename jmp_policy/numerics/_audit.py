@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -201,8 +202,19 @@ def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> No
 def read_precision(eqn: JaxprEqn) -> str | None:
     """Returns the precision of a matmul as written; None for the default, which the platform decides."""
     given = eqn.params.get("precision")
+    if isinstance(given, lax.DotAlgorithm):
+        return _name_algorithm(given)
     names = dict.fromkeys(getattr(one, "name", str(one)) for one in (given if isinstance(given, tuple) else (given,)))
     return None if names.keys() <= {"None", "DEFAULT"} else ", ".join(names)
+
+
+def _name_algorithm(algorithm: lax.DotAlgorithm) -> str:
+    """Names an algorithm like a `DotAlgorithmPreset`, such as `"BF16_BF16_F32_X3"`."""
+    read = (algorithm.lhs_precision_type, algorithm.rhs_precision_type, algorithm.accumulation_type)
+    names = [str(dtype if dtype == "tf32" else np.dtype(dtype)) for dtype in read]
+    passes = algorithm.num_primitive_operations
+    short = "_".join(name.upper().replace("BFLOAT", "BF").replace("FLOAT", "F") for name in names)
+    return short + (f"_X{passes}" if passes > 1 else "")
 
 
 def _name_dtypes(step: Step) -> str:

@@ -1,6 +1,7 @@
 """The findings of an audit, and its report: a table of operations, and findings."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from .._base import DTypeLike, did_you_mean, group_by_key, parse_dtype
@@ -160,12 +161,12 @@ def find_effective_precision(dtype: str, precision: str | None, platform: str) -
     'bfloat16 in 3 passes'
     """
     platform = parse_platform(platform)
-    if precision and ", " in precision:  # of each operand
+    if precision and ", " in precision:  # of each operand: the least counts
         precision = None if "DEFAULT" in precision else "HIGH"
-    if precision not in _FLOAT32_IN[platform]:  # the algorithm itself
-        first, *_, last = str(precision).split("_")
-        passes = f" in {last[1:]} passes" if last[:1] == "X" and last[1:].isdecimal() else ""
-        return _ALGORITHMS.get(first, str(precision)) + passes
+    if precision is not None and precision not in _FLOAT32_IN[platform]:  # the name of an algorithm
+        first, *others = precision.split("_")
+        passes = [f" in {name[1:]} passes" for name in others[-1:] if re.fullmatch(r"X\d+", name)]
+        return "".join([_ALGORITHMS.get(first, precision), *passes])
     return _FLOAT32_IN[platform][precision] if dtype in ("float32", "complex64") else dtype
 
 
@@ -282,7 +283,7 @@ class AuditReport(Report):
           ValueError: `dtype` is not a floating dtype, or `exactly` has no platform, or a platform no `exactly`.
         """
         wanted = str(parse_dtype(dtype))
-        if exactly is (platform is None):
+        if bool(exactly) is (platform is None):
             raise ValueError(f"exactly={exactly} with platform={platform!r}: each needs the other. {_EXACTLY}")
         platform = None if platform is None else parse_platform(platform)
         check_rule_key(path, "path= of assert_matmuls_in")
@@ -298,7 +299,8 @@ class AuditReport(Report):
             raise AssertionError(f"{counts} matmuls{where} are not in {wanted}:{_list_matmuls(others)}")
         if platform is None:
             return
-        others = [matmul for matmul in matmuls if matmul.effective(platform) not in (wanted, *_EXACT)]
+        exact = (wanted, *_EXACT) if wanted == "float32" else (wanted,)
+        others = [matmul for matmul in matmuls if matmul.effective(platform) not in exact]
         if others:
             counts = f"{_count_matmuls(others)} of {_count_matmuls(matmuls)}"
             lines = _list_matmuls(others, lambda matmul: f", multiplied in {matmul.effective(platform)}")

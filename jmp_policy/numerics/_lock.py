@@ -4,13 +4,13 @@ import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from .._base import Args, KeyPath, Kwargs, hide_frames, is_array
+from .._base import Args, KeyPath, Kwargs, Note, group_by_key, hide_frames, is_array, warn_user
 from .._jaxpr import (
     ModulePaths,
     ObservedCall,
@@ -25,8 +25,9 @@ from .._jaxpr import (
     trace_call,
 )
 from ..modules import find_adapter, is_flax_object, policy_of
-from ..policy import PolicyMap, spell_key
-from ._audit_report import PLATFORMS, parse_platform
+from ..policy import spell_rules
+from ._audit_report import parse_platform
+from ._lock_compiled import compile_rows, find_platform
 from ._lock_facts import has_precision, list_arrays, read_rows, spell_shape
 from ._lock_file import VERSIONS, Lock
 from ._lock_rows import ROOT, LockRow
@@ -42,7 +43,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     module or `jax.named_scope`:
 
     - matmuls and convolutions: dtypes of operands and result, precision, count;
-    - casts from and to floating dtypes, with the number of elements;
+    - casts between floating dtypes and to and from 8 bits, with the number of elements;
     - operations that depend on their dtype, such as exponentials: those that `autocast` keeps in float32, and more;
     - sums with the largest number of elements that they add; the largest array of other arithmetic;
     - collectives of `shard_map`, with bytes; kernels with the dtypes of their arguments;
@@ -72,7 +73,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     >>> w, x = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
     >>> rows = jmp.numerics.lock(loss, platform="cuda")(w, x).rows
     >>> print(next(row for row in rows if row.fact == "forward matmul"))
-    head | forward matmul | dot_general float32 x float32 -> float32, multiplied in TF32 | 1 time
+    head | forward matmul | float32 x float32 -> float32, multiplied in TF32 | 1 time
     """
     check_function(fun, "lock")
     wanted = None if platform is None else parse_platform(platform)
@@ -81,28 +82,28 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     @functools.wraps(fun)
     def run_lock(*args: Any, **kwargs: Any) -> Lock:
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        chosen, changed, register = wanted or find_platform(), list[KeyPath](), Register()
+        changed, register = list[KeyPath](), Register(takes_notes=True)
         call = trace_call("lock", register, register.watch(keep_changes(opened, changed)), args, kwargs)
+        chosen = wanted or find_platform(call.leaves)
         rows = [*_list_ends(opened, args, kwargs, call, changed)]
         paths = ModulePaths(call.modules)
         find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
         if compiled:
-            from ._lock_compiled import compile_rows
-
-            compiled_rows, device = compile_rows(call, find_place, chosen)
-            rows += compiled_rows
+            found, device = compile_rows(call, find_place, chosen)
         else:
-            rows, device = rows + read_rows(call.program.jaxpr, find_place, chosen), ""
-        policies = tuple(_list_policies(fun, args, kwargs, call))
-        return Lock(tuple(rows), _name_function(opened), chosen, device, tuple(_list_versions()), policies)
+            found, device = read_rows(call.program.jaxpr, find_place, chosen), ""
+        scales = [note for note in register.notes if note.kind == "loss scale"]
+        rows += dict.fromkeys(LockRow(find_place(note.scope)[0], "loss scale", note.name, note.text) for note in scales)
+        policies = tuple(_list_policies(args, kwargs, call, register.notes, paths).items())
+        rows += found
+        name = getattr(opened, "__name__", type(opened).__name__)
+        if all(row.fact.startswith("argument") for row in rows):
+            warn_user(
+                f"lock found nothing that {name} computes or returns: a lock is of a function that returns arrays."
+            )
+        return Lock(tuple(rows), name, chosen, device, tuple(_list_versions()), policies)
 
     return run_lock
-
-
-def find_platform() -> str:
-    """Returns the platform of this process."""
-    backend = jax.default_backend()
-    return {"gpu": "cuda"}.get(backend, backend if backend in PLATFORMS else "cpu")
 
 
 def _list_ends(
@@ -124,17 +125,19 @@ def _list_ends(
             yield LockRow(name_path(written), "update", dtypes, spell_shape(aval))
 
 
-def _list_policies(fun: Any, args: Args, kwargs: Kwargs, call: ObservedCall) -> Iterator[tuple[str, str]]:
-    """Yields the policies of the function, of linen modules by path, and of nnx modules among the arguments."""
-    given = [("", policy_of(fun))] if callable(fun) else []
-    given += [(path, policy_of(kind)) for path, kind in call.modules.types if find_adapter(kind) is not None]
+def _list_policies(
+    args: Args, kwargs: Kwargs, call: ObservedCall, notes: Iterable[Note], paths: ModulePaths
+) -> dict[str, str]:
+    """Lists the policies and rules of functions, of linen modules, and of nnx modules among the arguments."""
+    found = [(paths.read_stack(note.scope), note.name, note.text) for note in notes if note.kind == "policy"]
+    modules = [(path, kind) for path, kind in call.modules.types if find_adapter(kind) is not None]
     objects = jax.tree.leaves((args, kwargs), is_leaf=is_flax_object)
-    given += [("", policy_of(leaf)) for leaf in objects if find_adapter(leaf) is not None]
-    for path, policy in dict.fromkeys(pair for pair in given if pair[1] is not None):
-        if isinstance(policy, PolicyMap):
-            yield from ((f"{path or ROOT} rule {spell_key(rule.key)}", str(rule.policy)) for rule in policy.rules)
-            policy = policy.default
-        yield path or ROOT, str(policy)
+    modules += [("", leaf) for leaf in objects if find_adapter(leaf) is not None]
+    for path, module in modules:
+        policy = policy_of(module)
+        found += [] if policy is None else [(path, *pair) for pair in spell_rules(policy)]
+    places = group_by_key((f"{path or ROOT} rule {key}" if key else path or ROOT, text) for path, key, text in found)
+    return {place: "; ".join(dict.fromkeys(texts)) for place, texts in places.items()}
 
 
 def _list_versions() -> Iterator[tuple[str, str]]:
@@ -143,16 +146,12 @@ def _list_versions() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
 
 
-def _name_function(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 def assert_locked(
     path: str | os.PathLike[str],
     fun: Callable[..., Any],
     *,
     platform: str | None = None,
-    compiled: bool = False,
+    compiled: bool | None = None,
     update: bool | None = None,
 ) -> Callable[..., None]:
     """Asserts that a function has the precision of a file that `lock` made: a test for pytest, or any other runner.
@@ -160,8 +159,7 @@ def assert_locked(
     Args:
       path: the file, which belongs into version control.
       fun: the function, as for `lock`.
-      platform: the platform, as for `lock`; by default that of the file.
-      compiled: as for `lock`.
+      platform, compiled: as for `lock`; by default those of the file.
       update: whether to write the file anew; by default if the environment variable `JMP_UPDATE_LOCKS` is 1.
 
     Returns:
@@ -183,15 +181,37 @@ def assert_locked(
     file = Path(path)
 
     def run_assert(*args: Any, **kwargs: Any) -> None:
-        writes = os.environ.get(UPDATE, "") not in ("", "0") if update is None else update
-        locked = Lock.load(file) if file.exists() and not writes else None
+        writes = os.environ.get(UPDATE, "").lower() in ("1", "true", "yes") if update is None else update
+        locked = _load(file, is_damaged_ok=writes)
         if locked is None and not writes:
             raise AssertionError(f"There is no lock {file}. Write it: {UPDATE}=1 pytest")
-        chosen = platform or (locked.platform if locked else None)
-        now = lock(fun, platform=chosen, compiled=compiled)(*args, **kwargs)
-        if locked is None:
+        now = lock_like(locked, fun, platform, compiled)(*args, **kwargs)
+        if writes:
+            file.parent.mkdir(parents=True, exist_ok=True)
             now.save(file)
-        elif difference := locked.diff(now):
+        elif locked is not None and (difference := locked.diff(now)):
             raise AssertionError(f"{file} differs.\n{difference}\nIf that is meant, write it anew: {UPDATE}=1 pytest")
 
     return run_assert
+
+
+def _load(file: Path, *, is_damaged_ok: bool) -> Lock | None:
+    """Reads a lock; None if there is none, or a damaged one that may be replaced."""
+    try:
+        return Lock.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        if is_damaged_ok:
+            return None
+        raise
+
+
+def lock_like(
+    locked: Lock | None, fun: Callable[..., Any], platform: str | None = None, compiled: bool | None = None
+) -> Callable[..., Lock]:
+    """Returns `lock(fun)` with the platform of another lock, compiled like it, unless the arguments say otherwise."""
+    if locked is not None:
+        platform = platform or locked.platform
+        compiled = bool(locked.compiled) if compiled is None else compiled
+    return lock(fun, platform=platform, compiled=bool(compiled))

@@ -4,18 +4,18 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from .._jaxpr import ObservedCall
 from ._collectives import find_meshes
 from ._hlo import Instruction, Module, make_unique, parse_module
-from ._lock_facts import OPERATIONS, Described, Tally, add_collectives, describe_cast, describe_matmul
+from ._lock_facts import OPERATIONS, Described, Tally, add_collectives, describe_cast, describe_matmul, is_inexact
 from ._lock_rows import LockRow
 from ._partitioned import Reader, list_sites, read_module, read_stack
 from ._traced import FindPlace
@@ -25,10 +25,7 @@ def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tu
     """Returns the facts of a program that is compiled for a platform, and the name of the device."""
     meshes = find_meshes(call.program.jaxpr, call.leaves)
     leaves, device = _place(call.leaves, platform, is_sharded=meshes.devices > 1)
-    run = make_unique(jaxpr_as_fun(call.program), "lock")
-    text = jax.jit(run).lower(*leaves).compile().as_text()
-    assert text is not None
-    module = parse_module(text)
+    module = parse_module(_compile(jaxpr_as_fun(call.program), leaves, device))
     shapes = [mesh.shape for mesh in meshes.concrete]
     tally, reader = Tally(), Reader(module, shapes, meshes.devices, find_place)
     for made, runs, _ in list_sites(module, module.computations[module.entry]):
@@ -41,29 +38,62 @@ def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tu
     return tally.list_rows(), device
 
 
+def _compile(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str:
+    """Returns the optimized HLO of a program."""
+    try:
+        text = jax.jit(make_unique(run, "lock")).lower(*leaves).compile().as_text()
+    except (RuntimeError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"XLA cannot compile the program for {device}: {said}. Lock the traced program. For example: "
+            "lock(fun)(*args)."
+        ) from error
+    assert text is not None
+    return text
+
+
+def find_platform(leaves: Iterable[Any]) -> str:
+    """Returns the platform of the described devices that arguments are on, or that of this process."""
+    described = _find_described(leaves)
+    return _PLATFORMS.get(jax.default_backend() if described is None else described.platform, "cpu")
+
+
+def _find_described(leaves: Iterable[Any]) -> Any:
+    """Returns a device of the mesh that `jax.ShapeDtypeStruct`s are sharded over, or None."""
+    shapes = (leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
+    meshes = (getattr(shape.sharding, "mesh", None) for shape in shapes)
+    return next((mesh.devices.flat[0] for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
 def _place(leaves: Sequence[Any], platform: str, *, is_sharded: bool) -> tuple[Sequence[Any], str]:
     """Puts arguments on a device of the platform, which for a TPU need not be there. Returns its name, too."""
-    devices = [device for leaf in leaves for device in getattr(getattr(leaf, "sharding", None), "device_set", ())]
-    here = next((device for device in (*devices, *jax.devices()) if _PLATFORMS[device.platform] == platform), None)
-    if here is not None:
-        return leaves, here.device_kind
+    described, here = _find_described(leaves), _find_devices(platform)
+    if platform == find_platform(leaves):
+        return leaves, (described or here[0]).device_kind
     if is_sharded:
         raise ValueError(
-            f"The arguments are on a mesh of {devices[0].platform if devices else 'other'} devices, and the program is "
-            f"to be compiled for {platform}. Give them shardings on described devices. For example: "
+            f"The arguments are on a mesh of other devices than the program is to be compiled for, {platform}. Give "
+            "them shardings on such devices, described or there. For example: "
             "jax.experimental.topologies.get_topology_desc('v5e:2x2', 'tpu').devices."
         )
-    target = _describe_tpu() if platform == "tpu" else None
-    if target is None:
+    if not here and platform != "tpu":
         raise ValueError(
-            f"There is no {platform} here to compile for. Lock the traced program, compile where the device is, or for "
-            f"a TPU. For example: lock(fun, platform={platform!r})(*args)."
+            f"There is no {platform} here to compile for. Lock the traced program, or compile where the device is. "
+            f"For example: lock(fun, platform={platform!r})(*args)."
         )
-    sharding = SingleDeviceSharding(target)
-    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves], target.device_kind
+    device = here[0] if here else _describe_tpu()
+    sharding = SingleDeviceSharding(device)
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves], device.device_kind
 
 
-_PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "rocm": "rocm", "tpu": "tpu", "cpu": "cpu"}
+def _find_devices(platform: str) -> Sequence[Any]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        return ()
+
+
+_PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}
 
 
 def _describe_tpu() -> Any:
@@ -100,15 +130,18 @@ def _describe(made: Instruction, module: Module, reader: Reader, platform: str) 
         return describe_cast(read[0], dtypes[0], size)
     if made.opcode in ("dot", "convolution", "ragged-dot", "scaled-dot"):
         return describe_matmul(read[:2], dtypes[0], _read_precision(made), platform)
-    if not any("float" in dtype for dtype in (*dtypes, *read)):
+    if not any(map(is_inexact, (*dtypes, *read))):
         return None
+    if made.opcode == "reduce-precision":
+        bits = re.findall(r"(?:exponent|mantissa)_bits=(\d+)", made.attributes)
+        return Described("cast", f"{dtypes[0]} -> e{'m'.join(bits)}", size)
     if made.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', made.attributes)
-        return Described("kernel", f"{target[1] if target else 'custom-call'} {' '.join(read)} -> {' '.join(dtypes)}")
+        name = target[1] if target else made.opcode
+        return None if name in _MOVING else Described("kernel", f"{name} {' '.join(read)} -> {' '.join(dtypes)}")
     name = _SUMS.get((made.opcode, reader.find_reduction(made) if made.opcode in _REDUCING else ""))
     if name is not None:
-        shape = module.instructions[made.operands[0].name].arrays[made.operands[0].part or 0].shape
-        return Described("sum", f"{name} in {dtypes[0]}", math.prod(shape) // max(size, 1))
+        return Described("sum", f"{name} in {dtypes[0]}", _count_terms(made, module, size))
     name = _NAMES.get(made.opcode, made.opcode)
     if name in OPERATIONS:
         return Described("operation", f"{name} in {dtypes[0]}")
@@ -129,6 +162,25 @@ _SUMS = {
 _ARITHMETIC = frozenset(
     ["abs", "add", "clamp", "divide", "maximum", "minimum", "multiply", "negate", "remainder", "subtract"]
 )
+
+
+_MOVING = {
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
+    "GatherScatterIndicesBitpacked", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "SliceToDynamic",
+    "PadToStatic", "X64Combine", "X64SplitHigh", "X64SplitLow",
+}  # fmt: skip
+"""Custom calls that compute nothing."""
+
+
+def _count_terms(made: Instruction, module: Module, size: int) -> int:
+    """Counts the elements that one element of a sum adds; of a scatter, which depends on its indices, 1."""
+    if made.opcode == "scatter":
+        return 1
+    window = re.search(r"window=\{size=([\dx]+)", made.attributes)
+    if window:
+        return math.prod(map(int, window[1].split("x")))
+    name, part = made.operands[0]
+    return math.prod(module.instructions[name].arrays[part or 0].shape) // max(size, 1)
 
 
 def _find_dtype(module: Module, operand: Any) -> str:

@@ -1,5 +1,6 @@
 """The difference of two locks: what changed in each scope, its cause where that is known, and a fix."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,24 +92,28 @@ def _describe(row: Difference) -> str:
     return f"{row.path} | {row.fact}{source}" + indent_lines(lines)
 
 
-def compare_rows(old: Sequence[LockRow], new: Sequence[LockRow], policies: Sequence[Change]) -> tuple[Difference, ...]:
-    """Returns what differs between two lists of rows. `policies`: policies and rules that changed."""
-    before, after = ({(row.path, row.fact, row.what): row for row in rows} for rows in (old, new))
+def compare_rows(
+    old: Sequence[LockRow], new: Sequence[LockRow], policies: Sequence[Change], settings: Sequence[Change]
+) -> tuple[Difference, ...]:
+    """Returns what differs between two lists of rows. `policies` and `settings` changed from one lock to the other."""
+    before, after = ({row: row for row in rows} for rows in (old, new))  # which keeps the source of each
     gone, come = (
-        group_by_key(((row.path, row.fact), row) for key, row in rows.items() if others.get(key) != row)
+        group_by_key(((row.path, row.fact), row) for row in rows if row not in others)
         for rows, others in ((before, after), (after, before))
     )
     pairs = {key: (gone.get(key, []), come.get(key, [])) for key in dict.fromkeys((*gone, *come))}
-    explain = _Explainer(pairs, policies)
-    differences: dict[tuple[str, tuple[str, ...]], str] = {}
-    for (path, fact), (lost, made) in pairs.items():
-        texts = fact, _join(lost), _join(made), *explain.find(path, fact, lost, made)
-        differences[path, texts] = next((row.source for row in made if row.source), "")
-    sources = {texts: source for (_, texts), source in reversed(differences.items())}  # of the first of each
+    explain = _Explainer(pairs, policies, settings)
+    texts = {(path, (fact, _join(lost), _join(made))): explain.find(path, fact, lost, made)
+             for (path, fact), (lost, made) in pairs.items()}  # fmt: skip
+    advice, sources = dict[tuple[str, ...], tuple[str, str]](), dict[tuple[str, ...], str]()
+    for (path, words), found in texts.items():  # modules that differ in a number share the words of the first
+        advice.setdefault(words, found)
+        made = pairs[path, words[0]][1]
+        sources.setdefault(words, next((row.source for row in made if row.source), ""))
     return tuple(
-        Difference(path or ROOT, fact, locked, now, sources[texts], cause, fix)
-        for path, texts in fold_paths(differences)
-        for fact, locked, now, cause, fix in [texts]
+        Difference(path or ROOT, fact, locked, now, sources[words], *advice[words])
+        for path, words in fold_paths(texts)
+        for fact, locked, now in [words]
     )
 
 
@@ -116,65 +121,110 @@ def _join(rows: Iterable[LockRow]) -> str:
     return "; ".join(sorted(f"{row.what}: {row.amount}" for row in rows))
 
 
+Pairs = Mapping[tuple[str, str], tuple[Sequence[LockRow], Sequence[LockRow]]]
+"""By path and fact: the rows that are gone, and those that have come."""
+
+
 class _Explainer:
     """Finds causes and fixes of differences."""
 
-    def __init__(
-        self, pairs: Mapping[tuple[str, str], tuple[list[LockRow], list[LockRow]]], policies: Sequence[Change]
-    ):
-        self._policies = policies
+    def __init__(self, pairs: Pairs, policies: Sequence[Change], settings: Sequence[Change]):
+        self._policies, self._settings = policies, settings
         self._forward = {path for path, fact in pairs if fact.startswith("forward")}
-        self._arguments = [  # whose dtype changed
-            (path, lost[0].what, made[0].what)
-            for (path, fact), (lost, made) in pairs.items()
-            if fact.startswith("argument") and lost and made and lost[0].what != made[0].what
-        ]
+        self._moved = _find_moved(pairs)
+        changed = {path: _compare_arguments(pairs, path) for path, fact in pairs if fact.startswith("argument")}
+        self._arguments = [(path, *dtypes) for path, (dtypes, _) in changed.items() if dtypes]
+        self._shapes = [(path, *shapes) for path, (_, shapes) in changed.items() if shapes]
 
     def find(self, path: str, fact: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> tuple[str, str]:
         """Returns the cause of a difference, or an empty string, and a fix."""
         direction, _, kind = fact.rpartition(" ")
         whats = [{row.what for row in rows} for rows in (lost, made)]
-        if kind == "matmul" and whats[0] != whats[1] and _list_dtypes(lost) & _list_dtypes(made):
-            return "its precision changed", _FIXES["precision"]
-        fix = _find_fix(kind, lost, made)
+        if self._settings:
+            name, old, new = self._settings[0]
+            return f"{name}: {old}, now {new}", _FIXES["settings"]
+        if (path, fact) in self._moved:
+            return self._moved[path, fact], _FIXES["moved"]
+        if whats[0] == whats[1]:  # other counts or sizes
+            shape = next((f"argument {name} has {new}, was {old}" for name, old, new in self._shapes), "")
+            if shape and not fact.startswith("argument"):
+                return shape, _FIXES["shape"]
+            if kind in ("argument", "quantized"):
+                return "", _FIXES["shape"]
         if fact.startswith("argument"):
-            return "", fix
-        if direction in ("backward", "recomputed") and path in self._forward:
-            return "the forward pass of this scope differs", "see there"
+            return "", _FIXES[kind]
+        if kind == "matmul" and _changes_precision(whats[0] ^ whats[1], whats[0]):
+            return "its precision changed", _FIXES["precision"]
         if direction == "recomputed" and not (lost and made):
             return f"{'less' if lost else 'more'} is recomputed in the backward pass", _FIXES["remat"]
-        return self._find_argument(path) or self._find_policy(path), fix
+        if direction in ("backward", "recomputed") and path in self._forward and kind != "collective":
+            return "the forward pass of this scope differs", "see there"
+        own = self._find_argument(path)
+        cause = own or self._find_policy(path)
+        if cause.startswith(("argument", "rule", "the policy")):
+            return cause, _FIXES["argument" if own else "policy"]
+        return cause, _find_fix(kind, lost, made)
 
     def _find_argument(self, path: str) -> str:
-        """Finds a parameter of the module at a path, or else an argument that is one array."""
-        own = (change for change in self._arguments if path and f"/{path}/" in f"/{change[0]}/")
-        whole = (change for change in self._arguments if "/" not in change[0])
-        name, old, new = next(own, None) or next(whole, ("", "", ""))
-        return f"argument {name} is {new}, was {old}" if name else ""
+        """Finds a parameter of the module at a path, or else an argument that is one array, which is a guess."""
+        for name, old, new in self._arguments:
+            if path and f"/{path}/" in f"/{name}/":
+                return f"argument {name} is {new}, was {old}"
+        whole = (f"perhaps argument {name}: {new}, was {old}" for name, old, new in self._arguments if "/" not in name)
+        return next(whole, "")
 
     def _find_policy(self, path: str) -> str:
+        """Finds a policy or rule that covers a scope, or else the only one that changed, which is a guess."""
+        texts = []
         for name, old, new in self._policies:
             place, _, rule = name.partition(" rule ")
+            what = f"rule {rule} of the policy" if rule else "the policy"
+            text = f"{what} is {new}, was {old}"
             if _is_inside(path, place.removeprefix(ROOT), rule):
-                return f"{f'rule {rule} of ' if rule else ''}the policy of {_name(place)} is {new}, was {old}"
-        return ""
+                return text
+            texts.append(f"perhaps {text}")
+        return texts[0] if len(texts) == 1 else ""
 
 
-def _list_dtypes(rows: Iterable[LockRow]) -> set[str]:
-    """Lists the dtypes of matmuls without their precisions."""
-    return {row.what.partition(", ")[0] for row in rows}
+def _find_moved(pairs: Pairs) -> dict[tuple[str, str], str]:
+    """Finds facts that are gone in one scope and have come in another, as where a module was renamed."""
+    ends = [
+        {(fact, _join(rows[side])): (path, fact) for (path, fact), rows in pairs.items() if not rows[1 - side]}
+        for side in (0, 1)
+    ]
+    moved = dict[tuple[str, str], str]()
+    for key in ends[0].keys() & ends[1].keys():
+        moved[ends[0][key]] = f"it is in {ends[1][key][0] or ROOT} now"
+        moved[ends[1][key]] = f"it was in {ends[0][key][0] or ROOT}"
+    return moved
 
 
-def _name(place: str) -> str:
-    return "the function" if place == ROOT else place
+def _compare_arguments(pairs: Pairs, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the dtypes of an argument before and after, and its shapes, if they differ."""
+    groups = [rows for (name, fact), rows in pairs.items() if name == path and fact.startswith("argument")]
+    lost, made = ([row for rows in groups for row in rows[side]] for side in (0, 1))
+    if not (lost and made):
+        return (), ()
+    whats, amounts = (lost[0].what, made[0].what), (lost[0].amount, made[0].amount)
+    return whats if whats[0] != whats[1] else (), amounts if amounts[0] != amounts[1] else ()
+
+
+def _changes_precision(changed: Iterable[str], lost: Iterable[str]) -> bool:
+    """True if matmuls of the same dtypes are among those that are gone and those that have come."""
+    before, after = set[str](), set[str]()
+    for what in changed:
+        (before if what in lost else after).add(what.partition(", ")[0])
+    return not before.isdisjoint(after)
 
 
 def _is_inside(path: str, place: str, rule: str) -> bool:
-    """True for a scope inside of a module, and of a pattern of its map if `rule` is one."""
+    """True for a scope inside of a module, and of a pattern of its map if `rule` is one. False for rules of types."""
     if place and not f"{path}/".startswith(f"{place}/"):
         return False
+    if not rule:
+        return True
     inside = path.removeprefix(place).strip("/")
-    return not rule.startswith(("'", '"')) or covers_path(rule[1:-1], inside) is not None
+    return rule.startswith(("'", '"')) and covers_path(ast.literal_eval(rule), inside) is not None
 
 
 def _find_fix(kind: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> str:
@@ -183,29 +233,32 @@ def _find_fix(kind: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> st
         return _FIXES["gather" if any("all-gather" in what for what in whats[0] | whats[1]) else "reduction"]
     if kind in _FIXES:
         return _FIXES[kind]
-    if kind == "matmul" and lost and _list_operands(lost) == _list_operands(made):
-        return _FIXES["result of matmul"]
     if whats[0] == whats[1]:
         return _FIXES["count"]
+    if kind == "matmul" and lost and _list_operands(lost) == _list_operands(made):
+        return _FIXES["result of matmul"]
     if kind == "cast":
-        is_narrower = any(map(_casts_down, made)) or (not made and not any(map(_casts_down, lost)))
-    else:
-        is_narrower = _find_narrowest(made) < (_find_narrowest(lost) if lost else 32)
-    return _FIXES["narrower" if is_narrower else "wider"]
+        directions = {_compare_ends(row) for row in made}
+        return _FIXES[directions.pop() if len(directions) == 1 else "casts"]
+    before, after = (_find_narrowest(rows) for rows in (lost, made))
+    if not (lost and made):
+        return _FIXES["narrower" if (after < 32 if made else before >= 32) else "wider"]
+    return _FIXES["other" if before == after else "narrower" if after < before else "wider"]
 
 
 def _list_operands(rows: Iterable[LockRow]) -> set[str]:
     return {row.what.partition(" -> ")[0] for row in rows}
 
 
-def _casts_down(row: LockRow) -> bool:
+def _compare_ends(row: LockRow) -> str:
     source, target = (_count_bits(dtype) for dtype in row.what.split(" -> "))
-    return target < source
+    return "other" if source == target else "narrower" if target < source else "wider"
 
 
 def _find_narrowest(rows: Iterable[LockRow]) -> int:
     """Returns the bits of the narrowest dtype that rows name, or 64."""
-    names = (name for row in rows for name in re.findall(r"(?:float|int)\d+", row.what))
+    texts = (row.what.partition(", ")[0] for row in rows)
+    names = (name for text in texts for name in re.findall(r"(?:float|int)\d+", text))
     return min(map(_count_bits, names), default=64)
 
 
@@ -214,6 +267,11 @@ def _count_bits(dtype: str) -> int:
 
 
 _FIXES = {
+    "moved": "name it as before",
+    "shape": "give the function arguments of the shapes before",
+    "policy": "change the policy back",
+    "casts": "see the other differences of this scope",
+    "settings": "compare with a lock of the same platform, also compiled or not",
     "argument": "give the function an array of the dtype before, as jmp.cast_floating does",
     "result": "cast what the function returns, or set output= of the policy",
     "quantized": "set the format of the policy that quant.quantize was given",
@@ -224,6 +282,7 @@ _FIXES = {
     "reduction": "set reduce= of the policy, or reduce_dtype= of value_and_grad",
     "narrower": "wrap the code in jmp.force_full_precision, or give its path a float32 rule",
     "wider": "cast the float32 array, parameter or constant that promotes it, or give the layer a dtype",
+    "other": "set compute= of the policy, or the dtype of the layer",
     "remat": "see what jax.checkpoint is around, and its policy",
     "count": "see which operations the line has more or fewer of",
 }

@@ -1,6 +1,5 @@
 """The facts of a lock: what a program computes in which dtype, by scope."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -12,6 +11,7 @@ from jax.extend.core import Jaxpr
 
 from .._base import is_array
 from .._jaxpr import (
+    DEVICE_SUMS,
     HALF_SUMS,
     MATMULS,
     Fact,
@@ -20,26 +20,33 @@ from .._jaxpr import (
     find_line,
     find_origin,
     find_sum,
-    float_dtype,
     having,
-    multiplies_only,
     shape_of,
     walk,
 )
 from ..autocast import FULL, SATURATING
-from ..loss_scale import LossScale
+from ..loss_scale import LossScale, spell_settings
 from ..quant import QuantizedArray
 from ._audit import read_precision
 from ._audit_report import find_effective_precision
 from ._collectives_report import Collective
 from ._lock_rows import LockRow
-from ._traced import PRIMITIVES, FindPlace, read_program
+from ._traced import PRIMITIVES, FindPlace, count_runs, read_program
 
-STEPS = having(Fact.ELEMENTWISE) - having(Fact.COMPARES, Fact.ANNOTATES, Fact.KEEPS) - {"select_n"}
-OPERATIONS = (FULL.keys() - HALF_SUMS) | SATURATING.keys() | {"sqrt"}
-"""Operations whose digits depend on their dtype, or that overflow: those that autocast keeps in float32, and more."""
+OPERATIONS = (FULL.keys() - HALF_SUMS - {"polynomial"}) | SATURATING.keys() | {"sqrt"}
+"""Operations whose digits depend on their dtype, or that overflow: those that autocast keeps in float32, and more.
 
-_KERNELS = having(Fact.KERNEL, Fact.OUTSIDE) - MATMULS
+JAX 0.12 writes a derivative with a polynomial that JAX 0.10 computes by multiplications.
+"""
+
+_ROUNDING = (
+    having(Fact.ELEMENTWISE)
+    - having(Fact.COMPARES, Fact.ANNOTATES, Fact.KEEPS, Fact.CHOOSES, Fact.EXACT, Fact.BITS)
+    - {"add_any"}
+)
+"""Other arithmetic that rounds. The scope of an `add_any` depends on the order in which layers are called."""
+
+_KERNELS = having(Fact.KERNEL, Fact.OUTSIDE) - MATMULS - {"debug_callback", "debug_print"}
 _SMALL = ("int4", "uint4", "int8", "uint8", "int2", "uint2")
 
 
@@ -104,7 +111,7 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
         described = _describe(step, platform)
         if described is not None:
             find_source = functools.partial(_find_source, step)
-            tally.add(*find_place(step.scope), described, step.trips, find_source)
+            tally.add(*find_place(step.scope), described, count_runs(step), find_source)
     if communicates:
         add_collectives(tally, read_program(program, find_place)[0])
     return tally.list_rows()
@@ -129,30 +136,45 @@ def _describe(step: Step, platform: str) -> Described | None:
     """Describes a step, if its numbers depend on dtypes."""
     name = step.name
     if name == "convert_element_type":
+        if step.operands[0].aval.weak_type and not step.operands[0].aval.shape:
+            return None  # a Python number
         return describe_cast(_name_dtype(step.operands[0]), _name_dtype(step.results[0]), _size(step.results))
     if name in MATMULS:
-        return None if multiplies_only(step.eqn) else _describe_matmul(step, platform)
-    dtypes = [dtype for dtype in map(float_dtype, (*step.operands, *step.results)) if dtype is not None]
+        return _describe_matmul(step, platform)
+    dtypes = [dtype for atom in (*step.operands, *step.results) if is_inexact(dtype := _name_dtype(atom))]
     if not dtypes:
         return None
-    widest = str(max(dtypes, key=lambda dtype: dtype.itemsize))
+    widest = max(dtypes, key=count_bits)
+    if name == "reduce_precision":
+        bits = "e{exponent_bits}m{mantissa_bits}".format(**step.eqn.params)
+        return Described("cast", f"{widest} -> {bits}", _size(step.results))
     if name in HALF_SUMS:
         found = find_sum(step)
         numbers = 1 if found is None else found.numbers  # a scatter of rows that meet in no element is not counted
         return Described("sum", f"{name} in {widest}", numbers) if found or name.startswith("scatter") else None
-    if name in OPERATIONS:
+    if name in DEVICE_SUMS and all(isinstance(axis, int) for axis in step.eqn.params.get("axes", [""])):
+        return Described("sum", f"{name} in {widest}", 1)  # over an axis of vmap
+    if name in OPERATIONS or (name == "iota" and count_bits(widest) < 32):
         return Described("operation", f"{name} in {widest}")
     if name in _KERNELS:
         read, made = (" ".join(map(_name_dtype, atoms)) for atoms in (step.operands, step.results))
         return Described("kernel", f"{name} {read} -> {made}")
     size = _size(step.results)
-    return Described("arithmetic", f"in {widest}", size) if name in STEPS and size > 1 else None
+    is_seen = size > 1 or count_bits(widest) < 32
+    return Described("arithmetic", f"in {widest}", size) if name in _ROUNDING and is_seen else None
 
 
 def describe_cast(source: str, target: str, size: int) -> Described | None:
-    """Describes a cast between floating dtypes, or between one and integers of at most 8 bits."""
-    is_cast = source != target and all("float" in dtype or dtype in _SMALL for dtype in (source, target))
-    return Described("cast", f"{source} -> {target}", size) if is_cast and "float" in source + target else None
+    """Describes a cast from or to a floating dtype. Casts of long integers to float32 are left out."""
+    if source == target or not (is_inexact(source) or is_inexact(target)):
+        return None
+    is_exact = source == "bool" or (source not in _SMALL and not is_inexact(source) and count_bits(target) > 16)
+    return None if is_exact or target == "bool" else Described("cast", f"{source} -> {target}", size)
+
+
+def is_inexact(dtype: str) -> bool:
+    """True for the names of floating and complex dtypes."""
+    return dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0"
 
 
 def _describe_matmul(step: Step, platform: str) -> Described:
@@ -163,7 +185,7 @@ def _describe_matmul(step: Step, platform: str) -> Described:
 def describe_matmul(operands: Iterable[str], result: str, precision: str | None, platform: str) -> Described:
     """Describes a matmul by the dtypes of its operands, in any order, and what the platform multiplies in."""
     read = sorted(operands)
-    dtype = max(read, key=lambda name: ("float" in name or "complex" in name, count_bits(name)))
+    dtype = max(read, key=lambda name: (is_inexact(name), count_bits(name)))
     what = f"{' x '.join(read)} -> {result}"
     effective = find_effective_precision(dtype, precision, platform)
     what += f", precision {precision}" if precision else ""
@@ -189,28 +211,16 @@ def list_arrays(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[Loc
     is_whole = lambda leaf: isinstance(leaf, QuantizedArray | LossScale)
     for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_whole)[0]:
         if isinstance(leaf, LossScale):
-            yield LockRow(name_path(path), "argument scale", type(leaf).__name__, _list_settings(leaf))
+            yield LockRow(name_path(path), "argument scale", type(leaf).__name__, spell_settings(leaf))
         elif isinstance(leaf, QuantizedArray):
-            yield LockRow(name_path(path), "argument quantized", str(leaf.format), spell_shape(leaf))
+            yield LockRow(name_path(path), "argument quantized", f"{leaf.format} of {leaf.dtype}", spell_shape(leaf))
         elif is_array(leaf) and has_precision(leaf.dtype):
             yield LockRow(name_path(path), "argument", str(leaf.dtype), spell_shape(leaf))
 
 
 def has_precision(dtype: Any) -> bool:
     """True for floating and complex dtypes, and for integers of at most 8 bits, which may be quantized values."""
-    name = str(dtype)
-    return name in _SMALL or (name.startswith(("float", "bfloat", "complex")) and name != "float0")
-
-
-def _list_settings(scale: LossScale) -> str:
-    """Lists the settings of a loss scale. Its state is not one: it changes with each step."""
-    state = [*map(id, jax.tree.leaves(scale)), id(None)]
-    fields = dataclasses.fields(scale) if dataclasses.is_dataclass(scale) else ()
-    pairs = ((field.name, getattr(scale, field.name)) for field in fields)
-    return (
-        ", ".join(f"{name} {value}" for name, value in pairs if name[0] != "_" and id(value) not in state)
-        or "no settings"
-    )
+    return str(dtype) in _SMALL or is_inexact(str(dtype))
 
 
 def spell_shape(array: Any) -> str:

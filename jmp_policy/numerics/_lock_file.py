@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..report import Plain
 from ._lock_diff import LockDiff, compare_rows
-from ._lock_rows import LockRow, escape, read_line, unescape, write_lines
+from ._lock_rows import IN_KEYS, LockRow, escape, is_fact, read_line, unescape, write_lines
 
 _TITLE = "# Precision of a program, from jmp_policy. Do not edit it: write it anew, and read the difference."
 _FORMAT = "1"
@@ -35,7 +35,7 @@ class Lock(Plain):
     w | argument | bfloat16 | shape 8x4
     x | argument | float32 | shape 2x8
     . | forward cast | float32 -> bfloat16 | 16 elements
-    . | forward matmul | dot_general bfloat16 x bfloat16 -> bfloat16 | 1 time
+    . | forward matmul | bfloat16 x bfloat16 -> bfloat16 | 1 time
     result | result | bfloat16 | shape 2x4
     >>> bool(locked.diff(jmp.numerics.lock(dense, platform="tpu")(w, x)))
     False
@@ -55,7 +55,9 @@ class Lock(Plain):
         lines = write_lines(self.rows)
         header = {"format": _FORMAT, "function": self.function, "platform": self.platform}
         header |= {"compiled for": self.compiled} if self.compiled else {}
-        header |= dict(self.versions) | {f"{_POLICY}{escape(place, ':')}": policy for place, policy in self.policies}
+        header |= dict(self.versions) | {
+            f"{_POLICY}{escape(place, IN_KEYS)}": policy for place, policy in self.policies
+        }
         header["digest"] = _sum_lines(lines)
         return "\n".join([_TITLE, *(f"{key}: {' '.join(text.split())}" for key, text in header.items()), "", *lines])
 
@@ -79,32 +81,29 @@ class Lock(Plain):
           ValueError: the file is not a lock, was edited, or is of a newer version of this package.
           FileNotFoundError: there is no file.
         """
-        title, *lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        title, *lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines() or [""]
         _check_title(path, title)
-        anew = f"Write it anew. For example: jmp-policy lock train:train_step -o {path}."
         middle = lines.index("") if "" in lines else len(lines)
-        header: dict[str, str] = {}
-        for number, line in enumerate(lines[:middle], 2):
-            key, separator, text = line.partition(": ")
-            if not separator:
-                raise ValueError(f"{path}, line {number}: {line[:60]!r} is not a line of a lock. {anew}")
-            header[key] = text
-        if header.get("format") != _FORMAT:
-            raise ValueError(f"{path} has format {header.get('format')!r}, and this version reads {_FORMAT!r}. {anew}")
-        rows, facts = list[LockRow](), [line for line in lines[middle + 1 :] if line]
-        for number, line in enumerate(facts, middle + 3):
-            try:
-                rows += read_line(line)
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: {line[:60]!r} is not a fact. {anew}") from None
-        if header.get("digest") != _sum_lines(facts):
-            raise ValueError(f"{path}: its digest is not that of its lines, which were edited or merged. {anew}")
+        pairs = [(key, text) for key, _, text in (line.partition(": ") for line in lines[:middle])]
+        header, facts = dict(pairs), [line for line in lines[middle + 1 :] if line]
+        if header.get("format", "") > _FORMAT:
+            raise ValueError(
+                f"{path} has format {header['format']}, and this version of jmp_policy reads {_FORMAT}: update it. "
+                "For example: pip install --upgrade jmp-policy."
+            )
+        bad = next((line for line, (_, text) in zip(lines, pairs, strict=False) if not text), None)
+        bad = bad or next((line for line in facts if not is_fact(line)), None)
+        if bad is not None:
+            raise ValueError(f"{path}, line {lines.index(bad) + 2}: {bad[:60]!r} is not a line of a lock. {_ANEW}")
+        if header.get("digest") != _sum_lines(facts) or len(header) < len(pairs) or "platform" not in header:
+            raise ValueError(f"{path}: its digest is not that of its lines, which were edited or merged. {_ANEW}")
+        rows = tuple(row for line in facts for row in read_line(line))
         versions = tuple((key, text) for key, text in header.items() if key in VERSIONS)
         given = tuple(
             (unescape(key.removeprefix(_POLICY)), text) for key, text in header.items() if key.startswith(_POLICY)
         )
         function, platform, device = (header.get(key, "") for key in ("function", "platform", "compiled for"))
-        return cls(tuple(rows), function, platform, device, versions, given)
+        return cls(rows, function, platform, device, versions, given)
 
     def diff(self, other: "Lock") -> LockDiff:
         """Compares this lock with a newer one, `other`. The difference is false if no fact differs.
@@ -117,11 +116,14 @@ class Lock(Plain):
         >>> difference.fact, difference.cause
         ('forward matmul', 'its precision changed')
         """
-        return LockDiff(
-            compare_rows(self.rows, other.rows, _find_changes(self.policies, other.policies)),
-            self.function,
-            tuple(f"{name}: {old}, now {new}" for name, old, new in _find_changes(self.versions, other.versions)),
-        )
+        settings = _find_changes(self._targets, other._targets)
+        rows = compare_rows(self.rows, other.rows, _find_changes(self.policies, other.policies), settings)
+        notes = [*settings, *_find_changes(self.versions, other.versions)]
+        return LockDiff(rows, self.function, tuple(f"{name}: {old}, now {new}" for name, old, new in notes))
+
+    @property
+    def _targets(self) -> tuple[tuple[str, str], ...]:
+        return ("platform", self.platform), ("compiled for", self.compiled or "nothing")
 
 
 def _check_title(path: str | os.PathLike[str], title: str) -> None:
@@ -136,6 +138,10 @@ VERSIONS = ("jmp_policy", "jax", "flax", "optax")
 """The packages whose versions a lock names."""
 
 _POLICY = "policy "
+
+_ANEW = (
+    "Write it anew. For example: JMP_UPDATE_LOCKS=1 pytest, or jmp-policy lock train:train_step --args train:make_args."
+)
 
 
 def _find_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:

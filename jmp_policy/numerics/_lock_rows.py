@@ -41,6 +41,7 @@ class LockRow(Plain):
 ROOT = "."
 """The path of the root, in a file."""
 
+IN_KEYS = r"[:%\x00-\x1f\x7f-\x9f\u2028\u2029]"
 _IN_TEXTS, _IN_PATHS = r"[|%\x00-\x1f\x7f-\x9f\u2028\u2029]", r"[|%\[\]\s\x00-\x1f\x7f-\x9f]|^\.$"
 
 
@@ -84,7 +85,7 @@ _NUMBERED = re.compile(r"([^\[]*?)(0|[1-9]\d*)([^\d\[]*)")
 
 def _join_parts(members: Sequence[tuple[str, ...]], i: int) -> tuple[str, ...]:
     """Joins paths that differ in the number in part `i` alone."""
-    if len(members) == 1:
+    if len(set(members)) == 1:
         return members[0]
     found = [_NUMBERED.fullmatch(parts[i]) for parts in members]
     numbers = sorted({int(each[2]) for each in found if each is not None})
@@ -110,11 +111,19 @@ def _sort_key(parts: tuple[str, ...]) -> list:
     ]
 
 
-def read_line(line: str) -> list[LockRow]:
-    """Returns the rows of a line. Raises a ValueError for any other text."""
+def is_fact(line: str) -> bool:
+    """True for a line that `read_line` takes."""
     path, *texts = line.split(" | ")
-    if len(texts) != 3 or not all(texts):
-        raise ValueError(line)
+    return len(texts) == 3 and all(texts) and re.fullmatch(_PATH, path) is not None
+
+
+_PATH = r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+"""A path with ranges, such as `blocks/[0-3,5]/mlp`."""
+
+
+def read_line(line: str) -> list[LockRow]:
+    """Returns the rows of a line."""
+    path, *texts = line.split(" | ")
     paths = [""] if path == ROOT else _expand(path)
     return [LockRow(unescape(path), *map(unescape, texts)) for path in paths]
 
@@ -125,16 +134,8 @@ def _expand(path: str) -> Iterator[str]:
     if not bracket:
         yield path
         return
-    ranges, closed, after = rest.partition("]")
-    if not closed or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
-        raise ValueError(path)
+    ranges, _, after = rest.partition("]")
     for run in ranges.split(","):
         first, _, last = run.partition("-")
-        if int(last or first) - int(first) > _LONGEST:
-            raise ValueError(path)
         for number in range(int(first), int(last or first) + 1):
             yield from (f"{before}{number}{end}" for end in _expand(after))
-
-
-_LONGEST = 100_000
-"""Numbers in a range: more come from a damaged file."""

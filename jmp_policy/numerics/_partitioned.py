@@ -14,7 +14,9 @@ _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
 def count_iterations(module: Module, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` that counts up from one constant to another, else None."""
+    """Returns the trip count of a `while` that counts up from one constant to another, or that XLA notes, else None."""
+    if (known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)) is not None:
+        return int(known[1])
     test, body = (module.computations.get(loop.find_called(name)) for name in ("condition", "body"))
     compared = None if test is None else module.instructions.get(test.root)
     if body is None or compared is None or compared.opcode != "compare" or compared.find_called("direction") != "LT":
@@ -82,7 +84,8 @@ def _find_maker(module: Module, reference: Reference) -> Instruction | int | Non
     return None
 
 
-_OPCODES = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+_START = "-start"  # of an asynchronous collective in an optimized module
+_OPCODES = {**{f"{kind}{end}": kind for kind in KINDS for end in ("", _START)}, "ragged-all-to-all": "all-to-all"}
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product", "and": "and", "or": "or"}
 _CALLS = ("to_apply", "calls", "true_computation", "false_computation")
 
@@ -95,12 +98,24 @@ def read_module(
     reader = Reader(module, meshes, devices, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
+    fused = _list_fused(module)
+    owners: dict[str, str] = {}  # of the channels of collectives in fusions: TPUs split one into several fusions
     for instruction, runs, around in list_sites(module, module.computations[module.entry]):
-        if instruction.opcode in _OPCODES:
+        own = instruction.name
+        if own in fused and instruction.opcode in _OPCODES:
+            own = owners.setdefault(instruction.find_called("channel_id"), own)
+        if instruction.opcode in _OPCODES and own == instruction.name:
             rows += reader.describe(instruction, runs)
             for loop in around:
                 loops.setdefault(reader.find_line(loop))
     return [row for row in rows if row.devices > 1], list(loops)
+
+
+def _list_fused(module: Module) -> set[str]:
+    """Lists the instructions in fusions."""
+    fusions = (made for made in module.instructions.values() if made.opcode == "fusion")
+    called = (module.computations[name] for made in fusions for name in _list_called(made, ("calls",)))
+    return {name for computation in called for name in computation.names}
 
 
 def _complete_names(module: Module) -> None:
@@ -242,6 +257,8 @@ def _count_numbers(arrays: Iterable[Array]) -> int:
 def _list_sent(instruction: Instruction, kind: str, devices: int) -> list[Array]:
     """Lists the arrays of a collective on one device: outputs of a gather, inputs of any other."""
     arrays = instruction.arrays
+    if kind == "all-gather" and instruction.opcode.endswith(_START):  # the inputs, and then the outputs
+        return arrays[len(arrays) // 2 :]
     if kind == "all-to-all" and instruction.is_tuple:  # one part of the array per device
         return [arrays[0]._replace(shape=(len(arrays), *arrays[0].shape))]
     if kind == "collective-permute":

@@ -133,7 +133,7 @@ def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
-        if step.name in PRIMITIVES and (runs := _count_runs(step)):
+        if step.name in PRIMITIVES and (runs := count_runs(step)):
             found = list(_make_rows(step, runs, flow, find_place))
             rows += found
             for n, (eqn, _) in enumerate(step.around):
@@ -200,7 +200,7 @@ def _list_shard_maps(step: Step) -> list[Any]:
     return [eqn for eqn, _ in step.around if eqn.primitive.name == "shard_map"]
 
 
-def _count_runs(step: Step) -> int:
+def count_runs(step: Step) -> int:
     """Returns how often a step runs on each device; `trips` counts all devices."""
     devices = (eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in split_axes(eqn.params))
     return step.trips // math.prod(devices)

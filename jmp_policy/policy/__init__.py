@@ -56,4 +56,5 @@ from ._policy_map import (
     list_policies as list_policies,
     make_map as make_map,
     match_policy as match_policy,
+    spell_rules as spell_rules,
 )

@@ -257,6 +257,14 @@ def list_policies(given: Policy | PolicyMap) -> list[Policy]:
     return policies if given.default is None else [*policies, given.default]
 
 
+def spell_rules(given: Policy | PolicyMap) -> list[tuple[str, str]]:
+    """Lists pairs of a key as in code and its policy; of the default, or of a policy itself, without a key."""
+    if isinstance(given, Policy):
+        return [("", str(given))]
+    pairs = [(spell_key(rule.key), str(rule.policy)) for rule in given.rules]
+    return [*pairs, ("", str(given.default))]
+
+
 def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:
     return [(rule.key, rule.policy) for rule in rules]
 

@@ -25,7 +25,7 @@ def facts(fun, *args, of="", **options):
 
 OPERATIONS = {
     "matmul": (lambda x, y: x @ y, "bfloat16 x float32 -> float32 | 1 time"),
-    "matmul of an outer product": (lambda x, y: x[:, :1] @ x[:1],),
+    "matmul of an outer product": (lambda x, y: x[:, :1] @ x[:1], "float32 x float32 -> float32 | 1 time"),
     "matmul in highest": (lambda x, y: lax.dot(x, x, precision="highest"),
                           "float32 x float32 -> float32, precision HIGHEST | 1 time"),
     "matmul in default": (lambda x, y: lax.dot(x, x, precision="default"), "float32 x float32 -> float32 | 1 time"),
@@ -104,7 +104,7 @@ def test_arguments_state_and_results_have_their_dtypes_and_counters_have_none():
     fun = lambda params, state, *, rate: (params["w"] * 2, {"state": state.inner_state})
     lines = lock(functools.partial(fun, rate=0.5))(params, state).rows
     assert [str(row) for row in lines if row.fact.startswith(("argument", "result"))] == [
-        "params/q | argument quantized | int8 | shape 4x4",
+        "params/q | argument quantized | int8 of float32 | shape 4x4",
         "params/w | argument | float32 | shape 4x4",
         "state/inner_state/0/mu/w | argument | bfloat16 | shape 4x4",
         "state/inner_state/0/nu/w | argument | float32 | shape 4x4",

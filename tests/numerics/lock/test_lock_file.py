@@ -74,12 +74,18 @@ DAMAGES = {
     "edited": (edit("exp in float32", "exp in float16"), "step.lock: its digest is not that of its lines, which were"),
     "cut": (
         lambda text: text[: text.rindex("|")],
-        ": 'x | argument | float32 ' is not a fact. Write",
+        ": 'x | argument | float32 ' is not a line of a lock. Write",
     ),
-    "merged": (edit(". | forward m", "<<<<<<< HEAD\n. | forward m"), ": '<<<<<<< HEAD' is not a fact. Write it"),
+    "merged": (edit(". | forward m", "<<<<<<< HEAD\n. | forward m"), ": '<<<<<<< HEAD' is not a line of a lock. Write"),
     "header": (edit("platform: tpu", "platform tpu"), "line 4: 'platform tpu' is not a line of a lock. Write it anew."),
-    "range": (edit("x | argument", "x[3-] | argument"), "'x[3-] | argument | float32 | shape 2x8' is not a fact."),
-    "later": (edit("format: 1", "format: 2"), "step.lock has format '2', and this version reads '1'. Write it anew."),
+    "range": (
+        edit("x | argument", "x[3-] | argument"),
+        "'x[3-] | argument | float32 | shape 2x8' is not a line of a lock.",
+    ),
+    "later": (
+        edit("format: 1", "format: 2"),
+        "step.lock has format 2, and this version of jmp_policy reads 1: update it.",
+    ),
 }
 
 
