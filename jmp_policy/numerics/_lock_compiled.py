@@ -102,17 +102,25 @@ def _describe_tpu() -> Any:
             options = {"chips_per_host_bounds": (1, 1, 1)}
             return topologies.get_topology_desc("v5e:1x1", "tpu", **options).devices[0]
     except Exception as error:
+        said = str(error).strip().partition("\n")[0]
         raise ValueError(
-            "There is no TPU here, and no compiler for one: pip install libtpu. Or lock the traced program. "
+            f"There is no TPU here, and no compiler for one ({said}): pip install libtpu, or lock the traced program. "
             "For example: lock(fun, platform='tpu')(*args)."
         ) from error
+
+
+_UNASKED = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may compile, too, since none runs anything
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @contextlib.contextmanager
 def _without_metadata_server() -> Iterator[None]:
     """Tells libtpu, while it is loaded, about the TPU that it would look for elsewhere."""
-    given = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-    given = {name: text for name, text in given.items() if name not in os.environ}
+    given = {name: text for name, text in _UNASKED.items() if name not in os.environ}
     os.environ.update(given)
     try:
         yield

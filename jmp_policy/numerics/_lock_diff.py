@@ -1,6 +1,7 @@
 """The difference of two locks: what changed in each scope, its cause where that is known, and a fix."""
 
 import ast
+import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,7 +154,7 @@ class _Explainer:
                 return "", _FIXES["shape"]
         if fact.startswith("argument"):
             return "", _FIXES[kind]
-        if kind == "matmul" and _changes_precision(whats[0] ^ whats[1], whats[0]):
+        if kind == "matmul" and lost and _count_dtypes(lost) == _count_dtypes(made):
             return "its precision changed", _FIXES["precision"]
         if direction == "recomputed" and not (lost and made):
             return f"{'less' if lost else 'more'} is recomputed in the backward pass", _FIXES["remat"]
@@ -209,12 +210,12 @@ def _compare_arguments(pairs: Pairs, path: str) -> tuple[tuple[str, ...], tuple[
     return whats if whats[0] != whats[1] else (), amounts if amounts[0] != amounts[1] else ()
 
 
-def _changes_precision(changed: Iterable[str], lost: Iterable[str]) -> bool:
-    """True if matmuls of the same dtypes are among those that are gone and those that have come."""
-    before, after = set[str](), set[str]()
-    for what in changed:
-        (before if what in lost else after).add(what.partition(", ")[0])
-    return not before.isdisjoint(after)
+def _count_dtypes(rows: Iterable[LockRow]) -> dict[str, int]:
+    """Counts matmuls by dtypes, of any precision."""
+    counts = collections.Counter[str]()
+    for row in rows:
+        counts[row.what.partition(", ")[0]] += int(re.sub(r"\D", "", row.amount))
+    return counts
 
 
 def _is_inside(path: str, place: str, rule: str) -> bool:

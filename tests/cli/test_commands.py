@@ -1,4 +1,4 @@
-"""The commands `audit`, `numerics`, `diverge` and `tune`: what they print and write of the functions of a user."""
+"""The commands but `doctor`: what they print and write of the functions of a user."""
 
 import io
 import json
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 AUDIT = ["audit", "user:product", "--args", "user:shapes"]
 NUMERICS = ["numerics", "user:product", "--args", "user:arguments", "--of", "forward"]
 DIVERGE = ["diverge", "user:product", "user:doubled", "--args", "user:arguments"]
+LOCK = ["lock", "user:product", "--args", "user:shapes", "-o", "product.lock"]
 TUNE = ["tune", "user:net", "--args", "user:ones"]
 
 
@@ -36,6 +37,57 @@ def read_json(command, capsys, noise=""):
     shown = " ".join(capsys.readouterr().out.split())
     assert [key for key in document if key not in shown] == []
     return document
+
+
+def test_a_lock_is_written_and_a_difference_is_status_1(capsys, folder):
+    assert main([*LOCK, "--platform", "cuda"]) == 0
+    text = (folder / "product.lock").read_text()
+    assert capsys.readouterr().out == f"product.lock: {len(text.splitlines())} lines\n"
+    assert "function: user:product\nplatform: cuda\n" in text
+    assert "head | forward matmul | bfloat16 x bfloat16 -> bfloat16 | 1 time\n" in text
+    assert main([*LOCK, "--check"]) == 0
+    assert capsys.readouterr().out == "no differences in user:product\n"
+    other = [*LOCK[:3], "user:ones", *LOCK[4:], "--check"]
+    assert main(other) == 1
+    shown = capsys.readouterr().out
+    assert "head | forward matmul | " in shown
+    assert "  + float32 x float32 -> float32, multiplied in TF32: 1 time\n" in shown
+    assert (folder / "product.lock").read_text() == text
+    assert main([*LOCK, "--compiled", "--platform", "cpu"]) == 0
+    assert "compiled for: " in (folder / "product.lock").read_text()
+
+
+@pytest.mark.parametrize(("command", "before", "message"), [
+    ([*LOCK, "--check"], None, "--check: there is no file product.lock. Write it first, without --check"),
+    (LOCK, "import jax", "product.lock is not a lock, and was not changed: it starts with 'import jax'. Pass"),
+    ([*LOCK, "--check"], "import jax", "product.lock is not a lock, and was not changed: it starts with 'import jax'."),
+    ([*LOCK, "-o", "none/product.lock"], None, "--output none/product.lock: the folder none does not exist"),
+    ([*LOCK, "-o", "."], None, "--output . is a folder: name a file."),
+    ([*LOCK, "--platform", "cuda", "--compiled"], None, "There is no cuda here to compile for. Lock the tr"),
+    (["lock", "user:number"], None, "'user:number' is not a function, but 3"),
+    (["lock", "user:failing", *LOCK[2:]], None, "user:failing raised RuntimeError: no data, at "),
+])  # fmt: skip
+def test_a_lock_that_cannot_be_made_is_an_error_of_one_line(command, before, message, capsys, folder):
+    if before is not None:
+        (folder / "product.lock").write_text(before)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"jmp-policy: error: {message}")
+    assert error.count("\n") == 1
+    assert not (folder / "product.lock").exists() or (folder / "product.lock").read_text() == before
+
+
+def test_a_lock_of_another_function_is_not_overwritten_and_a_damaged_one_is(capsys, folder):
+    assert main(LOCK) == 0
+    before = (folder / "product.lock").read_text()
+    assert main(["lock", "user:doubled", *LOCK[2:]]) == 2
+    said = "product.lock is of user:product, not of user:doubled. Name another file, with -o"
+    assert said in capsys.readouterr().err
+    (folder / "product.lock").write_text(before.replace("bfloat16", "float16"))
+    assert main([*LOCK, "--check"]) == 2
+    assert "its digest is not that of its lines" in capsys.readouterr().err
+    assert main(LOCK) == 0
+    assert (folder / "product.lock").read_text() == before
 
 
 def test_an_audit_is_printed_and_findings_are_status_1_if_strict(capsys, line_of):

@@ -1,0 +1,207 @@
+"""Causes and fixes of differences, and the assertion that there are none."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import jmp_policy as jmp
+from jmp_policy.numerics import Lock, assert_locked, lock
+from jmp_policy.numerics._lock import UPDATE
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+F32, BF16 = (jax.ShapeDtypeStruct((4, 4), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+
+
+def explain(before, after, *args, then=None):
+    """The causes and fixes of the differences between two functions, by scope and fact."""
+    difference = lock(before)(*args).diff(lock(after)(*(then or args)))
+    return {(row.path, row.fact): (row.cause, row.fix) for row in difference.rows}
+
+
+def head(fun):
+    """A function of `w` and `x` in the scope `head`."""
+    return jax.named_scope("head")(fun)
+
+
+product = head(lambda w, x: jnp.exp(x @ w["head"]))
+WEIGHTS = {"head": F32}
+NARROWER = "wrap the code in jmp.force_full_precision, or give its path a float32 rule"
+WIDER = "cast the float32 array, parameter or constant that promotes it, or give the layer a dtype"
+
+
+def test_the_dtype_of_a_parameter_is_the_cause_in_its_module():
+    found = explain(product, product, WEIGHTS, BF16, then=({"head": BF16}, BF16))
+    cause = "argument w/head is bfloat16, was float32", "give the function an array of the dtype before, as jmp.cast_f"
+    assert [text.startswith(start) for text, start in zip(found["head", "forward matmul"], cause, strict=True)]
+    assert found["w/head", "argument"][0] == ""
+
+
+def test_an_argument_that_is_one_array_is_perhaps_the_cause():
+    found = explain(product, product, WEIGHTS, F32, then=(WEIGHTS, BF16))
+    assert found["head", "forward matmul"] == ("perhaps argument x: bfloat16, was float32", NARROWER)
+
+
+FIXES = {
+    "narrower": (lambda x: jnp.exp(x), lambda x: jnp.exp(x.astype(jnp.bfloat16)), "forward operation", NARROWER),
+    "wider": (lambda x: jnp.sin(x.astype(jnp.bfloat16)), jnp.sin, "forward operation", WIDER),
+    "gone": (lambda x: jnp.exp(x), lambda x: x.astype(jnp.bfloat16), "forward operation", NARROWER),
+    "another half": (lambda x: jnp.exp(x.astype(jnp.float16)), lambda x: jnp.exp(x.astype(jnp.bfloat16)),
+                     "forward operation", "set compute= of the policy, or the dtype of the layer"),
+    "sum": (lambda x: x.sum(), lambda x: lax.reduce_sum(x.astype(jnp.bfloat16), (0, 1)), "forward sum", NARROWER),
+    "more": (lambda x: x @ x, lambda x: x @ x @ x, "forward matmul", "see which operations the line has more or fewer"),
+    "result of a matmul": (lambda x: x @ x, lambda x: jnp.matmul(x, x, preferred_element_type=jnp.bfloat16),
+                           "forward matmul", "set preferred_element_type= of the matmul, or accumulate= of the policy"),
+    "casts both ways": (lambda x: x, lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "forward cast",
+                        "see the other differences of this scope"),
+    "result": (lambda x: x, lambda x: x.astype(jnp.bfloat16), "result", "cast what the function returns, or set out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_a_difference_says_how_to_undo_it(name):
+    before, after, fact, fix = FIXES[name]
+    [found] = [fix for (_, each), (_, fix) in explain(before, after, F32).items() if each == fact]
+    assert found.startswith(fix)
+
+
+def test_a_precision_is_the_cause_only_where_dtypes_stay():
+    one = head(lambda x: x @ x @ x)
+    assert explain(one, head(lambda x: jnp.dot(x @ x, x, precision="highest")), F32)["head", "forward matmul"] == (
+        "its precision changed",
+        "set precision= of the policy or of the call, or jax_default_matmul_precision",
+    )
+    half = head(lambda x: (x @ x).astype(jnp.bfloat16) @ x.astype(jnp.bfloat16))
+    assert explain(one, half, F32)["head", "forward matmul"] == ("", NARROWER)
+
+
+def test_the_shape_of_an_argument_is_the_cause_of_other_sizes():
+    large = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    found = explain(jnp.cumsum, jnp.cumsum, F32, then=(large,))
+    shape = "give the function arguments of the shapes before"
+    assert found[".", "forward sum"] == ("argument a has shape 8x4, was shape 4x4", shape)
+    assert found["a", "argument"] == ("", shape)
+
+
+def test_a_scope_of_another_name_is_named():
+    found = explain(product, jax.named_scope("tail")(product.__wrapped__), WEIGHTS, F32)
+    assert found["head", "forward matmul"] == ("it is in tail now", "name it as before")
+    assert found["tail", "forward matmul"] == ("it was in head", "name it as before")
+
+
+def test_the_backward_pass_follows_the_forward_pass():
+    loss = lambda dtype: jax.grad(
+        head(lambda w, x: jnp.sum(jnp.tanh(x.astype(dtype) @ w["head"].astype(dtype)).astype(jnp.float32)))
+    )
+    found = explain(loss(jnp.float32), loss(jnp.bfloat16), WEIGHTS, F32)
+    assert found["head", "forward matmul"] == ("", NARROWER)
+    assert found["head", "backward matmul"] == ("the forward pass of this scope differs", "see there")
+
+
+def test_a_policy_a_rule_and_a_loss_scale_are_causes():
+    make = lambda rules: jmp.with_policy(
+        nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))), rules
+    )
+    call = lambda model, x: model(x)
+    low = make(jmp.PolicyMap({r"layers/\d": "mixed_bfloat16"}, default="float32"))
+    half = make(jmp.PolicyMap({r"layers/\d": "mixed_float16"}, default="float32"))
+    found = explain(call, call, low, F32, then=(half, F32))
+    cause, fix = found["layers/[0-1]", "forward matmul"]
+    old, new = (str(jmp.get_policy(f"mixed_{dtype}")) for dtype in ("bfloat16", "float16"))
+    assert cause == rf"rule 'layers/\\d' of the policy is {new}, was {old}"
+    assert fix == "change the policy back"
+    cast = lambda policy: jmp.autocast(jnp.dot, policy)
+    cause, fix = explain(cast("mixed_bfloat16"), cast("mixed_float16"), F32, F32)[".", "forward matmul"]
+    assert cause == f"the policy is {new}, was {old}"
+    scaled = lambda scale: jmp.value_and_grad(lambda x: jnp.sum(x), loss_scale=jmp.StaticLossScale(scale))
+    found = explain(scaled(2.0**15), scaled(2.0**10), F32)
+    assert found == {(".", "loss scale"): ("", "make the loss scale with the settings before")}
+
+
+def test_another_platform_is_the_cause_of_everything():
+    locked, now = (lock(jnp.dot, platform=platform)(F32, F32) for platform in ("cpu", "tpu"))
+    [row] = locked.diff(now).rows
+    assert row.cause == "platform: cpu, now tpu"
+    assert locked.diff(now).versions == ("platform: cpu, now tpu",)
+    older = dataclasses.replace(locked, versions=(("jax", "0.9"),))
+    assert f"jax: 0.9, now {jax.__version__}" in older.diff(locked).versions
+
+
+def test_a_difference_is_read_as_lines():
+    text = str(lock(lambda x: jnp.exp(x))(F32).diff(lock(lambda x: jnp.exp(x.astype(jnp.bfloat16)))(F32)))
+    head, *rows = text.split("\n\n")
+    assert head == "3 differences in <lambda>"
+    assert rows[1].splitlines()[0].startswith(". | forward operation | ")
+    assert rows[1].splitlines()[1:] == [
+        "  - exp in float32: 1 time", "  + exp in bfloat16: 1 time", f"  fix: {NARROWER}",
+    ]  # fmt: skip
+
+
+def test_layers_that_differ_alike_are_one_difference():
+    def step(dtype, params, x):
+        for name, w in sorted(params.items()):
+            with jax.named_scope(name):
+                x = jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+        return x
+
+    params = {f"block_{i}": F32 for i in range(12)}
+    locked, now = (lock(functools.partial(step, dtype))(params, F32) for dtype in (jnp.float32, jnp.bfloat16))
+    assert {row.path for row in locked.diff(now).rows} == {"block_[0-11]"}
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.delenv(UPDATE, raising=False)
+    return tmp_path / "locks" / "step.lock"
+
+
+def test_an_assertion_writes_the_file_only_where_it_is_told_to(path, monkeypatch):
+    check = assert_locked(path, jnp.dot, platform="tpu")
+    with pytest.raises(AssertionError, match=rf"^There is no lock .*step\.lock\. Write it: {UPDATE}=1 pytest$"):
+        check(F32, F32)
+    monkeypatch.setenv(UPDATE, "0")
+    with pytest.raises(AssertionError, match="There is no lock"):
+        check(F32, F32)
+    monkeypatch.setenv(UPDATE, "1")
+    check(F32, F32)
+    monkeypatch.delenv(UPDATE)
+    check(F32, F32)
+    assert_locked(path, jnp.dot)(F32, F32)  # on the platform of the file
+    with pytest.raises(AssertionError) as error:
+        assert_locked(path, jnp.dot)(F32, BF16)
+    first, second, *_, last = str(error.value).splitlines()
+    assert first == f"{path} differs."
+    assert second == "2 differences in dot"
+    assert last == f"If that is meant, write it anew: {UPDATE}=1 pytest"
+    assert_locked(path, jnp.dot, update=True)(BF16, BF16)
+    assert Lock.load(path).platform == "tpu"
+    assert_locked(path, jnp.dot)(BF16, BF16)
+
+
+def test_a_damaged_file_fails_and_is_written_anew_where_that_is_asked_for(path):
+    check = functools.partial(assert_locked, path, jnp.cumsum)
+    check(update=True)(F32)
+    path.write_text(path.read_text().replace("float32", "float16"))
+    with pytest.raises(ValueError, match="its digest is not that of its lines"):
+        check()(F32)
+    check(update=True)(F32)
+    check()(F32)
+    path.write_text("precious")
+    with pytest.raises(ValueError, match="is not a lock, and was not changed"):
+        check(update=True)(F32)
+    assert path.read_text() == "precious"
+
+
+def test_a_function_that_returns_nothing_warns():
+    with pytest.warns(UserWarning, match="lock found nothing that <lambda> computes or returns"):
+        lock(lambda x: None)(F32)
