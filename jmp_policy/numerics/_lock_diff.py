@@ -241,9 +241,9 @@ def _find_fix(kind: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> st
     if kind == "cast":
         directions = {_compare_ends(row) for row in made}
         return _FIXES[directions.pop() if len(directions) == 1 else "casts"]
-    before, after = (_find_narrowest(rows) for rows in (lost, made))
+    before, after = (_list_bits(rows) for rows in (lost, made))
     if not (lost and made):
-        return _FIXES["narrower" if (after < 32 if made else before >= 32) else "wider"]
+        return _FIXES["narrower" if (min(after) < 32 if made else min(before) >= 32) else "wider"]
     return _FIXES["other" if before == after else "narrower" if after < before else "wider"]
 
 
@@ -256,11 +256,10 @@ def _compare_ends(row: LockRow) -> str:
     return "other" if source == target else "narrower" if target < source else "wider"
 
 
-def _find_narrowest(rows: Iterable[LockRow]) -> int:
-    """Returns the bits of the narrowest dtype that rows name, or 64."""
+def _list_bits(rows: Iterable[LockRow]) -> list[int]:
+    """Lists the bits of the dtypes that rows name, the narrowest first."""
     texts = (row.what.partition(", ")[0] for row in rows)
-    names = (name for text in texts for name in re.findall(r"(?:float|int)\d+", text))
-    return min(map(_count_bits, names), default=64)
+    return sorted({_count_bits(name) for text in texts for name in re.findall(r"(?:float|int)\d+", text)}) or [64]
 
 
 def _count_bits(dtype: str) -> int:

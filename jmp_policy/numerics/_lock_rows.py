@@ -70,7 +70,12 @@ def fold_paths(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, 
     for i in range(max((len(parts) for parts, _ in found), default=0)):
         groups = group_by_key((_mask(parts, i, texts), parts) for parts, texts in found)
         found = [(_join_parts(members, i), texts) for (_, texts), members in groups.items()]
-    return [("/".join(parts), texts) for parts, texts in sorted(found, key=lambda pair: (_sort_key(pair[0]), pair[1]))]
+    found.sort(key=lambda pair: (_sort_key(pair[0]), _PASSES.get(pair[1][0].split(" ")[0], 3), pair[1]))
+    return [("/".join(parts), texts) for parts, texts in found]
+
+
+_PASSES = {"forward": 0, "recomputed": 1, "backward": 2}
+"""The order of passes."""
 
 
 def _mask(parts: tuple[str, ...], i: int, texts: tuple[str, ...]) -> tuple[tuple, tuple[str, ...]]:

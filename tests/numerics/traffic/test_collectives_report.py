@@ -1,5 +1,7 @@
 """The report of collectives: what it selects, sums and asserts, and what is refused."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -7,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
 from properties import examples
 
 from jmp_policy.numerics import Collective, Collectives, collectives
@@ -71,6 +75,38 @@ def test_assertions_of_a_report_name_the_lines_that_they_fail_for():
     ]:  # fmt: skip
         with pytest.raises(AssertionError, match=f"^{message}"):
             check()
+
+
+def test_a_gather_in_another_dtype_says_where_the_barrier_goes():
+    gather = make_row("all-gather", "float32", source="net.py:7 (rope)")
+    moved = dataclasses.replace(REPORT, rows=(dataclasses.replace(gather, inserted=True),))
+    with pytest.raises(AssertionError) as error:
+        moved.assert_gathered_in("bfloat16")
+    assert str(error.value).splitlines()[-1] == (
+        "If the code casts to bfloat16, XLA has moved the gather before the cast, to the array of net.py:7. Put a "
+        "barrier right after the cast, before the result is used or its sharding is constrained (jax issue 23543). For "
+        "example: x = jax.lax.optimization_barrier(x.astype('bfloat16'))."
+    )
+    explicit = dataclasses.replace(REPORT, rows=(dataclasses.replace(gather, inserted=False),))
+    with pytest.raises(
+        AssertionError, match=r"\nCast before the gather, or pass a policy\. For example: sharding\.all_"
+    ):
+        explicit.assert_gathered_in("bfloat16")
+
+
+@pytest.mark.cpu("XLA for a GPU may gather otherwise")
+def test_the_barrier_of_the_message_keeps_the_dtype_of_a_gather():
+    mesh = make_mesh((2,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, x = NamedSharding(mesh, P()), jnp.ones((4, 4), jnp.bfloat16, device=NamedSharding(mesh, P("seq")))
+
+    def rotate(x, *, barrier):
+        wide = x.astype(jnp.float32)
+        x = (wide * jnp.cos(wide)).astype(jnp.bfloat16)
+        return lax.with_sharding_constraint(lax.optimization_barrier(x) if barrier else x, whole) @ x.T
+
+    collectives(functools.partial(rotate, barrier=True))(x).assert_gathered_in("bfloat16")
+    with pytest.raises(AssertionError, match=r"has moved the gather before the cast, to the array of .*report\.py:\d+"):
+        collectives(functools.partial(rotate, barrier=False))(x).assert_gathered_in("bfloat16")
 
 
 ABSTRACT = AbstractMesh((512, 8), ("data", "model"))
