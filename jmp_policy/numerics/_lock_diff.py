@@ -162,7 +162,7 @@ class _Explainer:
             return "the forward pass of this scope differs", "see there"
         own = self._find_argument(path)
         cause = own or self._find_policy(path)
-        if cause.startswith(("argument", "rule", "the policy")):
+        if cause and not cause.startswith("perhaps"):
             return cause, _FIXES["argument" if own else "policy"]
         return cause, _find_fix(kind, lost, made)
 
@@ -273,6 +273,7 @@ _FIXES = {
     "casts": "see the other differences of this scope",
     "settings": "compare with a lock of the same platform, also compiled or not",
     "argument": "give the function an array of the dtype before, as jmp.cast_floating does",
+    "update": "keep the dtype of the array that the function writes to",
     "result": "cast what the function returns, or set output= of the policy",
     "quantized": "set the format of the policy that quant.quantize was given",
     "scale": "make the loss scale with the settings before",
