@@ -1,6 +1,7 @@
 """The cost of an equation, and the number of elements that a half-precision sum adds."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._primitives import Fact, having
-from ._program import Atom, Step, array_dtype, float_dtype, is_float, shape_of, walk
+from ._program import Atom, Step, array_dtype, is_float, shape_of, walk
 
 MOVING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"select_n", "link", "carry"}
 """Steps that only move or choose elements."""
@@ -143,14 +144,18 @@ class FloatSum(NamedTuple):
 
 def find_half_sum(step: Step) -> FloatSum | None:
     """Returns the half-precision sum or product of several elements that a step computes, or None."""
-    return find_sum(step) if any(float_dtype(var) in HALF for var in step.results) else None
+    return _find_sum(step, lambda dtype: dtype in HALF)
 
 
 def find_sum(step: Step) -> FloatSum | None:
-    """Returns the sum or product of several elements that a step computes, or None."""
+    """Returns the floating sum or product of several elements that a step computes, or None."""
+    return _find_sum(step, lambda dtype: jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _find_sum(step: Step, is_wanted: Callable[[np.dtype], bool]) -> FloatSum | None:
     count = _COUNTS.get(step.name)
     dtypes = (array_dtype(var) for var in step.results)
-    dtype = next((dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.inexact)), None)
+    dtype = next((dtype for dtype in dtypes if dtype is not None and is_wanted(dtype)), None)
     if count is None or dtype is None:
         return None
     if step.name in ("reduce", "reduce_window"):  # with a function of the user, which may only choose

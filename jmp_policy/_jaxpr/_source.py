@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -166,6 +167,10 @@ _NO_SCOPES = frozenset({
 })  # fmt: skip
 
 
+_EINSUM = re.compile(r"[A-Za-z.]*(,[A-Za-z.]*)*->[A-Za-z.]*|[A-Za-z.]{2,}(,[A-Za-z.]{2,})+")
+"""A scope of `jnp.einsum`, without an arrow if both operands have two axes."""
+
+
 class Modules(NamedTuple):
     """The modules of a program, which distinguish module paths from other scopes in a name stack."""
 
@@ -200,7 +205,7 @@ class ModulePaths:
     def _follow(self, path: list[str], stack: str) -> str:
         for name in strip_transformations(stack).split("/"):
             # `jnp.einsum` opens scopes, too, such as `ij,jk->ik` or `ij,jk`.
-            if name in _NO_SCOPES or "->" in name or "," in name or name in self._modules.roots:
+            if name in _NO_SCOPES or name in self._modules.roots or _EINSUM.fullmatch(name):
                 continue
             if name.startswith(ELSEWHERE):
                 path = [name.removeprefix(ELSEWHERE)]
@@ -217,17 +222,16 @@ _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 
 
 _UNUSED: list[TraceToken] = []
-"""Tokens under which JAX has cached no function with modules. It keeps what it has cached under any other."""
+"""Tokens under which JAX has cached no function with modules or notes. It keeps what it cached under any other."""
 
 
 class Register:
     """Collects the modules that one function calls while it is traced."""
 
-    def __init__(self, *, takes_notes: bool = False) -> None:
+    def __init__(self) -> None:
         find_loaded_adapters()  # if loaded while a function is traced, their contexts would make JAX trace it again
-        # JAX traces nothing again under a token that is left over, so that there would be no notes.
-        self._token = TraceToken() if takes_notes else None
-        self._takes_notes, self.notes = takes_notes, list[Note]()
+        self._token: TraceToken | None = None
+        self.notes: list[Note] = []  # of the traced code
         self._types, self._roots, self._methods = dict[str, type](), set[str](), set[tuple[str, str]]()
 
     def take_token(self) -> TraceToken:
@@ -245,8 +249,7 @@ class Register:
         """Takes the notes. Leaves the token to another register if JAX has cached nothing under it that it must see."""
         if self._token is None:
             return
-        if self._takes_notes:
-            self.notes = [*self._token.notes]
+        self.notes = [*self._token.notes]
         self._token.notes.clear()
         # A user's function under `jax.jit(..., inline=True)` is cached too, and leaves no jaxpr here.
         if not (self._types or self.notes) or all(map(_is_of_jax, _list_bodies(program))):

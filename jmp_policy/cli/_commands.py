@@ -30,7 +30,7 @@ dtype, source, path, backward, count, flops, precision); uncounted_loops; flops;
 
 _LOCK_EPILOG = """\
 For example: `jmp-policy lock train:train_step --args train:make_args -o train_step.lock` writes the file, which belongs
-into version control, and with --check added prints what differs, and exits with status 1 if anything does."""
+in version control. With --check it prints what differs, and exits with status 1 if anything does."""
 
 _NUMERICS_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def step(*args): return
@@ -77,8 +77,9 @@ def _add_lock(parser: argparse.ArgumentParser) -> None:
         "--platform", choices=PLATFORMS, help="whose matmuls count (default: that of the file, or of this machine)"
     )
     parser.add_argument(
-        "--compiled", action="store_true", help="describe the program that XLA compiled; a TPU need not be there"
-    )
+        "--compiled", action=argparse.BooleanOptionalAction,
+        help="describe the program that XLA compiled (default: as in the file); a TPU need not be there",
+    )  # fmt: skip
 
 
 def _add_numerics(parser: argparse.ArgumentParser) -> None:
@@ -176,40 +177,31 @@ def _audit(arguments: argparse.Namespace) -> Any:
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    from ..numerics import Lock, lock, lock_like
+    from ..numerics import load_lock, lock, lock_like
 
     file = arguments.output
     _check_file("--output", file)
-    locked = None
     try:
-        locked = Lock.load(file)
-    except FileNotFoundError:
-        if arguments.check:
-            raise UserError(f"--check: there is no file {file}. Write it first, without --check") from None
-    except OSError as error:
-        raise UserError(f"--output {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        if arguments.check:
-            raise UserError(str(error)) from None
-    known = "" if locked is None else locked.function
-    if ":" in known and known != arguments.function:
-        raise UserError(f"{file} is of {known}, not of {arguments.function}. Name another file, with -o")
-    with contextlib.redirect_stdout(sys.stderr):
-        fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
-        try:
-            now = lock_like(locked, fun, arguments.platform, arguments.compiled or None)(*args)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-    now = dataclasses.replace(now, function=arguments.function)
-    if arguments.check and locked is not None:
-        difference = locked.diff(now)
-        print_text(difference)
-        return 1 if difference else 0
-    try:
-        with _explain_unwritten("--output", file):
-            now.save(file)
+        locked = load_lock(file, is_damaged_ok=not arguments.check)
+        if locked is None and arguments.check:
+            raise UserError(f"--check: there is no file {file}. Write it first, without --check")
+        if locked is not None and ":" in locked.function and locked.function != arguments.function:
+            raise UserError(f"{file} is of {locked.function}, not of {arguments.function}. Name another file, with -o")
+        with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
+            fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+            now = lock_like(locked, fun, arguments.platform, arguments.compiled)(*args)
+        now = dataclasses.replace(now, function=arguments.function)
+        if arguments.check and locked is not None:
+            difference = locked.diff(now)
+            print_text(difference)
+            return 1 if difference else 0
+        now.save(file)
     except ValueError as error:
         raise UserError(str(error)) from None
+    except OSError as error:
+        if error.filename != str(file):
+            raise
+        raise UserError(f"--output {file}: {error.strerror}") from None
     print_text(f"{file}: {len(str(now).splitlines())} lines")
     return 0
 

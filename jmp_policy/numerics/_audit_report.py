@@ -167,7 +167,8 @@ def find_effective_precision(dtype: str, precision: str | None, platform: str) -
         first, *others = precision.split("_")
         passes = [f" in {name[1:]} passes" for name in others[-1:] if re.fullmatch(r"X\d+", name)]
         return "".join([_ALGORITHMS.get(first, precision), *passes])
-    return _FLOAT32_IN[platform][precision] if dtype in ("float32", "complex64") else dtype
+    effective = _FLOAT32_IN[platform][precision] if dtype in ("float32", "complex64") else dtype
+    return dtype if effective == "float32" else effective
 
 
 _ALGORITHMS = {

@@ -1,9 +1,9 @@
 """`numerics.lock`: the precision of a program as a text, and a test that it stays the same."""
 
+import contextlib
 import functools
 import importlib.metadata
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ..policy import spell_rules
 from ._audit_report import parse_platform
 from ._lock_compiled import compile_rows, find_platform
 from ._lock_facts import has_precision, list_arrays, read_rows, spell_shape
-from ._lock_file import VERSIONS, Lock
+from ._lock_file import VERSIONS, Lock, load_lock
 from ._lock_rows import ROOT, LockRow
 
 UPDATE = "JMP_UPDATE_LOCKS"
@@ -43,7 +43,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     module or `jax.named_scope`:
 
     - matmuls and convolutions: dtypes of operands and result, precision, count;
-    - casts between floating dtypes and to and from 8 bits, with the number of elements;
+    - casts to and from floating dtypes, with the number of elements, but of bool, or of wide integers to float32;
     - operations that depend on their dtype, such as exponentials: those that `autocast` keeps in float32, and more;
     - sums with the largest number of elements that they add; the largest array of other arithmetic;
     - collectives of `shard_map`, with bytes; kernels with the dtypes of their arguments;
@@ -55,7 +55,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     Args:
       fun: any function of trees of arrays.
       platform: the platform whose matmuls and branches of `lax.platform_dependent` count, `"tpu"`, `"cuda"` or `"cpu"`;
-        by default that of this process.
+        by default that of the described devices of the arguments, else of this process.
       compiled: whether the facts are of the program that XLA compiled: what it fused, elided, widened and sent between
         devices. A TPU need not be there, if `libtpu` is installed.
 
@@ -82,26 +82,23 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     @functools.wraps(fun)
     def run_lock(*args: Any, **kwargs: Any) -> Lock:
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        changed, register = list[KeyPath](), Register(takes_notes=True)
+        changed, register = list[KeyPath](), Register()
         call = trace_call("lock", register, register.watch(keep_changes(opened, changed)), args, kwargs)
         chosen = wanted or find_platform(call.leaves)
-        rows = [*_list_ends(opened, args, kwargs, call, changed)]
         paths = ModulePaths(call.modules)
         find_place = functools.cache(lambda stack: (paths.read_stack(stack), find_direction(stack)))
         if compiled:
             found, device = compile_rows(call, find_place, chosen)
         else:
             found, device = read_rows(call.program.jaxpr, find_place, chosen), ""
-        scales = [note for note in register.notes if note.kind == "loss scale"]
-        rows += dict.fromkeys(LockRow(find_place(note.scope)[0], "loss scale", note.name, note.text) for note in scales)
+        notes = [note for note in register.notes if note.kind == "loss scale"]
+        scales = dict.fromkeys(LockRow(find_place(note.scope)[0], note.kind, note.name, note.text) for note in notes)
+        rows = [*_list_ends(opened, args, kwargs, call, changed), *scales, *found]
         policies = tuple(_list_policies(args, kwargs, call, register.notes, paths).items())
-        rows += found
         name = getattr(opened, "__name__", type(opened).__name__)
         if all(row.fact.startswith("argument") for row in rows):
-            warn_user(
-                f"lock found nothing that {name} computes or returns: a lock is of a function that returns arrays."
-            )
-        return Lock(tuple(rows), name, chosen, device, tuple(_list_versions()), policies)
+            warn_user(f"lock found no floating-point operation or result in {name}. Return what it computes.")
+        return Lock(tuple(rows), name, chosen, device, tuple(_list_versions(compiled=compiled)), policies)
 
     return run_lock
 
@@ -140,10 +137,11 @@ def _list_policies(
     return {place: "; ".join(dict.fromkeys(texts)) for place, texts in places.items()}
 
 
-def _list_versions() -> Iterator[tuple[str, str]]:
+def _list_versions(*, compiled: bool) -> Iterator[tuple[str, str]]:
     for name in VERSIONS:
-        if name in sys.modules:
-            yield name, importlib.metadata.version(name)
+        if compiled or name not in ("jaxlib", "libtpu"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                yield name, importlib.metadata.version(name)
 
 
 def assert_locked(
@@ -157,7 +155,7 @@ def assert_locked(
     """Asserts that a function has the precision of a file that `lock` made: a test for pytest, or any other runner.
 
     Args:
-      path: the file, which belongs into version control.
+      path: the file, which belongs in version control.
       fun: the function, as for `lock`.
       platform, compiled: as for `lock`; by default those of the file.
       update: whether to write the file anew; by default if the environment variable `JMP_UPDATE_LOCKS` is 1.
@@ -182,29 +180,17 @@ def assert_locked(
 
     def run_assert(*args: Any, **kwargs: Any) -> None:
         writes = os.environ.get(UPDATE, "").lower() in ("1", "true", "yes") if update is None else update
-        locked = _load(file, is_damaged_ok=writes)
+        locked = load_lock(file, is_damaged_ok=writes)
         if locked is None and not writes:
-            raise AssertionError(f"There is no lock {file}. Write it: {UPDATE}=1 pytest")
+            raise AssertionError(f"{file} does not exist. Create it: {UPDATE}=1 pytest")
         now = lock_like(locked, fun, platform, compiled)(*args, **kwargs)
         if writes:
             file.parent.mkdir(parents=True, exist_ok=True)
             now.save(file)
         elif locked is not None and (difference := locked.diff(now)):
-            raise AssertionError(f"{file} differs.\n{difference}\nIf that is meant, write it anew: {UPDATE}=1 pytest")
+            raise AssertionError(f"{file} differs.\n{difference}\nIf you meant to change it: {UPDATE}=1 pytest")
 
     return run_assert
-
-
-def _load(file: Path, *, is_damaged_ok: bool) -> Lock | None:
-    """Reads a lock; None if there is none, or a damaged one that may be replaced."""
-    try:
-        return Lock.load(file)
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        if is_damaged_ok:
-            return None
-        raise
 
 
 def lock_like(
@@ -212,6 +198,6 @@ def lock_like(
 ) -> Callable[..., Lock]:
     """Returns `lock(fun)` with the platform of another lock, compiled like it, unless the arguments say otherwise."""
     if locked is not None:
-        platform = platform or locked.platform
+        platform = platform or locked.platform or None
         compiled = bool(locked.compiled) if compiled is None else compiled
     return lock(fun, platform=platform, compiled=bool(compiled))

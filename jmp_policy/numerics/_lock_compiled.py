@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportU
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from .._jaxpr import ObservedCall
+from ._audit_report import PLATFORMS, parse_platform
 from ._collectives import find_meshes
 from ._hlo import Instruction, Module, make_unique, parse_module
 from ._lock_facts import OPERATIONS, Described, Tally, add_collectives, describe_cast, describe_matmul, is_inexact
@@ -39,7 +40,7 @@ def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tu
 
 
 def _compile(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str:
-    """Returns the optimized HLO of a program."""
+    """Returns the optimized HLO of a program, under a name of its own: a cached one may have scopes of another."""
     try:
         text = jax.jit(make_unique(run, "lock")).lower(*leaves).compile().as_text()
     except (RuntimeError, ValueError) as error:
@@ -55,7 +56,8 @@ def _compile(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str
 def find_platform(leaves: Iterable[Any]) -> str:
     """Returns the platform of the described devices that arguments are on, or that of this process."""
     described = _find_described(leaves)
-    return _PLATFORMS.get(jax.default_backend() if described is None else described.platform, "cpu")
+    name = jax.default_backend() if described is None else described.platform
+    return parse_platform(name) if name in ("gpu", *PLATFORMS) else "cpu"
 
 
 def _find_described(leaves: Iterable[Any]) -> Any:
@@ -93,9 +95,6 @@ def _find_devices(platform: str) -> Sequence[Any]:
         return ()
 
 
-_PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}
-
-
 def _describe_tpu() -> Any:
     try:
         with _without_metadata_server():
@@ -109,7 +108,7 @@ def _describe_tpu() -> Any:
         ) from error
 
 
-_UNASKED = {
+_TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may compile, too, since none runs anything
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -119,8 +118,8 @@ _UNASKED = {
 
 @contextlib.contextmanager
 def _without_metadata_server() -> Iterator[None]:
-    """Tells libtpu, while it is loaded, about the TPU that it would look for elsewhere."""
-    given = {name: text for name, text in _UNASKED.items() if name not in os.environ}
+    """Tells libtpu, which reads the environment while it is loaded, about the TPU that it would look for."""
+    given = {name: text for name, text in _TPU_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(given)
     try:
         yield

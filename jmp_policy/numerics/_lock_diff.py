@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .._base import group_by_key
 from ..policy import covers_path
 from ..report import Plain, indent_lines
-from ._lock_rows import ROOT, LockRow, fold_paths
+from ._lock_rows import ROOT, LockRow, count_bits, expand_path, fold_paths, unescape
 
 Change = tuple[str, str, str]
 """The name of what changed, its text before and its text after."""
@@ -25,7 +25,7 @@ class Difference(Plain):
       locked: the facts of the lock that are gone, or have another amount.
       now: the facts in their place.
       source: the line of the first operation of `now`; empty for arguments and results, and for rows of a file.
-      cause: an argument, a precision, a policy or a version that changed; empty where none is known.
+      cause: what changed: an argument, shape, precision, policy, platform, or the name of the scope; empty if unknown.
       fix: how to undo it.
 
     >>> from jmp_policy.numerics import Difference
@@ -50,7 +50,7 @@ class LockDiff(Plain):
     Attributes:
       rows: the differences, sorted by path.
       function: the name of the locked function.
-      versions: sentences about packages whose versions differ.
+      notes: settings and package versions that differ, such as `"jax: 0.10.2, now 0.12.0"`.
 
     >>> from jmp_policy.numerics import Difference, LockDiff
     >>> fix = "wrap the code in jmp.force_full_precision"
@@ -67,7 +67,7 @@ class LockDiff(Plain):
 
     rows: tuple[Difference, ...]
     function: str
-    versions: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -76,7 +76,7 @@ class LockDiff(Plain):
         return f"<LockDiff: {_count(self.rows)} in {self.function}; print it for the list>"
 
     def __str__(self) -> str:
-        head = "\n".join([f"{_count(self.rows)} in {self.function}", *self.versions])
+        head = "\n".join([f"{_count(self.rows)} in {self.function}", *self.notes])
         return "\n\n".join([head, *map(_describe, self.rows)])
 
 
@@ -97,25 +97,20 @@ def compare_rows(
     old: Sequence[LockRow], new: Sequence[LockRow], policies: Sequence[Change], settings: Sequence[Change]
 ) -> tuple[Difference, ...]:
     """Returns what differs between two lists of rows. `policies` and `settings` changed from one lock to the other."""
-    before, after = ({row: row for row in rows} for rows in (old, new))  # which keeps the source of each
+    before, after = dict.fromkeys(old), dict.fromkeys(new)
     gone, come = (
         group_by_key(((row.path, row.fact), row) for row in rows if row not in others)
         for rows, others in ((before, after), (after, before))
     )
     pairs = {key: (gone.get(key, []), come.get(key, [])) for key in dict.fromkeys((*gone, *come))}
-    explain = _Explainer(pairs, policies, settings)
-    texts = {(path, (fact, _join(lost), _join(made))): explain.find(path, fact, lost, made)
-             for (path, fact), (lost, made) in pairs.items()}  # fmt: skip
-    advice, sources = dict[tuple[str, ...], tuple[str, str]](), dict[tuple[str, ...], str]()
-    for (path, words), found in texts.items():  # modules that differ in a number share the words of the first
-        advice.setdefault(words, found)
-        made = pairs[path, words[0]][1]
-        sources.setdefault(words, next((row.source for row in made if row.source), ""))
-    return tuple(
-        Difference(path or ROOT, fact, locked, now, sources[words], *advice[words])
-        for path, words in fold_paths(texts)
-        for fact, locked, now in [words]
-    )
+    explain, found = _Explainer(pairs, policies, settings), list[Difference]()
+    words = ((path, (fact, *map(_join, both))) for (path, fact), both in pairs.items())
+    for path, (fact, locked, now) in fold_paths(words):
+        first = unescape(next(expand_path(path)))  # modules that differ in a number share the cause of the first
+        lost, made = pairs[first, fact]
+        source = next((row.source for row in made if row.source), "")
+        found.append(Difference(path or ROOT, fact, locked, now, source, *explain.find(first, fact, lost, made)))
+    return tuple(found)
 
 
 def _join(rows: Iterable[LockRow]) -> str:
@@ -133,81 +128,84 @@ class _Explainer:
         self._policies, self._settings = policies, settings
         self._forward = {path for path, fact in pairs if fact.startswith("forward")}
         self._moved = _find_moved(pairs)
-        changed = {path: _compare_arguments(pairs, path) for path, fact in pairs if fact.startswith("argument")}
-        self._arguments = [(path, *dtypes) for path, (dtypes, _) in changed.items() if dtypes]
-        self._shapes = [(path, *shapes) for path, (_, shapes) in changed.items() if shapes]
+        self._dtypes, self._shapes = _compare_arguments(pairs)
 
     def find(self, path: str, fact: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> tuple[str, str]:
         """Returns the cause of a difference, or an empty string, and a fix."""
         direction, _, kind = fact.rpartition(" ")
-        whats = [{row.what for row in rows} for rows in (lost, made)]
+        has_other_amounts = {row.what for row in lost} == {row.what for row in made}
         if self._settings:
             name, old, new = self._settings[0]
             return f"{name}: {old}, now {new}", _FIXES["settings"]
         if (path, fact) in self._moved:
             return self._moved[path, fact], _FIXES["moved"]
-        if whats[0] == whats[1]:  # other counts or sizes
-            shape = next((f"argument {name} has {new}, was {old}" for name, old, new in self._shapes), "")
-            if shape and not fact.startswith("argument"):
-                return shape, _FIXES["shape"]
-            if kind in ("argument", "quantized"):
-                return "", _FIXES["shape"]
         if fact.startswith("argument"):
-            return "", _FIXES[kind]
-        if kind == "matmul" and lost and _count_dtypes(lost) == _count_dtypes(made):
+            return "", _FIXES["shape" if has_other_amounts and kind != "scale" else kind]
+        if has_other_amounts and self._shapes:
+            name, old, new = self._shapes[0]
+            return f"argument {name} has {new}, was {old}", _FIXES["shape"]
+        if kind == "matmul" and lost and not has_other_amounts and _count_dtypes(lost) == _count_dtypes(made):
             return "its precision changed", _FIXES["precision"]
         if direction == "recomputed" and not (lost and made):
             return f"{'less' if lost else 'more'} is recomputed in the backward pass", _FIXES["remat"]
         if direction in ("backward", "recomputed") and path in self._forward and kind != "collective":
-            return "the forward pass of this scope differs", "see there"
-        own = self._find_argument(path)
-        cause = own or self._find_policy(path)
-        if cause and not cause.startswith("perhaps"):
-            return cause, _FIXES["argument" if own else "policy"]
-        return cause, _find_fix(kind, lost, made)
+            return "the forward pass of this scope differs", _FIXES["forward"]
+        return self._find_argument(path, made) or self._find_policy(path) or ("", _find_fix(kind, lost, made))
 
-    def _find_argument(self, path: str) -> str:
-        """Finds a parameter of the module at a path, or else an argument that is one array, which is a guess."""
-        for name, old, new in self._arguments:
-            if path and f"/{path}/" in f"/{name}/":
-                return f"argument {name} is {new}, was {old}"
-        whole = (f"perhaps argument {name}: {new}, was {old}" for name, old, new in self._arguments if "/" not in name)
-        return next(whole, "")
+    def _find_argument(self, path: str, made: Sequence[LockRow]) -> tuple[str, str] | None:
+        """Finds the parameter of the module at a path whose dtype changed, or else an argument that is one array."""
+        own = [change for change in self._dtypes if path and f"/{path}/" in f"/{change[0]}/"]
+        others = [change for change in self._dtypes if "/" not in change[0]]
+        for name, old, new in [*own, *others][:1]:
+            is_sure = len(own) == 1 and any(new in row.what for row in made)
+            return f"{'' if is_sure else 'perhaps '}argument {name} is {new}, was {old}", _FIXES["argument"]
+        return None
 
-    def _find_policy(self, path: str) -> str:
+    def _find_policy(self, path: str) -> tuple[str, str] | None:
         """Finds a policy or rule that covers a scope, or else the only one that changed, which is a guess."""
         texts = []
         for name, old, new in self._policies:
             place, _, rule = name.partition(" rule ")
-            what = f"rule {rule} of the policy" if rule else "the policy"
-            text = f"{what} is {new}, was {old}"
-            if _is_inside(path, place.removeprefix(ROOT), rule):
-                return text
-            texts.append(f"perhaps {text}")
-        return texts[0] if len(texts) == 1 else ""
+            place = place.removeprefix(ROOT)
+            what = f"{f'rule {rule} of ' if rule else ''}the policy{f' of {place}' if place else ''}"
+            texts.append(f"{what} is {new}, was {old}")
+            if _is_inside(path, place, rule):
+                return texts[-1], _FIXES["policy"]
+        return (f"perhaps {texts[0]}", _FIXES["policy"]) if len(texts) == 1 else None
 
 
 def _find_moved(pairs: Pairs) -> dict[tuple[str, str], str]:
-    """Finds facts that are gone in one scope and have come in another, as where a module was renamed."""
+    """Finds renamed scopes: all their facts are gone, and have come in as many others."""
+    scopes = group_by_key((path, (fact, rows)) for (path, fact), rows in pairs.items())
     ends = [
-        {(fact, _join(rows[side])): (path, fact) for (path, fact), rows in pairs.items() if not rows[1 - side]}
+        group_by_key(
+            (tuple(sorted((fact, _join(rows[side])) for fact, rows in facts)), path)
+            for path, facts in scopes.items()
+            if not any(rows[1 - side] for _, rows in facts)
+        )
         for side in (0, 1)
     ]
     moved = dict[tuple[str, str], str]()
-    for key in ends[0].keys() & ends[1].keys():
-        moved[ends[0][key]] = f"it is in {ends[1][key][0] or ROOT} now"
-        moved[ends[1][key]] = f"it was in {ends[0][key][0] or ROOT}"
+    for facts in ends[0].keys() & ends[1].keys():
+        if len(ends[0][facts]) == len(ends[1][facts]):
+            for old, new in zip(ends[0][facts], ends[1][facts], strict=True):
+                moved |= {(old, fact): f"it is in {new or ROOT} now" for fact, _ in facts}
+                moved |= {(new, fact): f"it was in {old or ROOT}" for fact, _ in facts}
     return moved
 
 
-def _compare_arguments(pairs: Pairs, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the dtypes of an argument before and after, and its shapes, if they differ."""
-    groups = [rows for (name, fact), rows in pairs.items() if name == path and fact.startswith("argument")]
-    lost, made = ([row for rows in groups for row in rows[side]] for side in (0, 1))
-    if not (lost and made):
-        return (), ()
-    whats, amounts = (lost[0].what, made[0].what), (lost[0].amount, made[0].amount)
-    return whats if whats[0] != whats[1] else (), amounts if amounts[0] != amounts[1] else ()
+def _compare_arguments(pairs: Pairs) -> tuple[list[Change], list[Change]]:
+    """Lists the arguments with other dtypes, and those with other shapes."""
+    dtypes, shapes = list[Change](), list[Change]()
+    arguments = group_by_key((path, rows) for (path, fact), rows in pairs.items() if fact.startswith("argument"))
+    for path, groups in arguments.items():
+        lost, made = ([row for rows in groups for row in rows[side]] for side in (0, 1))
+        for old, new in zip(lost[:1], made[:1], strict=False):
+            if old.what != new.what:
+                dtypes.append((path, old.what, new.what))
+            if old.amount != new.amount:
+                shapes.append((path, old.amount, new.amount))
+    return dtypes, shapes
 
 
 def _count_dtypes(rows: Iterable[LockRow]) -> dict[str, int]:
@@ -230,20 +228,20 @@ def _is_inside(path: str, place: str, rule: str) -> bool:
 
 def _find_fix(kind: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> str:
     whats = [{row.what for row in rows} for rows in (lost, made)]
-    if kind == "collective":
-        return _FIXES["gather" if any("all-gather" in what for what in whats[0] | whats[1]) else "reduction"]
     if kind in _FIXES:
         return _FIXES[kind]
     if whats[0] == whats[1]:
         return _FIXES["count"]
-    if kind == "matmul" and lost and _list_operands(lost) == _list_operands(made):
-        return _FIXES["result of matmul"]
+    if kind == "collective":
+        return _FIXES["gather" if any("all-gather" in what for what in whats[0] | whats[1]) else "reduction"]
     if kind == "cast":
         directions = {_compare_ends(row) for row in made}
         return _FIXES[directions.pop() if len(directions) == 1 else "casts"]
-    before, after = (_list_bits(rows) for rows in (lost, made))
     if not (lost and made):
-        return _FIXES["narrower" if (min(after) < 32 if made else min(before) >= 32) else "wider"]
+        return _FIXES["count"]
+    if kind == "matmul" and _list_operands(lost) == _list_operands(made):
+        return _FIXES["result of matmul"]
+    before, after = (_list_bits(rows) for rows in (lost, made))
     return _FIXES["other" if before == after else "narrower" if after < before else "wider"]
 
 
@@ -252,39 +250,36 @@ def _list_operands(rows: Iterable[LockRow]) -> set[str]:
 
 
 def _compare_ends(row: LockRow) -> str:
-    source, target = (_count_bits(dtype) for dtype in row.what.split(" -> "))
+    source, target = (count_bits(dtype) for dtype in row.what.split(" -> "))
     return "other" if source == target else "narrower" if target < source else "wider"
 
 
 def _list_bits(rows: Iterable[LockRow]) -> list[int]:
     """Lists the bits of the dtypes that rows name, the narrowest first."""
     texts = (row.what.partition(", ")[0] for row in rows)
-    return sorted({_count_bits(name) for text in texts for name in re.findall(r"(?:float|int)\d+", text)}) or [64]
-
-
-def _count_bits(dtype: str) -> int:
-    return int("".join(re.findall(r"\d+", dtype)[:1]) or 0)
+    return sorted({count_bits(name) for text in texts for name in re.findall(r"(?:float|int)\d+", text)}) or [64]
 
 
 _FIXES = {
-    "moved": "name it as before",
-    "shape": "give the function arguments of the shapes before",
-    "policy": "change the policy back",
+    "argument": "cast the argument back, for example with jmp.cast_floating",
     "casts": "see the other differences of this scope",
-    "settings": "compare with a lock of the same platform, also compiled or not",
-    "argument": "give the function an array of the dtype before, as jmp.cast_floating does",
-    "update": "keep the dtype of the array that the function writes to",
-    "result": "cast what the function returns, or set output= of the policy",
-    "quantized": "set the format of the policy that quant.quantize was given",
-    "scale": "make the loss scale with the settings before",
-    "precision": "set precision= of the policy or of the call, or jax_default_matmul_precision",
-    "result of matmul": "set preferred_element_type= of the matmul, or accumulate= of the policy",
-    "gather": "put jax.lax.optimization_barrier right after the cast whose result is gathered",
-    "reduction": "set reduce= of the policy, or reduce_dtype= of value_and_grad",
+    "count": "find the operation that was added or removed",
+    "forward": "fix the forward pass of this scope first",
+    "gather": "cast before the gather; if XLA inserted it, put jax.lax.optimization_barrier after the cast",
+    "moved": "restore the old name, or regenerate the lock",
     "narrower": "wrap the code in jmp.force_full_precision, or give its path a float32 rule",
-    "wider": "cast the float32 array, parameter or constant that promotes it, or give the layer a dtype",
     "other": "set compute= of the policy, or the dtype of the layer",
-    "remat": "see what jax.checkpoint is around, and its policy",
-    "count": "see which operations the line has more or fewer of",
+    "policy": "change the policy back",
+    "precision": "set precision= of the policy or of the call, or jax_default_matmul_precision",
+    "quantized": "pass quant.quantize the format of the lock",
+    "reduction": "set reduce= of the policy, or reduce_dtype= of value_and_grad",
+    "remat": "check which functions jax.checkpoint wraps, and its policy",
+    "result": "cast what the function returns, or set output= of the policy",
+    "result of matmul": "set preferred_element_type= of the matmul, or accumulate= of the policy",
+    "scale": "restore the settings of the loss scale",
+    "settings": "make both locks with the same platform= and compiled=",
+    "shape": "call the function with the shapes of the lock",
+    "update": "keep the dtype of the array that the function writes to",
+    "wider": "cast the float32 array, parameter or constant that promotes it, or give the layer a dtype",
 }
 """How to undo a difference."""

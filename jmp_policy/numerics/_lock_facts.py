@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from ..quant import QuantizedArray
 from ._audit import read_precision
 from ._audit_report import find_effective_precision
 from ._collectives_report import Collective
-from ._lock_rows import LockRow
+from ._lock_rows import LockRow, count_bits
 from ._traced import PRIMITIVES, FindPlace, count_runs, read_program
 
 OPERATIONS = (FULL.keys() - HALF_SUMS - {"polynomial"}) | SATURATING.keys() | {"sqrt"}
@@ -53,9 +52,9 @@ _SMALL = ("int4", "uint4", "int8", "uint8", "int2", "uint2")
 class Described(NamedTuple):
     """One operation in the words of a lock."""
 
-    kind: str  # a key of `AMOUNTS`
+    kind: str  # a key of `_AMOUNTS`
     what: str
-    size: int = 0  # elements that it casts, adds to one or makes
+    size: int = 0  # elements that it casts, adds to one or makes, or bytes that it sends
 
 
 class Tally:
@@ -76,7 +75,7 @@ class Tally:
 
     def list_rows(self) -> list[LockRow]:
         return [
-            LockRow(path, fact, what, AMOUNTS[kind](count, total, largest), source)
+            LockRow(path, fact, what, _AMOUNTS[kind](count, total, largest), source)
             for (path, fact, (kind, what, _)), (count, total, largest, source) in self._counts.items()
         ]
 
@@ -89,7 +88,7 @@ def _elements(count: int) -> str:
     return f"{count:,} element{'' if count == 1 else 's'}"
 
 
-AMOUNTS: dict[str, Callable[[int, int, int], str]] = {
+_AMOUNTS: dict[str, Callable[[int, int, int], str]] = {
     "matmul": _times,
     "operation": _times,
     "kernel": _times,
@@ -105,7 +104,7 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
     """Lists the facts of the operations of a jaxpr, as a platform runs it."""
     tally, communicates = Tally(), False
     for step in walk(program, live_only=True, platform=platform):
-        if not step.trips or step.name in _NOT_COUNTED:
+        if not step.trips:
             continue
         communicates = communicates or step.name in PRIMITIVES
         described = _describe(step, platform)
@@ -113,11 +112,8 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
             find_source = functools.partial(_find_source, step)
             tally.add(*find_place(step.scope), described, count_runs(step), find_source)
     if communicates:
-        add_collectives(tally, read_program(program, find_place)[0])
+        add_collectives(tally, read_program(program, find_place, platform)[0])
     return tally.list_rows()
-
-
-_NOT_COUNTED = having(Fact.MOVES) - {"gather"} | {"link", "carry", "constant"}
 
 
 def _find_source(step: Step) -> str:
@@ -125,7 +121,7 @@ def _find_source(step: Step) -> str:
 
 
 def add_collectives(tally: Tally, rows: Iterable[Collective]) -> None:
-    for row in rows:
+    for row in (row for row in rows if row.count):
         name = " ".join(filter(None, (row.kind, row.reduction)))
         axes = ", ".join(map(str, row.axes)) or f"{row.devices} devices"
         described = Described("collective", f"{name} in {row.dtype} over {axes}", row.bytes // row.count)
@@ -154,6 +150,7 @@ def _describe(step: Step, platform: str) -> Described | None:
         return Described("sum", f"{name} in {widest}", numbers) if found or name.startswith("scatter") else None
     if name in DEVICE_SUMS and all(isinstance(axis, int) for axis in step.eqn.params.get("axes", [""])):
         return Described("sum", f"{name} in {widest}", 1)  # over an axis of vmap
+    # An iota in half precision rounds: bfloat16 has no odd integers above 256.
     if name in OPERATIONS or (name == "iota" and count_bits(widest) < 32):
         return Described("operation", f"{name} in {widest}")
     if name in _KERNELS:
@@ -165,7 +162,7 @@ def _describe(step: Step, platform: str) -> Described | None:
 
 
 def describe_cast(source: str, target: str, size: int) -> Described | None:
-    """Describes a cast from or to a floating dtype. Casts of long integers to float32 are left out."""
+    """Describes a cast from or to a floating dtype. Leaves out those of bool, and of wide integers to float32."""
     if source == target or not (is_inexact(source) or is_inexact(target)):
         return None
     is_exact = source == "bool" or (source not in _SMALL and not is_inexact(source) and count_bits(target) > 16)
@@ -192,12 +189,6 @@ def describe_matmul(operands: Iterable[str], result: str, precision: str | None,
     return Described("matmul", what if effective == dtype else f"{what}, multiplied in {effective}")
 
 
-def count_bits(dtype: str) -> int:
-    """Returns the first number in the name of a dtype, or 0."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 0
-
-
 def _name_dtype(atom: Any) -> str:
     return str(getattr(atom.aval, "dtype", atom.aval))
 
@@ -208,8 +199,8 @@ def _size(atoms: Iterable[Any]) -> int:
 
 def list_arrays(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[LockRow]:
     """Yields rows for arrays, quantized weights and loss scales among arguments."""
-    is_whole = lambda leaf: isinstance(leaf, QuantizedArray | LossScale)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_whole)[0]:
+    is_one = lambda leaf: isinstance(leaf, QuantizedArray | LossScale)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_one)[0]:
         if isinstance(leaf, LossScale):
             yield LockRow(name_path(path), "argument scale", type(leaf).__name__, spell_settings(leaf))
         elif isinstance(leaf, QuantizedArray):

@@ -31,7 +31,7 @@ class LockRow(Plain):
     source: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
-        return " | ".join((escape(self.path, _IN_PATHS) or ROOT, *(escape(text) for text in self._texts)))
+        return write_lines([self])[0]
 
     @property
     def _texts(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _mask(parts: tuple[str, ...], i: int, texts: tuple[str, ...]) -> tuple[tuple
     return (parts if found is None else (*parts[:i], (found[1], None, found[3]), *parts[i + 1 :])), texts
 
 
-_NUMBERED = re.compile(r"([^\[]*?)(0|[1-9]\d*)([^\d\[]*)")
+_NUMBERED = re.compile(r"([^\[]*?)(0|[1-9][0-9]*)([^0-9\[]*)")
 """A name with a number, of which the last counts."""
 
 
@@ -116,24 +116,24 @@ def _sort_key(parts: tuple[str, ...]) -> list:
     ]
 
 
-def is_fact(line: str) -> bool:
+def is_row_line(line: str) -> bool:
     """True for a line that `read_line` takes."""
     path, *texts = line.split(" | ")
     return len(texts) == 3 and all(texts) and re.fullmatch(_PATH, path) is not None
 
 
-_PATH = r"(?:[^\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_PATH = r"(?:[^\[\]]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
 """A path with ranges, such as `blocks/[0-3,5]/mlp`."""
 
 
 def read_line(line: str) -> list[LockRow]:
     """Returns the rows of a line."""
     path, *texts = line.split(" | ")
-    paths = [""] if path == ROOT else _expand(path)
+    paths = [""] if path == ROOT else expand_path(path)
     return [LockRow(unescape(path), *map(unescape, texts)) for path in paths]
 
 
-def _expand(path: str) -> Iterator[str]:
+def expand_path(path: str) -> Iterator[str]:
     """Yields the paths that a line with ranges stands for."""
     before, bracket, rest = path.partition("[")
     if not bracket:
@@ -143,4 +143,10 @@ def _expand(path: str) -> Iterator[str]:
     for run in ranges.split(","):
         first, _, last = run.partition("-")
         for number in range(int(first), int(last or first) + 1):
-            yield from (f"{before}{number}{end}" for end in _expand(after))
+            yield from (f"{before}{number}{end}" for end in expand_path(after))
+
+
+def count_bits(dtype: str) -> int:
+    """Returns the first number in the name of a dtype, or 0."""
+    found = re.search(r"[0-9]+", dtype)
+    return int(found[0]) if found else 0

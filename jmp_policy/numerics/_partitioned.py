@@ -103,7 +103,7 @@ def read_module(
     for instruction, runs, around in list_sites(module, module.computations[module.entry]):
         own = instruction.name
         if own in fused and instruction.opcode in _OPCODES:
-            own = owners.setdefault(instruction.find_called("channel_id"), own)
+            own = owners.setdefault(instruction.find_called("channel_id") or own, own)
         if instruction.opcode in _OPCODES and own == instruction.name:
             rows += reader.describe(instruction, runs)
             for loop in around:

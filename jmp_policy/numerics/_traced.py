@@ -126,9 +126,11 @@ FindPlace = Callable[[str], tuple[str, Pass]]
 """Reads the module path and the pass of an op from its name stack."""
 
 
-def read_program(program: Jaxpr, find_place: FindPlace) -> tuple[list[Collective], list[str]]:
+def read_program(
+    program: Jaxpr, find_place: FindPlace, platform: str | None = None
+) -> tuple[list[Collective], list[str]]:
     """Lists the collectives in the shard_maps of a jaxpr, and the lines of loops with an unknown trip count."""
-    steps = list(walk(program, live_only=True))
+    steps = list(walk(program, live_only=True, platform=platform))
     flow = _build_flow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}

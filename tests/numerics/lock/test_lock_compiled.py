@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 from jmp_policy.numerics import lock
-from jmp_policy.numerics._lock_compiled import _UNASKED
+from jmp_policy.numerics._lock_compiled import _TPU_ENVIRONMENT
 
 needs_tpu_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPUs")
 F32, BF16 = (jax.ShapeDtypeStruct((8, 8), dtype) for dtype in (jnp.float32, jnp.bfloat16))
@@ -37,7 +37,7 @@ def test_matmuls_casts_and_sums_are_read_from_the_optimized_program():
     assert [(row.path, row.what) for row in sums] == [("head", "reduce_sum in float32")]
     operations = [row.what for row in locked.rows if row.fact == "forward operation"]
     assert operations == ["exp in float32"]  # which XLA upcasts
-    assert lock(attend)(BF16, BF16).diff(locked).versions[0].startswith("compiled for: nothing, now ")
+    assert lock(attend)(BF16, BF16).diff(locked).notes[0].startswith("compiled for: nothing, now ")
 
 
 def test_iterations_of_a_loop_count():
@@ -66,7 +66,7 @@ def test_a_program_is_compiled_for_a_tpu_that_is_not_there():
 @pytest.fixture
 def tpus(monkeypatch):
     """Four TPUs that are not there."""
-    for name, text in _UNASKED.items():
+    for name, text in _TPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, text)
     from jax.experimental import topologies
 

@@ -75,6 +75,12 @@ def test_the_branch_of_the_platform_counts():
     assert names == ["exp in float32", "log in float32", "tanh in float32"]
 
 
+@pytest.mark.parametrize("spec", ["ij,jk->ik", "ij,jk", "...ij,jk->...ik"])
+def test_einsum_opens_no_scope_and_other_names_with_a_comma_are_scopes(spec):
+    einsum = lambda x: jax.named_scope("a,b")(lambda x: jnp.einsum(spec, x, x))(x)
+    assert facts(einsum, F32, of="matmul")[0].startswith("a,b | ")
+
+
 def test_passes_and_scopes_have_lines_of_their_own():
     def loss(w, x):
         with jax.named_scope("head"):

@@ -69,26 +69,16 @@ def edit(old, new):
 
 
 DAMAGES = {
-    "empty": (lambda text: "", "step.lock is not a lock, and was not changed: it starts with ''. Pass another name."),
-    "foreign": (
-        lambda text: "import jax\n",
-        "step.lock is not a lock, and was not changed: it starts with 'import jax'.",
-    ),
-    "edited": (edit("exp in float32", "exp in float16"), "step.lock: its digest is not that of its lines, which were"),
-    "cut": (
-        lambda text: text[: text.rindex("|")],
-        ": 'x | argument | float32 ' is not a line of a lock. Write",
-    ),
-    "merged": (edit(". | forward m", "<<<<<<< HEAD\n. | forward m"), ": '<<<<<<< HEAD' is not a line of a lock. Write"),
-    "header": (edit("platform: tpu", "platform tpu"), "line 4: 'platform tpu' is not a line of a lock. Write it anew."),
-    "range": (
-        edit("x | argument", "x[3-] | argument"),
-        "'x[3-] | argument | float32 | shape 2x8' is not a line of a lock.",
-    ),
-    "later": (
-        edit("format: 1", "format: 2"),
-        "step.lock has format 2, and this version of jmp_policy reads 1: update it.",
-    ),
+    "empty": (lambda text: "", "step.lock is not a lock: it starts with ''. Pass another name."),
+    "foreign": (lambda text: "import jax\n", "step.lock is not a lock: it starts with 'import jax'."),
+    "edited": (edit("exp in float32", "exp in float16"), "step.lock: the digest does not match the lines."),
+    "cut": (lambda text: text[: text.rindex("|")], ": 'x | argument | float32 ' is not a line of a lock. Regenerate"),
+    "merged": (edit(". | forward m", "<<<<<<< HEAD\n. | forward m"), ": '<<<<<<< HEAD' is not a line of a lock. Rege"),
+    "header": (edit("platform: tpu", "platform tpu"), "line 4: 'platform tpu' is not a line of a lock. Regenerate"),
+    "platform": (edit("platform: tpu", "platform: cuda"), "step.lock: the digest does not match the lines."),
+    "no platform": (edit("platform: tpu\n", ""), "step.lock: the digest does not match the lines."),
+    "range": (edit("x | argument", "x[3-] | argument"), "'x[3-] | argument | float32 | shape 2x8' is not a line of a "),
+    "later": (edit("format: 1", "format: 2"), "step.lock has format 2, and this version of jmp_policy reads 1: update"),
 }
 
 
@@ -108,6 +98,16 @@ def test_line_ends_of_windows_are_read(saved):
     rows = Lock.load(saved).rows
     saved.write_bytes(saved.read_bytes().replace(b"\n", b"\r\n"))
     assert Lock.load(saved).rows == rows
+
+
+def test_a_version_in_the_header_is_no_damage(saved):
+    saved.write_text(saved.read_text().replace(f"jax: {jax.__version__}", "jax: 0.9"))
+    assert dict(Lock.load(saved).versions)["jax"] == "0.9"
+
+
+def test_digits_of_other_scripts_are_letters():
+    rows = [LockRow(f"block_{digit}", "result", "a", "b") for digit in "\u0661\u0662"]
+    assert [row for line in write_lines(rows) for row in read_line(line)] == rows
 
 
 def test_another_file_is_never_overwritten(saved):
