@@ -25,8 +25,8 @@ HALF_SUMS = {
     ),
     "reduce_window of 6 numbers": lambda x: jax.lax.reduce_window(x, ZERO + 1, jax.lax.mul, (3, 2), (2, 2), "VALID"),
     "reduce of 16 numbers": lambda x: jax.lax.reduce(x, ZERO, lambda a, b: a + b, (0,)),
-    "reduce of 16 numbers in bfloat16": lambda x: jax.lax.reduce(
-        (x.astype(jnp.float32), x), (np.float32(0), ZERO), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,)
+    "reduce of 8 numbers": lambda x: jax.lax.reduce(
+        (x.astype(jnp.float32), x), (np.float32(0), ZERO), lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,)
     ),
     "reduce_sum of 32 numbers": lambda x: jax.lax.reduce_sum(x.reshape(4, 32), axes=(1,)),
     "scatter-add of 8 numbers": lambda x: x[:2].at[jnp.arange(16) % 2].add(x),
