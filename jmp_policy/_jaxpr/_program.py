@@ -98,19 +98,21 @@ def multiplies_only(eqn: JaxprEqn) -> bool:
     return all(shape[axis] == 1 for axis in contracted)
 
 
-def name_stack(eqn: JaxprEqn) -> str:
-    """Returns the scopes in which an equation was traced, outermost first.
+def name_stack(eqn: JaxprEqn, outer: str = "") -> str:
+    """Returns the scopes in which an equation was traced, outermost first, in a sub-jaxpr that has the scopes `outer`.
 
     In the backward pass of a remat or `jax.custom_jvp` function, JAX's own stack also contains the scopes of the
     forward pass. This function drops that repetition.
     """
     stack = str(eqn.source_info.name_stack)
     has_forward = eqn.primitive.name in ("checkpoint", "remat2") or ")/jvp(" in stack
-    if not (has_forward and is_backward(stack)):
+    if not (has_forward and (is_backward(stack) or is_backward(outer))):
         return stack
     names = [name for name in strip_transformations(stack).split("/") if name]
     once = names[: len(names) // 2]
-    return f"transpose({'/'.join(once)})" if once + once == names else stack
+    if not once or once + once != names:
+        return stack
+    return f"transpose({'/'.join(once)})" if is_backward(stack) else "/".join(once)
 
 
 def is_backward(stack: str) -> bool:
@@ -266,7 +268,7 @@ def walk(
     iteration. Variables are compared by identity, so keep `program` alive.
     """
     for eqn in list_live(program) if live_only else program.eqns:
-        stack = name_stack(eqn)
+        stack = name_stack(eqn, scope)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
         bodies = sub_jaxprs(eqn, platform)
         if not bodies:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base import Uncast, at_least_float32, is_floating
+from .._base import Uncast, at_least_float32, is_floating, note_for_observer
 from ._scale_settings import (
     NEVER,
     check_constant,
@@ -43,6 +43,7 @@ class LossScale(Uncast):
 
     def scale(self, tree: T) -> T:
         """Multiplies the floating and complex elements of a tree by the scale, in float32 or wider."""
+        note_for_observer("loss scale", lambda: [(type(self).__name__, spell_settings(self))])
         return _map_numbers(operator.mul, tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:

@@ -103,7 +103,7 @@ def compare_rows(
         for rows, others in ((before, after), (after, before))
     )
     pairs = {key: (gone.get(key, []), come.get(key, [])) for key in dict.fromkeys((*gone, *come))}
-    explain, found = _Explainer(pairs, policies, settings), list[Difference]()
+    explain, found = _Explainer((old, new), pairs, policies, settings), list[Difference]()
     words = ((path, (fact, *map(_join, both))) for (path, fact), both in pairs.items())
     for path, (fact, locked, now) in fold_paths(words):
         first = unescape(next(expand_path(path)))  # modules that differ in a number share the cause of the first
@@ -124,8 +124,17 @@ Pairs = Mapping[tuple[str, str], tuple[Sequence[LockRow], Sequence[LockRow]]]
 class _Explainer:
     """Finds causes and fixes of differences."""
 
-    def __init__(self, pairs: Pairs, policies: Sequence[Change], settings: Sequence[Change]):
+    def __init__(
+        self,
+        locks: tuple[Sequence[LockRow], Sequence[LockRow]],
+        pairs: Pairs,
+        policies: Sequence[Change],
+        settings: Sequence[Change],
+    ):
         self._policies, self._settings = policies, settings
+        self._old, self._new = ({row.path for row in rows} for rows in locks)
+        again = [{row.path for row in rows if row.fact.startswith("recomputed")} for rows in locks]
+        self._remat = again[0] ^ again[1]
         self._forward = {path for path, fact in pairs if fact.startswith("forward")}
         self._moved = _find_moved(pairs)
         self._dtypes, self._shapes = _compare_arguments(pairs)
@@ -139,14 +148,16 @@ class _Explainer:
             return f"{name}: {old}, now {new}", _FIXES["settings"]
         if (path, fact) in self._moved:
             return self._moved[path, fact], _FIXES["moved"]
-        if fact.startswith("argument"):
+        if path not in self._old or path not in self._new:
+            return f"{path or ROOT} is {'new' if path in self._new else 'gone'}", _FIXES["new"]
+        if fact.startswith("argument") or kind == "scale":
             return "", _FIXES["shape" if has_other_amounts and kind != "scale" else kind]
         if has_other_amounts and self._shapes:
             name, old, new = self._shapes[0]
             return f"argument {name} has {new}, was {old}", _FIXES["shape"]
         if kind == "matmul" and lost and not has_other_amounts and _count_dtypes(lost) == _count_dtypes(made):
             return "its precision changed", _FIXES["precision"]
-        if direction == "recomputed" and not (lost and made):
+        if direction == "recomputed" and path in self._remat:
             return f"{'less' if lost else 'more'} is recomputed in the backward pass", _FIXES["remat"]
         if direction in ("backward", "recomputed") and path in self._forward and kind != "collective":
             return "the forward pass of this scope differs", _FIXES["forward"]
@@ -194,10 +205,13 @@ def _find_moved(pairs: Pairs) -> dict[tuple[str, str], str]:
     return moved
 
 
+_ARRAYS = ("argument", "argument quantized")
+
+
 def _compare_arguments(pairs: Pairs) -> tuple[list[Change], list[Change]]:
     """Lists the arguments with other dtypes, and those with other shapes."""
     dtypes, shapes = list[Change](), list[Change]()
-    arguments = group_by_key((path, rows) for (path, fact), rows in pairs.items() if fact.startswith("argument"))
+    arguments = group_by_key((path, rows) for (path, fact), rows in pairs.items() if fact in _ARRAYS)
     for path, groups in arguments.items():
         lost, made = ([row for rows in groups for row in rows[side]] for side in (0, 1))
         for old, new in zip(lost[:1], made[:1], strict=False):
@@ -232,11 +246,13 @@ def _find_fix(kind: str, lost: Sequence[LockRow], made: Sequence[LockRow]) -> st
         return _FIXES[kind]
     if whats[0] == whats[1]:
         return _FIXES["count"]
+    if kind == "collective" and made and _list_bits(made) < _list_bits(lost):
+        return _FIXES["sent"]
     if kind == "collective":
         return _FIXES["gather" if any("all-gather" in what for what in whats[0] | whats[1]) else "reduction"]
     if kind == "cast":
         directions = {_compare_ends(row) for row in made}
-        return _FIXES[directions.pop() if len(directions) == 1 else "casts"]
+        return _FIXES[directions.pop() if len(directions) == 1 else "round trip" if made else "casts"]
     if not (lost and made):
         return _FIXES["count"]
     if kind == "matmul" and _list_operands(lost) == _list_operands(made):
@@ -267,6 +283,7 @@ _FIXES = {
     "forward": "fix the forward pass of this scope first",
     "gather": "cast before the gather; if XLA inserted it, put jax.lax.optimization_barrier after the cast",
     "moved": "restore the old name, or regenerate the lock",
+    "new": "regenerate the lock if that is meant",
     "narrower": "wrap the code in jmp.force_full_precision, or give its path a float32 rule",
     "other": "set compute= of the policy, or the dtype of the layer",
     "policy": "change the policy back",
@@ -276,6 +293,8 @@ _FIXES = {
     "remat": "check which functions jax.checkpoint wraps, and its policy",
     "result": "cast what the function returns, or set output= of the policy",
     "result of matmul": "set preferred_element_type= of the matmul, or accumulate= of the policy",
+    "round trip": "remove the casts down and up again, or see the other differences of this scope",
+    "sent": "send the array in the dtype of the lock, and cast it afterwards",
     "scale": "restore the settings of the loss scale",
     "settings": "make both locks with the same platform= and compiled=",
     "shape": "call the function with the shapes of the lock",

@@ -190,7 +190,11 @@ def describe_matmul(operands: Iterable[str], result: str, precision: str | None,
 
 
 def _name_dtype(atom: Any) -> str:
-    return str(getattr(atom.aval, "dtype", atom.aval))
+    dtype = getattr(atom.aval, "dtype", None)
+    return str(atom.aval) if dtype is None else _spell_dtype(dtype)
+
+
+_spell_dtype = functools.cache(str)  # which takes longer than all else that is asked of an operation
 
 
 def _size(atoms: Iterable[Any]) -> int:

@@ -159,7 +159,7 @@ class NewerLock(ValueError):
 
 
 def _check_title(path: str | os.PathLike[str], title: str, rest: str = "") -> None:
-    if title.strip() != _TITLE:
+    if not title.startswith(_TITLE.partition(".")[0]):
         raise ValueError(
             f"{path} is not a lock{rest}: it starts with {title[:60]!r}. Pass another name. "
             "For example: 'numerics.lock'."

@@ -1,6 +1,7 @@
 """Rows of a lock, and their lines: sorted, and one line for modules that differ only in a number."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -146,6 +147,7 @@ def expand_path(path: str) -> Iterator[str]:
             yield from (f"{before}{number}{end}" for end in expand_path(after))
 
 
+@functools.cache
 def count_bits(dtype: str) -> int:
     """Returns the first number in the name of a dtype, or 0."""
     found = re.search(r"[0-9]+", dtype)

@@ -85,9 +85,9 @@ FIXES = {
     "more": (lambda x: x @ x, lambda x: x @ x @ x, "forward matmul", OTHER),
     "result of a matmul": (lambda x: x @ x, lambda x: jnp.matmul(x, x, preferred_element_type=jnp.bfloat16),
                            "forward matmul", "set preferred_element_type= of the matmul, or accumulate= of the policy"),
-    "casts both ways": (lambda x: x, lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "forward cast",
-                        "see the other differences of this scope"),
-    "result": (lambda x: x, lambda x: x.astype(jnp.bfloat16), "result", "cast what the function returns, or set out"),
+    "casts both ways": (jnp.sin, lambda x: jnp.sin(x.astype(BF16.dtype).astype(x.dtype)), "forward cast",
+                        "remove the casts down and up again"),
+    "result": (jnp.sin, lambda x: jnp.sin(x).astype(jnp.bfloat16), "result", "cast what the function returns"),
 }  # fmt: skip
 
 
@@ -134,6 +134,35 @@ def test_blocks_of_another_name_are_named_and_equal_facts_elsewhere_are_not():
     one = lambda x: head(jnp.exp)(x) + jax.named_scope("tail")(jnp.sin)(x)
     two = lambda x: head(jnp.sin)(x) + jax.named_scope("tail")(jnp.exp)(x)
     assert {cause for cause, _ in explain(one, two, F32).values()} == {""}
+
+
+def test_what_is_new_or_gone_is_said_to_be_so():
+    deeper = lambda w, x: jax.named_scope("tail")(jnp.tanh)(product(w, x))
+    found = explain(product, deeper, WEIGHTS, F32, then=(WEIGHTS | {"tail": F32}, F32))
+    assert found["tail", "forward operation"] == ("tail is new", "regenerate the lock if that is meant")
+    assert found["w/tail", "argument"][0] == "w/tail is new"
+    assert explain(deeper, product, WEIGHTS, F32)["tail", "forward operation"][0] == "tail is gone"
+
+
+def test_settings_of_a_scale_are_no_shape():
+    def step(scale, x, *, again=False):
+        grads = jmp.value_and_grad(lambda x: jnp.sum(x), loss_scale=scale)(x)
+        return grads, jnp.exp(jnp.exp(x)) if again else jnp.exp(x)
+
+    scales = [jmp.DynamicLossScale(jnp.float32(8.0), period=period) for period in (10, 20)]
+    found = explain(step, functools.partial(step, again=True), scales[0], F32, then=(scales[1], F32))
+    assert found["scale", "argument scale"] == ("", "restore the settings of the loss scale")
+    assert found[".", "loss scale"] == ("", "restore the settings of the loss scale")
+    assert found[".", "forward operation"] == ("", OTHER)
+
+
+def test_a_change_inside_of_a_remat_is_no_change_of_the_remat():
+    def loss(dtype):
+        inside = jax.checkpoint(lambda w, x: jnp.sin((x @ w).astype(dtype).astype(jnp.float32)))
+        return jax.value_and_grad(head(lambda w, x: inside(w["head"], x).sum()))
+
+    found = explain(loss(jnp.float32), loss(jnp.bfloat16), WEIGHTS, F32)
+    assert found["head", "recomputed cast"][0] == "the forward pass of this scope differs"
 
 
 def test_recomputing_is_a_cause():

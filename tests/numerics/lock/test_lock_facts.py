@@ -81,6 +81,20 @@ def test_einsum_opens_no_scope_and_other_names_with_a_comma_are_scopes(spec):
     assert facts(einsum, F32, of="matmul")[0].startswith("a,b | ")
 
 
+@pytest.mark.parametrize("around", [jax.jit, lambda layer: lambda x, w: lax.scan(layer, x, w[None])[0]])
+def test_a_remat_in_a_loop_has_the_scope_of_its_forward_pass(around):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            made = jax.checkpoint(lambda x: jnp.sin(x @ w))(x)
+        return made, None
+
+    called = around(layer)
+    with_scope = jax.named_scope("stack")(lambda w, x: jnp.sum(jax.tree.leaves(called(x, w))[0]))
+    found = facts(jax.value_and_grad(with_scope), F32, F32, of="matmul")
+    assert {line.split(" | ")[1] for line in found} == {"forward matmul", "recomputed matmul", "backward matmul"}
+    assert {line.split(" | ")[0] for line in found} == {"stack/layer"}
+
+
 def test_passes_and_scopes_have_lines_of_their_own():
     def loss(w, x):
         with jax.named_scope("head"):
