@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from .._base import group_by_key
 from ..policy import covers_path
@@ -25,7 +26,8 @@ class Difference(Plain):
       locked: the facts of the lock that are gone, or have another amount.
       now: the facts in their place.
       source: the line of the first operation of `now`; empty for arguments and results, and for rows of a file.
-      cause: what changed: an argument, shape, precision, policy, platform, or the name of the scope; empty if unknown.
+      cause: what changed: an argument, shape, precision, policy, platform, version, or the name of the scope; empty if
+        unknown.
       fix: how to undo it.
 
     >>> from jmp_policy.numerics import Difference
@@ -93,17 +95,23 @@ def _describe(row: Difference) -> str:
     return f"{row.path} | {row.fact}{source}" + indent_lines(lines)
 
 
-def compare_rows(
-    old: Sequence[LockRow], new: Sequence[LockRow], policies: Sequence[Change], settings: Sequence[Change]
-) -> tuple[Difference, ...]:
-    """Returns what differs between two lists of rows. `policies` and `settings` changed from one lock to the other."""
+class Changes(NamedTuple):
+    """What else differs between two locks than facts."""
+
+    policies: Sequence[Change]  # with rules
+    settings: Sequence[Change]  # the platform, and the device that it was compiled for
+    versions: Sequence[Change]
+
+
+def compare_rows(old: Sequence[LockRow], new: Sequence[LockRow], changes: Changes) -> tuple[Difference, ...]:
+    """Returns what differs between two lists of rows."""
     before, after = dict.fromkeys(old), dict.fromkeys(new)
     gone, come = (
         group_by_key(((row.path, row.fact), row) for row in rows if row not in others)
         for rows, others in ((before, after), (after, before))
     )
     pairs = {key: (gone.get(key, []), come.get(key, [])) for key in dict.fromkeys((*gone, *come))}
-    explain, found = _Explainer((old, new), pairs, policies, settings), list[Difference]()
+    explain, found = _Explainer((old, new), pairs, changes), list[Difference]()
     words = ((path, (fact, *map(_join, both))) for (path, fact), both in pairs.items())
     for path, (fact, locked, now) in fold_paths(words):
         first = unescape(next(expand_path(path)))  # modules that differ in a number share the cause of the first
@@ -124,14 +132,8 @@ Pairs = Mapping[tuple[str, str], tuple[Sequence[LockRow], Sequence[LockRow]]]
 class _Explainer:
     """Finds causes and fixes of differences."""
 
-    def __init__(
-        self,
-        locks: tuple[Sequence[LockRow], Sequence[LockRow]],
-        pairs: Pairs,
-        policies: Sequence[Change],
-        settings: Sequence[Change],
-    ):
-        self._policies, self._settings = policies, settings
+    def __init__(self, locks: tuple[Sequence[LockRow], Sequence[LockRow]], pairs: Pairs, changes: Changes):
+        self._policies, self._settings, self._versions = changes
         self._old, self._new = ({row.path for row in rows} for rows in locks)
         again = [{row.path for row in rows if row.fact.startswith("recomputed")} for rows in locks]
         self._remat = again[0] ^ again[1]
@@ -161,7 +163,8 @@ class _Explainer:
             return f"{'less' if lost else 'more'} is recomputed in the backward pass", _FIXES["remat"]
         if direction in ("backward", "recomputed") and path in self._forward and kind != "collective":
             return "the forward pass of this scope differs", _FIXES["forward"]
-        return self._find_argument(path, made) or self._find_policy(path) or ("", _find_fix(kind, lost, made))
+        guess = next((f"perhaps {name} {new}, was {old}" for name, old, new in self._versions), "")
+        return self._find_argument(path, made) or self._find_policy(path) or (guess, _find_fix(kind, lost, made))
 
     def _find_argument(self, path: str, made: Sequence[LockRow]) -> tuple[str, str] | None:
         """Finds the parameter of the module at a path whose dtype changed, or else an argument that is one array."""
