@@ -212,7 +212,7 @@ def test_another_platform_is_the_cause_of_everything():
     assert f"jax: 0.9, now {jax.__version__}" in older.diff(locked).notes
     assert not older.diff(locked)
     [difference] = older.diff(lock(lambda x, y: x @ y @ y, platform="cpu")(F32, F32)).rows[:1]
-    assert difference.cause.startswith("perhaps jmp_policy ")
+    assert difference.cause.startswith(f"perhaps jax {jax.__version__}, was 0.9")
 
 
 def test_a_difference_is_read_as_lines():
