@@ -171,9 +171,14 @@ def assert_locked(
     >>> x, path = jax.ShapeDtypeStruct((4, 4), jnp.float32), f"{tempfile.mkdtemp()}/numerics.lock"
     >>> jmp.numerics.assert_locked(path, lambda x: x @ x, update=True)(x)
     >>> jmp.numerics.assert_locked(path, lambda x: x @ x)(x)
-    >>> jmp.numerics.assert_locked(path, lambda x: x @ x.astype(jnp.bfloat16))(x)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    AssertionError: ...
+    >>> try:
+    ...     jmp.numerics.assert_locked(path, lambda x: jnp.dot(x, x, precision="highest"))(x)
+    ... except AssertionError as difference:
+    ...     print(*str(difference).splitlines()[-5:-1], sep="\\n")
+      - float32 x float32 -> float32: 1 time
+      + float32 x float32 -> float32, precision HIGHEST: 1 time
+      cause: its precision changed
+      fix: set precision= of the policy or of the call, or jax_default_matmul_precision
     """
     check_function(fun, "assert_locked")
     file = Path(path)

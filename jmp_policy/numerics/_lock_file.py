@@ -34,9 +34,9 @@ class Lock(Plain):
     ...     print(row)
     w | argument | bfloat16 | shape 8x4
     x | argument | float32 | shape 2x8
+    result | result | bfloat16 | shape 2x4
     . | forward cast | float32 -> bfloat16 | 16 elements
     . | forward matmul | bfloat16 x bfloat16 -> bfloat16 | 1 time
-    result | result | bfloat16 | shape 2x4
     >>> bool(locked.diff(jmp.numerics.lock(dense, platform="tpu")(w, x)))
     False
     """
