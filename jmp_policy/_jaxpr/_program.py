@@ -155,7 +155,7 @@ class SubJaxpr(NamedTuple):
 def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:
     """Lists the jaxprs that an equation runs, except the jaxprs of reductions, scatters and kernels.
 
-    Of a `lax.platform_dependent`, the branch of `platform` runs, such as `"cuda"`, by default that of this process.
+    `platform`, such as `"cuda"`, chooses the branch of a `lax.platform_dependent`; the default is this process's.
     """
     params, name = eqn.params, eqn.primitive.name
     if name in WITHOUT_JAXPRS:

@@ -149,7 +149,7 @@ _FLOAT32_IN = {
 """What float32 operands are multiplied in, by platform and precision."""
 
 _EXACT = ("float32", "bfloat16 in 6 passes", "bfloat16 in 9 passes")
-"""Products as exact as those of float32."""
+"""Results that are as exact as float32 products."""
 
 
 def find_effective_precision(dtype: str, precision: str | None, platform: str) -> str:

@@ -50,12 +50,12 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     - arguments and results: dtypes, shapes, quantized formats, settings of loss scales.
 
     Names of functions, the order of operations, jitted functions inside and source lines are not facts. Operations
-    in a loop count as often as they run, but those of a `while` once.
+    in a loop count as often as they run. A `while` counts as one iteration.
 
     Args:
       fun: any function of trees of arrays.
       platform: the platform whose matmuls and branches of `lax.platform_dependent` count, `"tpu"`, `"cuda"` or `"cpu"`;
-        by default that of the described devices of the arguments, else of this process.
+        by default the platform of the arguments' described devices, or else of this process.
       compiled: whether the facts are of the program that XLA compiled: what it fused, elided, widened and sent between
         devices. A TPU need not be there, if `libtpu` is installed.
 
@@ -157,7 +157,7 @@ def assert_locked(
     Args:
       path: the file, which belongs in version control.
       fun: the function, as for `lock`.
-      platform, compiled: as for `lock`; by default those of the file.
+      platform, compiled: as for `lock`; by default as in the file.
       update: whether to write the file anew; by default if the environment variable `JMP_UPDATE_LOCKS` is 1.
 
     Returns:

@@ -54,7 +54,7 @@ def _compile(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str
 
 
 def find_platform(leaves: Iterable[Any]) -> str:
-    """Returns the platform of the described devices that arguments are on, or that of this process."""
+    """Returns the platform of the described devices that arguments are on, or else of this process."""
     described = _find_described(leaves)
     name = jax.default_backend() if described is None else described.platform
     return parse_platform(name) if name in ("gpu", *PLATFORMS) else "cpu"

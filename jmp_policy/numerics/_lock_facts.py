@@ -33,7 +33,7 @@ from ._lock_rows import LockRow, count_bits
 from ._traced import PRIMITIVES, FindPlace, count_runs, read_program
 
 OPERATIONS = (FULL.keys() - HALF_SUMS - {"polynomial"}) | SATURATING.keys() | {"sqrt"}
-"""Operations whose digits depend on their dtype, or that overflow: those that autocast keeps in float32, and more.
+"""Operations that lose digits or overflow in half precision: all that autocast keeps in float32, and more.
 
 JAX 0.12 writes a derivative with a polynomial that JAX 0.10 computes by multiplications.
 """
@@ -162,7 +162,7 @@ def _describe(step: Step, platform: str) -> Described | None:
 
 
 def describe_cast(source: str, target: str, size: int) -> Described | None:
-    """Describes a cast from or to a floating dtype. Leaves out those of bool, and of wide integers to float32."""
+    """Describes a cast from or to a floating dtype. Skips casts of bool, and of wide integers to float32."""
     if source == target or not (is_inexact(source) or is_inexact(target)):
         return None
     is_exact = source == "bool" or (source not in _SMALL and not is_inexact(source) and count_bits(target) > 16)

@@ -86,7 +86,7 @@ def _mask(parts: tuple[str, ...], i: int, texts: tuple[str, ...]) -> tuple[tuple
 
 
 _NUMBERED = re.compile(r"([^\[]*?)(0|[1-9][0-9]*)([^0-9\[]*)")
-"""A name with a number, of which the last counts."""
+"""A name with a number; the last one, if there are several."""
 
 
 def _join_parts(members: Sequence[tuple[str, ...]], i: int) -> tuple[str, ...]:
