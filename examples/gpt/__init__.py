@@ -13,7 +13,7 @@ It uses the public names of `jmp_policy` alone, and needs `pip install -e '.[dem
 
 
 class UserError(ValueError):
-    """Says in one line what is wrong with the user's input, and what would work.
+    """Says in one line why the user's input fails, and gives one that works.
 
     The command line prints it without a traceback and exits with status 2.
     """

@@ -66,7 +66,7 @@ def make_mesh(text: str, model: GPTConfig, batch_size: int) -> Mesh:
     """Makes the mesh of the first devices, or of all devices of several processes.
 
     Raises:
-      UserError: an axis does not divide what is split along it, there are too few devices, or a process has none.
+      UserError: an axis does not divide the size that it splits, there are too few devices, or a process has none.
     """
     data, fsdp, tensor = parse_mesh(text).values()
     for axes, size, count, what in (

@@ -1,4 +1,4 @@
-"""What the two byte-level GPTs have in common: sizes, attention, loss and optimizer."""
+"""The common parts of the two byte-level GPTs: sizes, attention, loss and optimizer."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ class GPTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig:
-    """What determines a model and its optimizer."""
+    """The settings that determine a model and its optimizer."""
 
     policy: jmp.Policy | jmp.PolicyMap
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)

@@ -81,7 +81,7 @@ _FIELDS: dict[str, Callable[[Any], object]] = {
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Reads what a run was begun with; raises a UserError that names the file and the field that is damaged."""
+    """Reads the settings that a run was begun with; raises a UserError that names the file and the damaged field."""
     file = folder / "config.json"
     try:
         return parse_config(json.loads(file.read_text(encoding="utf-8")))

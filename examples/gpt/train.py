@@ -189,7 +189,7 @@ class Run:
             self.reference.state = state["float32"]
 
     def describe(self) -> None:
-        """Prints what is trained, on what, and where to."""
+        """Prints the model, its data, and the folder that it is written to."""
         config, corpus = self.config, self.corpus
         count = sum(np.size(leaf) for leaf in jax.tree.leaves(self.trainer.params))
         say(f"model   byte-level GPT in {config.api}, {count:,} parameters")
@@ -284,7 +284,7 @@ class Run:
         say(f"step {step}: validation loss {losses} bits per byte")
 
     def summarize(self, step: int) -> None:
-        """Prints what the policy did, and how good the model is."""
+        """Prints the effects of the policy, and how good the model is."""
         if not is_first():
             return
         windows = np.zeros((self.config.batch_size, self.config.model.context + 1), np.uint8)
@@ -308,7 +308,7 @@ class Run:
             say(f"The model reaches {reached} and {verdict} the bigram baseline ({bigram:.3f}).")
 
     def draw(self) -> None:
-        """Draws the losses and the loss scale so far, and what was measured of tensors."""
+        """Draws the losses and the loss scale so far, and the measurements of tensors."""
         if not is_first():
             return
         figure = draw_loss(self.metrics, self.policy, self.first_scale, self.bigram)

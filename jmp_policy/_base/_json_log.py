@@ -119,7 +119,7 @@ def sum_program(fun: Callable[..., Any], *args: Any) -> str:
 
 
 def sum_code(fun: Any) -> str:
-    """Computes a checksum of the code of a function, and of what it closes over and calls in its Python module."""
+    """Computes a checksum of the code of a function, and of all that it closes over and calls in its Python module."""
     seen: set[int] = set()
 
     def describe(value: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.extend import source_info_util
 
 # JAX contexts, because a jitted function that was traced under another value must be traced again. JAX keeps values
 # forever, so they are references and tokens.
@@ -45,6 +44,8 @@ def note_for_observer(kind: str, list_texts: Callable[[], Iterable[tuple[str, st
     """Notes pairs of a name and a text, if an observer traces this code."""
     token = TRACING.value
     if isinstance(token, TraceToken):
+        from jax.extend import source_info_util  # loads Pallas, which `import jmp_policy` does not
+
         scope = str(source_info_util.current_name_stack())
         token.notes += [Note(kind, scope, name, text) for name, text in list_texts()]
 

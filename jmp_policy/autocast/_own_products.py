@@ -318,7 +318,7 @@ class ProductRule(Rule):
 
 
 def _settle(eqn: JaxprEqn, values: Sequence[Value], body: JaxprBuilder) -> list[Value]:
-    """Casts each weight as it was traced."""
+    """Casts each weight like its trace."""
 
     def settle(value: Value) -> Value:
         state, atom = value.kind.state, value.atom

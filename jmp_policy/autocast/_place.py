@@ -173,7 +173,7 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
     if policy.param_dtype == np.float64:
         narrower = policy.replace(param_dtype="float32", output_dtype=None)
         raise ValueError(
-            f"autocast leaves float64 as it is, and would do nothing with the parameters of {the_policy}. For example, "
+            f"autocast leaves float64 alone, and would do nothing with the parameters of {the_policy}. For example, "
             f"with parameters in float32: {narrower.name!r}."
         )
     if choose_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:

@@ -92,7 +92,7 @@ def count_row_axes(eqn: JaxprEqn, operand: CastState) -> int:
 
 
 def count_bias_axes(eqn: JaxprEqn, values: Sequence[Value]) -> int:
-    """Counts the axes of a bias of a matmul's output: those of the weight, which is given, but for the summed ones."""
+    """Counts the axes of a bias of a matmul's output: the weight's axes, which are given, but for the summed ones."""
     if eqn.primitive.name != "dot_general":
         return int(eqn.primitive.name == "conv_general_dilated")
     contracted, (batch, _) = eqn.params["dimension_numbers"]

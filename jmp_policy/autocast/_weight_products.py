@@ -229,7 +229,7 @@ def describe_weight_product(
 
 
 def _as_floats(inputs: jax.Array, weight: Any) -> jax.Array:
-    """Converts integers, which JAX multiplies floats by as they are."""
+    """Converts integers, which JAX multiplies floats by unconverted."""
     return inputs if is_floating(inputs) else inputs.astype(weight.dtype)
 
 

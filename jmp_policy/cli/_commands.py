@@ -184,7 +184,7 @@ def _lock(arguments: argparse.Namespace) -> int:
     try:
         locked = load_lock(file, is_damaged_ok=not arguments.check)
         if locked is None and arguments.check:
-            raise UserError(f"--check: there is no file {file}. Write it first, without --check")
+            raise UserError(f"--check: found no file {file}. Write it first, without --check")
         if locked is not None and ":" in locked.function and locked.function != arguments.function:
             raise UserError(f"{file} is of {locked.function}, not of {arguments.function}. Name another file, with -o")
         with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report

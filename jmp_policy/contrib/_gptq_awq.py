@@ -76,7 +76,7 @@ def gptq(
       **kwargs: further arguments of each call; for linen, of `apply`.
 
     Returns:
-      What `quantize` returns: variables, or an nnx model.
+      The result of `quantize`: variables, or an nnx model.
 
     Raises:
       TypeError: `model` is not a Flax module, or `batches` is an array.
@@ -272,7 +272,7 @@ def awq(
       **kwargs: further arguments of each call; for linen, of `apply`.
 
     Returns:
-      What `quantize` returns: variables, or an nnx model.
+      The result of `quantize`: variables, or an nnx model.
 
     Raises:
       TypeError: `model` is not a Flax module, or `batches` is an array.

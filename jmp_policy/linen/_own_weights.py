@@ -45,7 +45,7 @@ class _Read(NamedTuple):
 
 
 class _ReadsOne(BaseException):
-    """Ends a call that was to run as it is, at the first weight that its code reads."""
+    """Ends a call that was to run unchanged, at the first weight that its code reads."""
 
 
 _READ: contextvars.ContextVar[list[_Read] | type[_ReadsOne] | None] = contextvars.ContextVar("_READ", default=None)

@@ -64,7 +64,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: the platform is unknown, or there is no compiler for it.
+      ValueError: the platform is unknown, or it has no compiler here.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
@@ -164,7 +164,7 @@ def assert_locked(
       A function of the arguments of `fun`.
 
     Raises:
-      AssertionError: a fact differs, or there is no file. The message has the difference, with causes and fixes.
+      AssertionError: a fact differs, or the file is missing. The message has the difference, with causes and fixes.
       ValueError: the file is not a lock.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp, tempfile

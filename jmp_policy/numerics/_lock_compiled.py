@@ -1,4 +1,4 @@
-"""The facts of a lock that XLA decides: what a compiled program computes in which dtype."""
+"""The facts of a lock that XLA decides: the dtypes that a compiled program computes in."""
 
 import contextlib
 import math
@@ -103,7 +103,7 @@ def _describe_tpu() -> Any:
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"There is no TPU here, and no compiler for one ({said}): pip install libtpu, or lock the traced program. "
+            f"No TPU was found here, and no compiler for one ({said}): pip install libtpu, or lock the traced program. "
             "For example: lock(fun, platform='tpu')(*args)."
         ) from error
 

@@ -96,7 +96,7 @@ def _describe(row: Difference) -> str:
 
 
 class Changes(NamedTuple):
-    """What else differs between two locks than facts."""
+    """Differences between two locks other than facts."""
 
     policies: Sequence[Change]  # with rules
     settings: Sequence[Change]  # the platform, and the device that it was compiled for

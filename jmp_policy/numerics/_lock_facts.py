@@ -1,4 +1,4 @@
-"""The facts of a lock: what a program computes in which dtype, by scope."""
+"""The facts of a lock: the dtypes that a program computes in, by scope."""
 
 import functools
 import math

@@ -16,7 +16,7 @@ _FORMAT = "1"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Lock(Plain):
-    """Result of `numerics.lock`: what a program computes in which dtype. Prints as the text of its file.
+    """Result of `numerics.lock`: the dtypes that a program computes in. Prints as the text of its file.
 
     Attributes:
       rows: the facts. Their order does not count.
@@ -80,7 +80,7 @@ class Lock(Plain):
 
         Raises:
           ValueError: the file is not a lock, was edited, or is of a newer version of this package.
-          FileNotFoundError: there is no file.
+          FileNotFoundError: the file is missing.
         """
         header, facts, lines = _read_lines(path)
         bad = next((line for line in lines[: len(header)] if ": " not in line), None)

@@ -1,4 +1,4 @@
-"""Runs a function as it was traced, but with the ops of some scopes in float32."""
+"""Runs a traced function, but with the ops of some scopes in float32."""
 
 import functools
 import weakref

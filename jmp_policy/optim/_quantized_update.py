@@ -281,7 +281,7 @@ def _refuse(why: str) -> ValueError:
 
 
 class _Layout(NamedTuple):
-    """How a quantized moment is stored."""
+    """The format of a quantized moment."""
 
     code: MomentCode
     sides: Shape  # of its blocks

@@ -52,7 +52,7 @@ STOCHASTIC = "nvfp4(stochastic_rounding=true)"
         (lambda: autocast(jnp.sin, PolicyMap({"head": FLOAT8}, "float32")), ValueError, NO_DTYPE.format(OF_HEAD)),
         (lambda: AutocastRules(scopes={"head": FLOAT8}), ValueError, NO_DTYPE.format(OF_SCOPES)),
         (lambda: autocast(jnp.sin, "params=float64,compute=float32,output=float64"), ValueError,
-         r"^autocast leaves float64 as it is, and would do nothing with the parameters of the policy 'params=float64,"
+         r"^autocast leaves float64 alone, and would do nothing with the parameters of the policy 'params=float64,"
          r"compute=float32,output=float64'\. For example, with parameters in float32: 'params=float32,compute="),
         (lambda: autocast(jnp.sin, "params=float32,compute=int8"), ValueError,
          "^Unknown dtype 'int8' in 'compute=int8'"),

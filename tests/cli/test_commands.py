@@ -58,7 +58,7 @@ def test_a_lock_is_written_and_a_difference_is_status_1(capsys, folder):
 
 
 @pytest.mark.parametrize(("command", "before", "message"), [
-    ([*LOCK, "--check"], None, "--check: there is no file product.lock. Write it first, without --check"),
+    ([*LOCK, "--check"], None, "--check: found no file product.lock. Write it first, without --check"),
     (LOCK, "import jax", "product.lock is not a lock: it starts with 'import jax'. Pass"),
     ([*LOCK, "--check"], "import jax", "product.lock is not a lock: it starts with 'import jax'."),
     ([*LOCK, "-o", "none/product.lock"], None, "--output none/product.lock: the folder none does not exist"),
