@@ -232,7 +232,17 @@ def make_help(program: str, main: Callable[[list[str]], int], command: str) -> s
     narrow = unittest.mock.patch.dict(os.environ, COLUMNS="80")
     with narrow, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([command, "--help"])
-    return f"```console\n$ {program} {command} --help\n{printed.getvalue().strip()}\n```"
+    # Before Python 3.13 an option with a short name has its value twice: `-o FILE, --output FILE`.
+    text = re.sub(r"^(  -\w) (\w+)(, --[\w-]+ \2)\n +", _write_option, printed.getvalue().strip(), flags=re.MULTILINE)
+    return f"```console\n$ {program} {command} --help\n{text}\n```"
+
+
+def _write_option(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[3]}".ljust(_HELP_COLUMN)
+
+
+_HELP_COLUMN = 24
+"""The column of `argparse` in which the description of an option begins."""
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

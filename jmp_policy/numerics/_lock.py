@@ -98,7 +98,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
         name = getattr(opened, "__name__", type(opened).__name__)
         if all(row.fact.startswith("argument") for row in rows):
             warn_user(f"lock found no floating-point operation or result in {name}. Return what it computes.")
-        return Lock(tuple(rows), name, chosen, device, tuple(_list_versions(compiled=compiled)), policies)
+        return Lock(tuple(rows), name, chosen, device, _list_versions(compiled), policies)
 
     return run_lock
 
@@ -137,11 +137,14 @@ def _list_policies(
     return {place: "; ".join(dict.fromkeys(texts)) for place, texts in places.items()}
 
 
-def _list_versions(*, compiled: bool) -> Iterator[tuple[str, str]]:
+@functools.cache  # reading them takes as long as the facts of a small program
+def _list_versions(compiled: bool) -> tuple[tuple[str, str], ...]:
+    found = {}
     for name in VERSIONS:
         if compiled or name not in ("jaxlib", "libtpu"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                yield name, importlib.metadata.version(name)
+                found[name] = importlib.metadata.version(name)
+    return tuple(found.items())
 
 
 def assert_locked(
