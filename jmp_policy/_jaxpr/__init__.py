@@ -65,6 +65,7 @@ from ._program import (
     Value as Value,
     array_dtype as array_dtype,
     body_of as body_of,
+    drop_repetition as drop_repetition,
     find_direction as find_direction,
     float_dtype as float_dtype,
     float_dtype_of as float_dtype_of,

@@ -101,18 +101,35 @@ def multiplies_only(eqn: JaxprEqn) -> bool:
 def name_stack(eqn: JaxprEqn, outer: str = "") -> str:
     """Returns the scopes in which an equation was traced, outermost first, in a sub-jaxpr that has the scopes `outer`.
 
-    In the backward pass of a remat or `jax.custom_jvp` function, JAX's own stack also contains the scopes of the
-    forward pass. This function drops that repetition.
+    They are those of JAX, but for `drop_repetition`.
     """
     stack = str(eqn.source_info.name_stack)
-    has_forward = eqn.primitive.name in ("checkpoint", "remat2") or ")/jvp(" in stack
-    if not (has_forward and (is_backward(stack) or is_backward(outer))):
+    if not (is_backward(stack) or is_backward(outer)):
+        return stack
+    return drop_repetition(stack, is_remat=eqn.primitive.name in ("checkpoint", "remat2"))
+
+
+def drop_repetition(stack: str, *, is_remat: bool = False) -> str:
+    """Drops scopes that JAX repeats in the backward pass of a remat, or of a function with a custom derivative.
+
+    >>> drop_repetition("transpose(jvp(net))/dense/jvp(net)/dense/rule")
+    'transpose(net/dense/rule)'
+    """
+    if not ("/jvp(" in stack or is_remat):
         return stack
     names = [name for name in strip_transformations(stack).split("/") if name]
-    once = names[: len(names) // 2]
-    if not once or once + once != names:
+    once = _list_once(names)
+    if once == names:
         return stack
     return f"transpose({'/'.join(once)})" if is_backward(stack) else "/".join(once)
+
+
+def _list_once(names: list[str]) -> list[str]:
+    """Drops the first names as often as they are repeated."""
+    for count in range(len(names) // 2, 0, -1):
+        if names[:count] == names[count : 2 * count]:
+            return _list_once(names[count:])
+    return names
 
 
 def is_backward(stack: str) -> bool:
@@ -150,6 +167,15 @@ class SubJaxpr(NamedTuple):
     # Number of runs per run of the equation: 1 if it is unknown, and 0 for a branch of a `lax.platform_dependent` for
     # another platform.
     trips: int = 1
+
+    def choose(self, results: frozenset[int]) -> frozenset[int]:
+        """Returns the outputs of the jaxpr that some outputs of the equation need: all, unless these correspond."""
+        return results if self.outputs else frozenset(range(len(self.program.outvars)))
+
+    def find_read(self, results: frozenset[int]) -> frozenset[int]:
+        """Returns the positions of the inputs that some outputs need; a loop may run zero times."""
+        first = frozenset(self.carry[i] for i in results if i < len(self.carry))
+        return first | find_live(self.program, self.choose(results)).arguments
 
 
 def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:
@@ -265,29 +291,75 @@ def walk(
     """Yields the steps of a jaxpr in order, also in sub-jaxprs, once for each equation that runs one.
 
     Links, each with one result, join values of a sub-jaxpr to those around it; a carry is not followed to the next
-    iteration. Variables are compared by identity, so keep `program` alive.
+    iteration. Variables are compared by identity, so keep `program` alive. With `live_only`, only the steps that have
+    effects or contribute to an output.
     """
-    for eqn in list_live(program) if live_only else program.eqns:
+    every = frozenset(range(len(program.outvars)))
+    return _walk(program, scope, around, trips, every if live_only else None, platform)
+
+
+def _walk(
+    program: Jaxpr, scope: str, around: tuple, trips: int, wanted: frozenset[int] | None, platform: str | None
+) -> Iterator[Step]:
+    """Yields the steps that the outputs in `wanted` need; None stands for all steps."""
+    live = None if wanted is None else find_live(program, wanted)
+    for number, eqn in enumerate(program.eqns):
+        if live is not None and number not in live.results:
+            continue
         stack = name_stack(eqn, scope)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
         bodies = sub_jaxprs(eqn, platform)
         if not bodies:
             yield Step(eqn.primitive.name, eqn.invars, eqn.outvars, eqn, here, around, trips)
             continue
+        results = None if live is None else live.results[number]
         for body in bodies:
             for constant, var in zip(body.consts, body.program.constvars, strict=False):
                 yield Step("constant", [constant], [var], eqn, here, around, trips)
             inside = (*around, (eqn, body.program))
             again = dict(zip(body.carry, body.program.outvars if body.outputs else (), strict=False))
-            for i, (outer, inner) in enumerate(body.inputs):
-                name = "carry" if i in body.carry else "link"
+            for i in range(len(body.inputs)) if results is None else sorted(body.find_read(results)):
+                name, (outer, inner) = "carry" if i in body.carry else "link", body.inputs[i]
                 yield Step(name, [outer], [inner], eqn, here, inside, trips, again.get(i))
-            yield from walk(body.program, here, inside, trips * body.trips, live_only=live_only, platform=platform)
+            inner_wanted = None if results is None else body.choose(results)
+            yield from _walk(body.program, here, inside, trips * body.trips, inner_wanted, platform)
         # One link per output of the equation. It reads that output of each sub-jaxpr, such as the branches of a cond.
         outputs = [{id(outer): inner for inner, outer in body.outputs} for body in bodies]
-        for var in eqn.outvars:
-            sources = [results[id(var)] for results in outputs if id(var) in results]
-            yield Step("link", sources, [var], eqn, here, around, trips)
+        for i, var in enumerate(eqn.outvars):
+            if results is None or i in results:
+                sources = [made[id(var)] for made in outputs if id(var) in made]
+                yield Step("link", sources, [var], eqn, here, around, trips)
+
+
+class Live(NamedTuple):
+    """The parts of a jaxpr that some of its outputs need."""
+
+    results: dict[int, frozenset[int]]  # by the position of an equation that has effects or is needed: its outputs
+    arguments: frozenset[int]  # positions of the arguments that are read
+
+
+@remember_by_jaxpr  # else the time doubles with each level of nested calls
+def find_live(program: Jaxpr, wanted: frozenset[int]) -> Live:
+    """Finds the equations that have effects, or that the outputs in `wanted` need, as XLA runs them."""
+    used = set(list_variables(program.outvars[i] for i in wanted))
+    found = dict[int, frozenset[int]]()
+    for number, eqn in reversed([*enumerate(program.eqns)]):
+        results = frozenset(i for i, var in enumerate(eqn.outvars) if var in used)
+        if results or eqn.effects:
+            found[number], operands = _find_live_operands(eqn, results)
+            used.update(list_variables(operands))
+    return Live(found, frozenset(i for i, var in enumerate(program.invars) if var in used))
+
+
+def _find_live_operands(eqn: JaxprEqn, results: frozenset[int]) -> tuple[frozenset[int], Sequence[Atom]]:
+    """Returns the outputs of an equation that are needed, those that a loop carries among them, and its operands."""
+    bodies = sub_jaxprs(eqn)
+    read = [(body, i) for body in bodies for i in body.find_read(results)]
+    carried = frozenset(i - body.carry.start for body, i in read if i in body.carry)
+    if not carried <= results:
+        return _find_live_operands(eqn, results | carried)
+    dead = {id(outer) for body in bodies for outer, _ in body.inputs} - {id(body.inputs[i][0]) for body, i in read}
+    return results, [atom for atom in eqn.invars if id(atom) not in dead]
 
 
 def list_live(program: Jaxpr, kept: Collection[str] = ()) -> list[JaxprEqn]:

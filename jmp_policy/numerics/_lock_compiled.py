@@ -16,7 +16,16 @@ from .._jaxpr import ObservedCall
 from ._audit_report import PLATFORMS, parse_platform
 from ._collectives import find_meshes
 from ._hlo import Instruction, Module, make_unique, parse_module
-from ._lock_facts import OPERATIONS, Described, Tally, add_collectives, describe_cast, describe_matmul, is_inexact
+from ._lock_facts import (
+    OPERATIONS,
+    Described,
+    Tally,
+    add_collectives,
+    describe_cast,
+    describe_matmul,
+    describe_rounding,
+    is_inexact,
+)
 from ._lock_rows import LockRow
 from ._partitioned import Reader, list_sites, read_module, read_stack
 from ._traced import FindPlace
@@ -140,8 +149,8 @@ def _describe(made: Instruction, module: Module, reader: Reader, platform: str) 
     if not any(map(is_inexact, (*dtypes, *read))):
         return None
     if made.opcode == "reduce-precision":
-        bits = re.findall(r"(?:exponent|mantissa)_bits=(\d+)", made.attributes)
-        return Described("cast", f"{dtypes[0]} -> e{'m'.join(bits)}", size)
+        exponent, mantissa = map(int, re.findall(r"(?:exponent|mantissa)_bits=(\d+)", made.attributes))
+        return describe_rounding(dtypes[0], exponent, mantissa, size)
     if made.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', made.attributes)
         name = target[1] if target else made.opcode

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._base import is_array
@@ -13,9 +14,11 @@ from .._jaxpr import (
     DEVICE_SUMS,
     HALF_SUMS,
     MATMULS,
+    PRIMITIVES as KNOWN,
     Fact,
     Pass,
     Step,
+    body_of,
     find_line,
     find_origin,
     find_sum,
@@ -45,7 +48,11 @@ _ROUNDING = (
 )
 """Other arithmetic that rounds. The scope of an `add_any` depends on the order in which layers are called."""
 
-_KERNELS = having(Fact.KERNEL, Fact.OUTSIDE) - MATMULS - {"debug_callback", "debug_print"}
+_NO_KERNELS = {"link", "carry", "constant", "debug_callback", "debug_print"}.union(
+    KNOWN.keys() - having(Fact.KERNEL, Fact.OUTSIDE), MATMULS
+)
+"""All other operations count by the dtypes of their arguments, also those of other libraries."""
+
 _SMALL = ("int4", "uint4", "int8", "uint8", "int2", "uint2")
 
 
@@ -103,7 +110,7 @@ _AMOUNTS: dict[str, Callable[[int, int, int], str]] = {
 def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[LockRow]:
     """Lists the facts of the operations of a jaxpr, as a platform runs it."""
     tally, communicates = Tally(), False
-    for step in walk(program, live_only=True, platform=platform):
+    for step in _walk_with_kernels(program, platform):
         if not step.trips:
             continue
         communicates = communicates or step.name in PRIMITIVES
@@ -114,6 +121,17 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
     if communicates:
         add_collectives(tally, read_program(program, find_place, platform)[0])
     return tally.list_rows()
+
+
+def _walk_with_kernels(program: Jaxpr, platform: str) -> Iterator[Step]:
+    """Yields the steps of a jaxpr, and of one block of each Pallas kernel as often as there are blocks."""
+    for step in walk(program, live_only=True, platform=platform):
+        yield step
+        if step.name == "pallas_call":
+            body, grid = body_of(step.eqn.params["jaxpr"]), step.eqn.params["grid_mapping"].grid
+            trips = step.trips * math.prod(size for size in grid if isinstance(size, int))
+            around = (*step.around, (step.eqn, body))
+            yield from walk(body, step.scope, around, trips, live_only=True, platform=platform)
 
 
 def _find_source(step: Step) -> str:
@@ -142,8 +160,8 @@ def _describe(step: Step, platform: str) -> Described | None:
         return None
     widest = max(dtypes, key=count_bits)
     if name == "reduce_precision":
-        bits = "e{exponent_bits}m{mantissa_bits}".format(**step.eqn.params)
-        return Described("cast", f"{widest} -> {bits}", _size(step.results))
+        params = step.eqn.params
+        return describe_rounding(widest, params["exponent_bits"], params["mantissa_bits"], _size(step.results))
     if name in HALF_SUMS:
         found = find_sum(step)
         numbers = 1 if found is None else found.numbers  # a scatter of rows that meet in no element is not counted
@@ -153,7 +171,7 @@ def _describe(step: Step, platform: str) -> Described | None:
     # An iota in half precision rounds: bfloat16 has no odd integers above 256.
     if name in OPERATIONS or (name == "iota" and count_bits(widest) < 32):
         return Described("operation", f"{name} in {widest}")
-    if name in _KERNELS:
+    if name not in _NO_KERNELS:
         read, made = (" ".join(map(_name_dtype, atoms)) for atoms in (step.operands, step.results))
         return Described("kernel", f"{name} {read} -> {made}")
     size = _size(step.results)
@@ -167,6 +185,13 @@ def describe_cast(source: str, target: str, size: int) -> Described | None:
         return None
     is_exact = source == "bool" or (source not in _SMALL and not is_inexact(source) and count_bits(target) > 16)
     return None if is_exact or target == "bool" else Described("cast", f"{source} -> {target}", size)
+
+
+def describe_rounding(dtype: str, exponent: int, mantissa: int, size: int) -> Described | None:
+    """Describes a `reduce_precision`. Skips it where it changes nothing, as what JAX writes into a remat."""
+    own = jnp.finfo(dtype)
+    is_rounded = exponent < own.nexp or mantissa < own.nmant
+    return Described("cast", f"{dtype} -> e{exponent}m{mantissa}", size) if is_rounded else None
 
 
 def is_inexact(dtype: str) -> bool:
@@ -210,7 +235,8 @@ def list_arrays(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[Loc
         elif isinstance(leaf, QuantizedArray):
             yield LockRow(name_path(path), "argument quantized", f"{leaf.format} of {leaf.dtype}", spell_shape(leaf))
         elif is_array(leaf) and has_precision(leaf.dtype):
-            yield LockRow(name_path(path), "argument", str(leaf.dtype), spell_shape(leaf))
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # float32 for float64 without x64
+            yield LockRow(name_path(path), "argument", str(dtype), spell_shape(leaf))
 
 
 def has_precision(dtype: Any) -> bool:

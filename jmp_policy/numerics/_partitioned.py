@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .._base import group_by_key
-from .._jaxpr import choose_line
+from .._jaxpr import choose_line, drop_repetition, is_backward
 from ._collectives_report import KINDS, REDUCING, Collective
 from ._hlo import Array, Computation, Instruction, Module, Reference, find_group
 from ._traced import PRIMITIVES, FindPlace, Flow, judge
@@ -171,18 +171,23 @@ class Reader:
         kind = _OPCODES[instruction.opcode]
         reduction = self.find_reduction(instruction) if kind in REDUCING else ""
         axes, devices = find_group(instruction.attributes, self._meshes, self._devices)
+        line, sent = self.find_line(instruction), _list_sent(instruction, kind, devices)
+        rows = []
+        for i, (name, array) in enumerate(zip(self._list_names(instruction, len(sent)), sent, strict=True)):
+            path, direction = self._find_place(read_stack(name))
+            result = Reference(instruction.name, i if instruction.is_tuple else None)
+            direction, is_gradient = judge(direction, kind, reduction, instruction.operands[i], result, self._flow)
+            how = direction, is_gradient, name.rpartition("/")[2] not in PRIMITIVES, line, path, runs
+            size = runs * math.prod(array.shape) * array.bits // 8
+            rows.append(Collective(kind, reduction, array.dtype, axes, devices, array.shape, *how, bytes=size))
+        return rows
+
+    def _list_names(self, instruction: Instruction, count: int) -> list[str]:
+        """Lists the name of each array. XLA joins the names of combined collectives: `jit(f)/(up/add:down/add)`."""
         name = self.find_named(instruction).op_name
-        inserted = name.rpartition("/")[2] not in PRIMITIVES
-        (path, direction), line = self._find_place(read_stack(name)), self.find_line(instruction)
-        result = Reference(instruction.name, 0 if instruction.is_tuple else None)
-        direction, is_gradient = judge(direction, kind, reduction, instruction.operands[0], result, self._flow)
-        how = direction, is_gradient, inserted, line, path, runs
-        sent = _list_sent(instruction, kind, devices)
-        sizes = [runs * math.prod(array.shape) * array.bits // 8 for array in sent]
-        return [
-            Collective(kind, reduction, array.dtype, axes, devices, array.shape, *how, bytes=size)
-            for array, size in zip(sent, sizes, strict=True)
-        ]
+        outer, joined, inner = name.removesuffix(")").partition("/(")
+        names = [f"{outer}/{each}" for each in inner.split(":")] if joined else [name]
+        return names if len(names) == count else names[:1] * count
 
     def find_line(self, instruction: Instruction) -> str:
         """Returns the user's line of an instruction, or of its nearest reader that has one."""
@@ -283,7 +288,8 @@ def read_stack(op_name: str) -> str:
     """
     names = op_name.partition(";")[0].split("/")[:-1]
     stack = "/".join(re.sub(r"\bjit\([^()]*\)", "", name) for name in names)
-    return re.sub(_STRUCTURE, "", f"/{stack}/").strip("/")
+    stack = re.sub(_STRUCTURE, "", f"/{stack}/").strip("/")
+    return drop_repetition(stack) if is_backward(stack) else stack
 
 
 _STRUCTURE = re.compile(

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Var
 from meshes import make_mesh
 
 # The package `_jaxpr` has no public names: what it computes is seen outside only through slower programs.
-from jmp_policy._jaxpr import split_axes, sub_jaxprs, walk
+from jmp_policy._jaxpr import ModulePaths, Modules, split_axes, sub_jaxprs, walk
 
 X = jnp.ones((4, 4))
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -88,6 +89,75 @@ def test_dead_code_is_passed_over_if_asked():
 
     assert computed() == ["cos", "tan", "sin", "exp"]
     assert computed(live_only=True) == ["tan", "sin"]
+
+
+def loop(c, _):
+    count, total, unread, _ = c
+    return (count + 1, jnp.sin(count) + total, jnp.cos(unread), 0.0), jnp.exp(unread)
+
+
+def report(x):
+    jax.debug.callback(lambda x: None, jnp.tan(x))
+    return jnp.sin(x), jnp.cos(x)
+
+
+COUNTED = ("sin", "cos", "tan", "exp", "log")
+LIVE = {
+    "jit": (lambda x: jax.jit(report)(x)[0], "sin tan"),
+    "effects": (lambda x: jax.jit(report)(x) and None, "tan"),
+    "remat": (lambda x: jax.checkpoint(lambda x, y: (jnp.sin(x), jnp.cos(y)))(x, jnp.exp(x))[0], "sin"),
+    "nested jit": (lambda x: jax.jit(lambda x: jax.jit(lambda y: (jnp.sin(x), jnp.cos(y)))(jnp.exp(x)))(x)[0], "sin"),
+    "scan": (lambda x: lax.scan(loop, (x, jnp.tan(x), jnp.log(x), x), length=3)[0][1], "sin tan"),
+    "scan of what is stacked": (lambda x: lax.scan(loop, (x, jnp.tan(x), jnp.log(x), x), length=3)[1], "cos exp log"),
+    "scan that may not run": (lambda x: lax.scan(loop, (x, x, x, jnp.tan(x)), length=0)[0][3], "tan"),
+    "while": (
+        lambda x: lax.while_loop(
+            lambda c: jnp.tan(c[0]) < 1, lambda c: (c[0] + 1, jnp.sin(c[1]), jnp.cos(c[2])), (x, x, jnp.exp(x))
+        )[1],
+        "sin tan",
+    ),
+    "cond": (lambda x: lax.cond(x > 0, lambda: (jnp.sin(x), jnp.cos(x)), lambda: (jnp.tan(x), x))[0], "sin tan"),
+    "derivative": (jax.grad(lambda x: jnp.sum(jax.jit(lambda x: jnp.log(jnp.sin(x)))(x))), "cos sin"),
+}
+"""By the equation around dead code: a function of one number, and the operations that it needs."""
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_dead_code_is_found_in_sub_jaxprs_too(name):
+    fun, expected = LIVE[name]
+    found = [step for step in steps(fun, 1.0, live_only=True) if step.name in COUNTED]
+    assert sorted(step.name for step in found) == expected.split()
+    program = jax.make_jaxpr(fun)(1.0).jaxpr
+    made = {*program.invars, *program.constvars}
+    for step in walk(program, live_only=True):  # whatever is read has been made
+        read = [operand for operand in step.operands if isinstance(operand, Var)]
+        assert made.issuperset(read)
+        made.update(step.results, *(body.constvars for _, body in step.around))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["gradient in a scope", "gradient around scopes"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_a_rule_has_the_scopes_of_its_call(wrap, inside):
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    @jax.custom_jvp
+    def triple(x):
+        return 3 * x
+
+    in_rule = jax.named_scope("rule/inner")
+    double.defvjp(lambda x: (2 * x, x), in_rule(lambda x, g: (jnp.sinh(x) * g,)))
+    triple.defjvp(in_rule(lambda x, t: (triple(*x), lax.exp2(x[0]) * t[0])))
+
+    @jax.named_scope("net/layer")
+    def net(x):
+        return wrap(lambda x: double(triple(x)))(x)
+
+    step = jax.named_scope("step/micro")(jax.grad(net)) if inside else jax.grad(net)
+    read, first = ModulePaths(Modules()).read_stack, "step/micro/" if inside else ""
+    found = {step.name: read(step.scope) for step in steps(step, 1.0, live_only=True)}
+    assert {found["sinh"], found["exp2"], found["mul"]} == {f"{first}net/layer/rule/inner"}
 
 
 def test_kernel_and_reduction_have_no_bodies_to_look_into():

@@ -53,6 +53,23 @@ def test_precisions_and_roundings_are_read():
     assert casts == [". | float32 -> e8m7 | 64 elements"]
 
 
+def test_combined_collectives_have_a_scope_each():
+    mesh = make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        with jax.named_scope("up"):
+            h = jax.nn.relu(x @ w["up"])
+        with jax.named_scope("down"):
+            return (h @ w["down"]).mean()
+
+    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    args = {"up": place((8, 16), P()), "down": place((16, 8), P())}, place((8, 8), P("data"))
+    found = [compile_lock(jax.value_and_grad(fun), *args, of="collective") for fun in (loss, jax.jit(loss))]
+    [sums, in_jit], sum_of = [lines for _, lines in found], "all-reduce sum in float32 over data | 1 time"
+    assert sums == [f"down | {sum_of}, 4 bytes", f"down | {sum_of}, 512 bytes", f"up | {sum_of}, 512 bytes"]
+    assert in_jit == sums
+
+
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_a_program_is_compiled_for_a_tpu_that_is_not_there():

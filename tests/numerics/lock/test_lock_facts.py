@@ -4,10 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
 import jmp_policy as jmp
@@ -21,6 +24,18 @@ def facts(fun, *args, of="", **options):
     rows = lock(fun, **options)(*args).rows
     return [" | ".join((row.path or ".", row.fact, row.what, row.amount)) for row in rows if of in row.fact and
             (of or row.fact.split()[0] not in ("argument", "result"))]  # fmt: skip
+
+
+FOREIGN = Primitive("foreign")
+FOREIGN.def_abstract_eval(lambda x, y: x)
+
+
+def on_blocks(x):
+    def square(x, out):
+        out[...] = jnp.dot(x[...], x[...].T, preferred_element_type=jnp.float32)
+
+    halves, result = pl.BlockSpec((2, 4), lambda i: (i, 0)), jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    return pl.pallas_call(square, grid=(2,), in_specs=[halves], out_shape=result, interpret=True)(x)
 
 
 OPERATIONS = {
@@ -47,6 +62,11 @@ OPERATIONS = {
     "sum that chooses": (lambda x, y: x.max(),),
     "arithmetic": (lambda x, y: x * 2 - x[:2, :2].sum(), "in float32 | arrays of up to 16 elements"),
     "arithmetic of moves": (lambda x, y: jnp.where(x.T > 0, jnp.roll(x, 1), 0.0)[::2].reshape(-1),),
+    "cast of other bits": (lambda x, y: (lax.reduce_precision(x, 8, 7), lax.reduce_precision(y, 8, 7)),
+                           "float32 -> e8m7 | 16 elements"),
+    "kernel of another library": (lambda x, y: FOREIGN.bind(x, y), "foreign float32 bfloat16 -> float32 | 1 time"),
+    "kernel of Pallas": (lambda x, y: on_blocks(y), "pallas_call bfloat16 -> float32 | 1 time"),
+    "matmul of Pallas": (lambda x, y: on_blocks(y), "bfloat16 x bfloat16 -> float32 | 2 times"),
     "kernel": (lambda x, y: jax.pure_callback(abs, F32, x), "pure_callback float32 -> float32 | 1 time"),
 }  # fmt: skip
 """By kind: a function of `F32` and `BF16`, and its facts of that kind on a CPU."""
@@ -134,6 +154,16 @@ def test_arguments_state_and_results_have_their_dtypes_and_counters_have_none():
         "result/1/state/0/mu/w | result | bfloat16 | shape 4x4",
         "result/1/state/0/nu/w | result | float32 | shape 4x4",
     ]
+
+
+def test_an_array_of_numpy_has_the_dtype_that_is_read():
+    assert facts(jnp.sin, np.ones(4), of="argument") == facts(jnp.sin, jnp.ones(4), of="argument")
+
+
+def test_a_checkpoint_policy_writes_no_casts():
+    dots = jax.checkpoint_policies.dots_saveable
+    loss = lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x), policy=dots)(x).astype(jnp.float32).sum()
+    assert [line for line in facts(jax.grad(loss), BF16, of="cast") if "e8m7" in line] == []
 
 
 def test_a_module_whose_parameter_changes_its_dtype_has_a_line():
