@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,20 +179,21 @@ def _audit(arguments: argparse.Namespace) -> Any:
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    from ..numerics import load_lock, lock, lock_like
+    from ..numerics import load_lock, lock, lock_like, name_function
 
-    file = arguments.output
+    file, platform = arguments.output, arguments.platform
+    if str(file) == "-":
+        raise UserError("--output - is not a file: name one. For example: -o numerics.lock")
     _check_file("--output", file)
     try:
-        locked = load_lock(file, is_damaged_ok=not arguments.check)
-        if locked is None and arguments.check:
-            raise UserError(f"--check: found no file {file}. Write it first, without --check")
-        if locked is not None and ":" in locked.function and locked.function != arguments.function:
-            raise UserError(f"{file} is of {locked.function}, not of {arguments.function}. Name another file, with -o")
-        with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # prints are not part of the report
+            warnings.filterwarnings("ignore", "lock found no")  # `save` raises
             fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
-            now = lock_like(locked, fun, arguments.platform, arguments.compiled)(*args)
-        now = dataclasses.replace(now, function=arguments.function)
+            locked = load_lock(file, is_damaged_ok=not arguments.check, platform=platform)
+            name = name_function(load_function(arguments.function))
+            _check_locked(arguments, locked, name)
+            now = lock_like(locked, fun, platform, arguments.compiled)(*args)
+        now = dataclasses.replace(now, function=name)
         if arguments.check and locked is not None:
             difference = locked.diff(now)
             print_text(difference)
@@ -199,11 +202,22 @@ def _lock(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(str(error)) from None
     except OSError as error:
-        if error.filename != str(file):
+        if str(error.filename) != str(file):
             raise
         raise UserError(f"--output {file}: {error.strerror}") from None
     print_text(f"{file}: {len(str(now).splitlines())} lines")
     return 0
+
+
+def _check_locked(arguments: argparse.Namespace, locked: Any, name: str) -> None:
+    """Rejects a missing file with `--check`, and without it a file of another function."""
+    file, before = arguments.output, locked and locked.function
+    if locked is None and arguments.check:
+        raise UserError(f"--check: {file} is missing or empty. Write it first, without --check")
+    if before and before.rpartition(":")[2] != name and not arguments.check:
+        raise UserError(
+            f"{file} is of {before}, not of {name}. Name another with -o, or delete it if the function was renamed"
+        )
 
 
 def _collect(arguments: argparse.Namespace) -> Any:
@@ -315,9 +329,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _check_file(option: str, file: Path | None) -> None:
-    if file is not None and not file.parent.is_dir():
+    # `Path.is_dir` raises for names that are too long.
+    if file is not None and not os.path.isdir(file.parent):
         raise UserError(f"{option} {file}: the folder {file.parent} does not exist")
-    if file is not None and file.is_dir():
+    if file is not None and os.path.isdir(file):
         raise UserError(f"{option} {file} is a folder: name a file. For example: {option} {file / 'report'}")
 
 

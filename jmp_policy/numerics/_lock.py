@@ -46,7 +46,8 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     - casts to and from floating dtypes, with the number of elements, but of bool, or of wide integers to float32;
     - operations that depend on their dtype, such as exponentials: those that `autocast` keeps in float32, and more;
     - sums with the largest number of elements that they add; the largest array of other arithmetic;
-    - collectives of `shard_map`, with bytes; kernels with the dtypes of their arguments;
+    - collectives of `shard_map`, with bytes; operations inside of Pallas kernels;
+    - kernels, callbacks and operations of other libraries, with the dtypes of their arguments and results;
     - arguments and results: dtypes, shapes, quantized formats, settings of loss scales.
 
     Names of functions, the order of operations, jitted functions inside and source lines are not facts. Operations
@@ -95,12 +96,18 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
         scales = dict.fromkeys(LockRow(find_place(note.scope)[0], note.kind, note.name, note.text) for note in notes)
         rows = [*_list_ends(opened, args, kwargs, call, changed), *scales, *found]
         policies = tuple(_list_policies(args, kwargs, call, register.notes, paths).items())
-        name = getattr(opened, "__name__", type(opened).__name__)
+        name = name_function(fun)
         if all(row.fact.startswith("argument") for row in rows):
             warn_user(f"lock found no floating-point operation or result in {name}. Return what it computes.")
         return Lock(tuple(rows), name, chosen, device, _list_versions(compiled), policies)
 
     return run_lock
+
+
+def name_function(fun: Callable[..., Any]) -> str:
+    """Returns the name that a lock has of a function, for a partial of what it calls."""
+    opened = open_partials(fun, (), {})[0]
+    return getattr(opened, "__name__", type(opened).__name__)
 
 
 def _list_ends(
@@ -168,7 +175,7 @@ def assert_locked(
 
     Raises:
       AssertionError: a fact differs, or the file is missing. The message has the difference, with causes and fixes.
-      ValueError: the file is not a lock.
+      ValueError: the file is not a lock, or is to be written and has no operation or result.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp, tempfile
     >>> x, path = jax.ShapeDtypeStruct((4, 4), jnp.float32), f"{tempfile.mkdtemp()}/numerics.lock"
@@ -183,14 +190,17 @@ def assert_locked(
       cause: its precision changed
       fix: set precision= of the policy or of the call, or jax_default_matmul_precision
     """
-    check_function(fun, "assert_locked")
+    try:
+        check_function(fun, "assert_locked")
+    except TypeError as error:
+        raise TypeError(str(error).replace("assert_locked(", 'assert_locked("numerics.lock", ')) from None
     file = Path(path)
 
     def run_assert(*args: Any, **kwargs: Any) -> None:
         writes = os.environ.get(UPDATE, "").lower() in ("1", "true", "yes") if update is None else update
-        locked = load_lock(file, is_damaged_ok=writes)
+        locked = load_lock(file, is_damaged_ok=writes, platform=platform)
         if locked is None and not writes:
-            raise AssertionError(f"{file} does not exist. Create it: {UPDATE}=1 pytest")
+            raise AssertionError(f"{file.absolute()} is missing or empty. Create it: {UPDATE}=1 pytest")
         now = lock_like(locked, fun, platform, compiled)(*args, **kwargs)
         if writes:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 MODULE = """
+import functools
 import jax, jax.numpy as jnp
 
 number = 3
@@ -44,6 +45,8 @@ def outer(x): return silent(x)
 def nan(x, w): return x * jnp.nan
 def train(net, x, w): return net(x, w).mean()
 def none(): return 1
+def forgetful(x, w): x @ w
+partial = functools.partial(named, scale=2.0)
 
 def arguments():
     return jnp.full((2, 3), 2.0**-13), jnp.full((3, 4), 2.0**-13)  # products of 3 * 2**-26: half of float16's least

@@ -1,7 +1,9 @@
 """The commands but `doctor`: what they print and write of the functions of a user."""
 
+import importlib
 import io
 import json
+import os
 import sys
 
 import jax
@@ -43,10 +45,10 @@ def test_a_lock_is_written_and_a_difference_is_status_1(capsys, folder):
     assert main([*LOCK, "--platform", "cuda"]) == 0
     text = (folder / "product.lock").read_text()
     assert capsys.readouterr().out == f"product.lock: {len(text.splitlines())} lines\n"
-    assert "function: user:product\nplatform: cuda\n" in text
+    assert "function: product\nplatform: cuda\n" in text
     assert "head | forward matmul | bfloat16 x bfloat16 -> bfloat16 | 1 time\n" in text
     assert main([*LOCK, "--check"]) == 0
-    assert capsys.readouterr().out == "no differences in user:product\n"
+    assert capsys.readouterr().out == "no differences in product\n"
     other = [*LOCK[:3], "user:ones", *LOCK[4:], "--check"]
     assert main(other) == 1
     shown = capsys.readouterr().out
@@ -58,11 +60,16 @@ def test_a_lock_is_written_and_a_difference_is_status_1(capsys, folder):
 
 
 @pytest.mark.parametrize(("command", "before", "message"), [
-    ([*LOCK, "--check"], None, "--check: found no file product.lock. Write it first, without --check"),
+    ([*LOCK, "--check"], None, "--check: product.lock is missing or empty. Write it first, without --check"),
+    ([*LOCK, "--check"], "", "--check: product.lock is missing or empty. Write it first, without --check"),
     (LOCK, "import jax", "product.lock is not a lock: it starts with 'import jax'. Pass"),
     ([*LOCK, "--check"], "import jax", "product.lock is not a lock: it starts with 'import jax'."),
     ([*LOCK, "-o", "none/product.lock"], None, "--output none/product.lock: the folder none does not exist"),
     ([*LOCK, "-o", "."], None, "--output . is a folder: name a file."),
+    ([*LOCK, "-o", "-"], None, "--output - is not a file: name one. For example: -o numerics.lock"),
+    ([*LOCK, "-o", "a" * 300], None, f"--output {'a' * 300}: File name too long"),
+    (["lock", "user:none"], None, "The lock of none was not written: it has no floating-point operation or result"),
+    (["lock", "user:forgetful", *LOCK[2:]], None, "The lock of forgetful was not written: it has no floating-point"),
     ([*LOCK, "--platform", "cuda", "--compiled"], None, "There is no cuda here to compile for. Lock the tr"),
     (["lock", "user:number"], None, "'user:number' is not a function, but 3"),
     (["lock", "user:failing", *LOCK[2:]], None, "user:failing raised RuntimeError: no data, at "),
@@ -74,19 +81,55 @@ def test_a_lock_that_cannot_be_made_is_an_error_of_one_line(command, before, mes
     error = capsys.readouterr().err
     assert error.startswith(f"jmp-policy: error: {message}")
     assert error.count("\n") == 1
-    assert not (folder / "product.lock").exists() or (folder / "product.lock").read_text() == before
+    assert before is not None or not list(folder.glob("*.lock"))
+    assert before is None or (folder / "product.lock").read_text() == before
 
 
 def test_a_lock_of_another_function_is_not_overwritten_and_a_damaged_one_is(capsys, folder):
     assert main(LOCK) == 0
     before = (folder / "product.lock").read_text()
     assert main(["lock", "user:doubled", *LOCK[2:]]) == 2
-    said = "product.lock is of user:product, not of user:doubled. Name another file, with -o"
+    said = "product.lock is of product, not of doubled. Name another with -o, or delete it if the function was renamed"
     assert said in capsys.readouterr().err
+    assert main(["lock", "user:doubl", *LOCK[2:]]) == 2
+    assert "user has no 'doubl', of 'user:doubl'. Did you mean 'doubled'?" in capsys.readouterr().err
+    assert main(["lock", "user:noisy", *LOCK[2:], "--check"]) == 0
+    assert capsys.readouterr().out == "no differences in product\nfunction: product, now noisy\n"
+    assert (folder / "product.lock").read_text() == before
     (folder / "product.lock").write_text(before.replace("bfloat16", "float16"))
     assert main([*LOCK, "--check"]) == 2
     assert "the digest does not match the lines" in capsys.readouterr().err
     assert main(LOCK) == 0
+    assert (folder / "product.lock").read_text() == before
+
+
+def test_the_command_and_a_test_write_the_same_file(folder):
+    assert main(LOCK) == 0
+    before = (folder / "product.lock").read_text()
+    user = importlib.import_module("user")
+    jmp.numerics.assert_locked("product.lock", user.product, update=True)(*user.shapes())
+    assert (folder / "product.lock").read_text() == before
+    assert main(LOCK) == 0
+    assert (folder / "product.lock").read_text() == before
+    assert main(["lock", "user:partial", "--args", "user:one"]) == 0
+    assert "function: named\n" in (folder / "numerics.lock").read_text()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_a_pipe_is_not_waited_for(options, capsys, folder):
+    os.mkfifo(folder / "pipe")
+    assert main([*LOCK, "-o", "pipe", *options]) == 2
+    assert capsys.readouterr().err.startswith("jmp-policy: error: pipe is not a regular file. Pass another name.")
+
+
+def test_a_damaged_lock_without_platform_needs_one(capsys, folder):
+    assert main([*LOCK, "--platform", "cuda"]) == 0
+    before = (folder / "product.lock").read_text()
+    (folder / "product.lock").write_text(before.replace("platform: cuda\n", ""))
+    assert main(LOCK) == 2
+    assert "product.lock is damaged, and has platform ''. Name the platform to rege" in capsys.readouterr().err
+    assert main([*LOCK, "--platform", "cuda"]) == 0
     assert (folder / "product.lock").read_text() == before
 
 

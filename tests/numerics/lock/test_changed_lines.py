@@ -208,8 +208,8 @@ plant(
     '"blocks/0/mlp": "mixed_bfloat16"',
     f'"blocks/0/mlp": "{HALF},reduce=float32"',
     "blocks/N/mlp/expand",
-    "blocks/N/mlp/contract blocks/N/attention/* blocks/N/norm embed",
-)  # all gradients have one
+    "blocks/N/mlp/contract blocks/[01]/mlp/* blocks/N/attention/* blocks/N/norm embed",
+)  # all gradients have one; the rule is perhaps the cause in block 1
 plant(
     "nnx",
     "rule added",

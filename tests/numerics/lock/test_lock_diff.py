@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def head(fun):
 product = head(lambda w, x: jnp.exp(x @ w["head"]))
 WEIGHTS = {"head": F32}
 NARROWER = "wrap the code in jmp.force_full_precision, or give its path a float32 rule"
-WIDER = "cast the float32 array, parameter or constant that promotes it, or give the layer a dtype"
+WIDER = "cast the float32 array, parameter or constant that promotes it, or set the dtype of the layer"
 
 
 def test_the_dtype_of_a_parameter_is_the_cause_in_its_module():
@@ -74,7 +75,7 @@ def test_an_argument_that_is_one_array_is_perhaps_the_cause():
     )
 
 
-OTHER = "find the operation that was added or removed"
+OTHER = "find the operation that was added, removed, or runs in another dtype"
 FIXES = {
     "narrower": (lambda x: jnp.exp(x), lambda x: jnp.exp(x.astype(jnp.bfloat16)), "forward operation", NARROWER),
     "wider": (lambda x: jnp.sin(x.astype(jnp.bfloat16)), jnp.sin, "forward operation", WIDER),
@@ -112,7 +113,7 @@ def test_the_shape_of_an_argument_is_the_cause_of_other_sizes():
     large = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     found = explain(jnp.cumsum, jnp.cumsum, F32, then=(large,))
     shape = "call the function with the shapes of the lock"
-    assert found[".", "forward sum"] == ("argument a has shape 8x4, was shape 4x4", shape)
+    assert found[".", "forward sum"] == ("perhaps argument a has shape 8x4, was shape 4x4", shape)
     assert found["a", "argument"] == ("", shape)
 
 
@@ -130,7 +131,8 @@ def test_blocks_of_another_name_are_named_and_equal_facts_elsewhere_are_not():
         return x
 
     found = explain(functools.partial(blocks, "layer"), functools.partial(blocks, "block"), F32)
-    assert found["block_[0-2]", "forward operation"][0] == "it was in layer_0"
+    assert found["block_[0-2]", "forward operation"][0] == "it was in layer_[0-2]"
+    assert found["layer_[0-2]", "forward operation"][0] == "it is in block_[0-2] now"
     one = lambda x: head(jnp.exp)(x) + jax.named_scope("tail")(jnp.sin)(x)
     two = lambda x: head(jnp.sin)(x) + jax.named_scope("tail")(jnp.exp)(x)
     assert {cause for cause, _ in explain(one, two, F32).values()} == {""}
@@ -139,9 +141,15 @@ def test_blocks_of_another_name_are_named_and_equal_facts_elsewhere_are_not():
 def test_what_is_new_or_gone_is_said_to_be_so():
     deeper = lambda w, x: jax.named_scope("tail")(jnp.tanh)(product(w, x))
     found = explain(product, deeper, WEIGHTS, F32, then=(WEIGHTS | {"tail": F32}, F32))
-    assert found["tail", "forward operation"] == ("tail is new", "regenerate the lock if that is meant")
-    assert found["w/tail", "argument"][0] == "w/tail is new"
-    assert explain(deeper, product, WEIGHTS, F32)["tail", "forward operation"][0] == "tail is gone"
+    assert found["tail", "forward operation"] == (
+        "the lock has no facts of tail",
+        "regenerate the lock if that is meant",
+    )
+    assert found["w/tail", "argument"][0] == "the lock has no facts of w/tail"
+    assert explain(deeper, product, WEIGHTS, F32)["tail", "forward operation"][0] == "tail has no facts now"
+    assert explain(product, lambda w, x: jnp.exp(product(w, x)), WEIGHTS, F32) == {
+        (".", "forward operation"): ("the lock has no facts of the root", "regenerate the lock if that is meant")
+    }
 
 
 def test_settings_of_a_scale_are_no_shape():
@@ -207,6 +215,9 @@ def test_another_platform_is_the_cause_of_everything():
     locked, now = (lock(jnp.dot, platform=platform)(F32, F32) for platform in ("cpu", "tpu"))
     [row] = locked.diff(now).rows
     assert row.cause == "platform: cpu, now tpu"
+    other = lock(lambda x, y: jnp.exp(x @ y), platform="tpu")(F32, F32)
+    assert locked.diff(other).rows[0].cause == "platform: cpu, now tpu"
+    assert locked.diff(other).rows[1].cause == "perhaps platform: cpu, now tpu"
     assert locked.diff(now).notes == ("platform: cpu, now tpu",)
     older = dataclasses.replace(locked, versions=(("jax", "0.9"),))
     assert f"jax: 0.9, now {jax.__version__}" in older.diff(locked).notes
@@ -245,10 +256,10 @@ def path(tmp_path, monkeypatch):
 
 def test_an_assertion_writes_the_file_only_where_it_is_told_to(path, monkeypatch):
     check = assert_locked(path, jnp.dot, platform="tpu")
-    with pytest.raises(AssertionError, match=rf"step\.lock does not exist\. Create it: {UPDATE}=1 pytest$"):
+    with pytest.raises(AssertionError, match=rf"step\.lock is missing or empty\. Create it: {UPDATE}=1 pytest$"):
         check(F32, F32)
     monkeypatch.setenv(UPDATE, "0")
-    with pytest.raises(AssertionError, match="does not exist"):
+    with pytest.raises(AssertionError, match="is missing or empty"):
         check(F32, F32)
     monkeypatch.setenv(UPDATE, "1")
     check(F32, F32)
@@ -266,6 +277,46 @@ def test_an_assertion_writes_the_file_only_where_it_is_told_to(path, monkeypatch
     assert_locked(path, jnp.dot)(BF16, BF16)
 
 
+def test_a_missing_file_is_named_with_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=f"^{re.escape(str(tmp_path / 'step.lock'))} is missing or empty"):
+        assert_locked("step.lock", jnp.dot, update=False)(F32, F32)
+
+
+def test_an_empty_file_counts_as_missing(path):
+    assert_locked(path, jnp.cumsum, update=True)(F32)
+    for text in ("", "\n\n", "\ufeff"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(AssertionError, match=r"step\.lock is missing or empty"):
+            assert_locked(path, jnp.cumsum)(F32)
+        with pytest.raises(FileNotFoundError, match="The file is empty"):
+            Lock.load(path)
+        assert_locked(path, jnp.cumsum, update=True)(F32)
+        assert_locked(path, jnp.cumsum)(F32)
+
+
+def test_the_example_of_an_assertion_has_a_path(path):
+    with pytest.raises(TypeError) as error:
+        assert_locked(path, None)  # pyright: ignore[reportArgumentType]
+    example = 'assert_locked("numerics.lock", train_step)(state, batch)'
+    assert str(error.value) == f"assert_locked takes a function, got None. For example: {example}."
+
+
+def test_the_lock_of_another_function_is_noted_and_is_no_difference():
+    locked, now = (lock(fun)(F32) for fun in (jnp.sin, jnp.cos))
+    assert locked.diff(now).notes == ("function: sin, now cos",)
+    difference = locked.diff(dataclasses.replace(locked, function="renamed"))
+    assert not difference
+    assert str(difference) == "no differences in sin\nfunction: sin, now renamed"
+
+
+def test_only_locks_are_compared():
+    with pytest.raises(TypeError) as error:
+        lock(jnp.sin)(F32).diff(3)  # pyright: ignore[reportArgumentType]
+    example = "locked.diff(lock(train_step)(state, batch))"
+    assert str(error.value) == f"diff takes a Lock, got 3. For example: {example}."
+
+
 def test_a_damaged_file_fails_and_is_replaced_where_that_is_asked_for(path):
     check = functools.partial(assert_locked, path, jnp.cumsum)
     check(platform="cuda", update=True)(F32)
@@ -281,6 +332,9 @@ REFUSED = {
     "precious": "is not a lock",
     "format: 2": "update it",
     "platform: cuda\nplatform: tpu": "has platform cuda and tpu. Delete the wrong line, and regenerate it.",
+    "platform: rocm": "step.lock is damaged, and has platform 'rocm'. Name the platform to regenerate it.",
+    "platform cuda": "step.lock is damaged, and has platform ''. Name the platform to regenerate it.",
+    "<<<<<<< HEAD": "is not a lock: it starts with '<<<<<<< HEAD'",
 }
 
 
@@ -288,22 +342,53 @@ REFUSED = {
 def test_a_file_that_may_be_of_somebody_else_is_not_replaced(path, text):
     check = functools.partial(assert_locked, path, jnp.cumsum)
     check(platform="cuda", update=True)(F32)
-    header = text.partition(":")[0]
+    header = re.split("[: ]", text)[0]
     lines = path.read_text().splitlines()
-    lines = [text if line.startswith(f"{header}:") else line for line in lines] if ":" in text else [text]
+    has_header = header in ("format", "platform")
+    lines = [text if line.startswith(f"{header}:") else line for line in lines] if has_header else [text]
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=REFUSED[text]):
         check(update=True)(F32)
     assert path.read_text() == "\n".join(lines)
+    if "platform" in text:
+        check(platform="gpu", update=True)(F32)
+        assert Lock.load(path).platform == "cuda"
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_file_that_begins_with_a_merge_conflict_is_regenerated(path, platform):
+    check = functools.partial(assert_locked, path, jnp.cumsum)
+    check(platform="cuda", update=True)(F32)
+    text = path.read_text()
+    other = text.replace("platform: cuda", f"platform: {platform}")
+    path.write_text(f"<<<<<<< HEAD\n{text}=======\n{other}>>>>>>> branch\n")
+    with pytest.raises(ValueError, match=r"step\.lock has a merge conflict\. Regenerate it\. For example: "):
+        check()(F32)
+    if platform != "cuda":
+        with pytest.raises(ValueError, match="has platform cuda and tpu"):
+            check(update=True)(F32)
+    check(update=True, platform=None if platform == "cuda" else "cuda")(F32)
+    assert path.read_text() == text
 
 
 def test_a_compiled_file_is_compared_with_a_compiled_program(path):
     assert_locked(path, jnp.cumsum, compiled=True, update=True)(F32)
     assert_locked(path, jnp.cumsum)(F32)
-    with pytest.raises(AssertionError, match=r"cause: compiled for: .*, now nothing"):
+    with pytest.raises(AssertionError, match=r"cause: perhaps compiled for: .*, now nothing"):
         assert_locked(path, jnp.cumsum, compiled=False)(F32)
 
 
 def test_a_function_that_returns_nothing_warns():
     with pytest.warns(UserWarning, match="lock found no floating-point operation or result in <lambda>"):
         lock(lambda x: None)(F32)
+
+
+def test_a_lock_that_would_check_nothing_is_not_written(path):
+    with (
+        pytest.warns(UserWarning, match="lock found no floating-point"),
+        pytest.raises(
+            ValueError, match=r"lock of <lambda> was not written: it has no floating-point operation or result"
+        ),
+    ):
+        assert_locked(path, lambda x: None, update=True)(F32)
+    assert not path.exists()

@@ -1,6 +1,12 @@
 """The file of a lock: written, read back, folded, damaged, and never put in the place of another file."""
 
+import concurrent.futures
 import dataclasses
+import errno
+import os
+import pathlib
+import socket
+import threading
 
 import hypothesis
 import hypothesis.strategies as st
@@ -69,7 +75,6 @@ def edit(old, new):
 
 
 DAMAGES = {
-    "empty": (lambda text: "", "step.lock is not a lock: it starts with ''. Pass another name."),
     "foreign": (lambda text: "import jax\n", "step.lock is not a lock: it starts with 'import jax'."),
     "edited": (edit("exp in float32", "exp in float16"), "step.lock: the digest does not match the lines."),
     "cut": (lambda text: text[: text.rindex("|")], ": 'x | argument | float32 ' is not a line of a lock. Regenerate"),
@@ -79,7 +84,11 @@ DAMAGES = {
     "no platform": (edit("platform: tpu\n", ""), "step.lock: the digest does not match the lines."),
     "range": (edit("x | argument", "x[3-] | argument"), "'x[3-] | argument | float32 | shape 2x8' is not a line of a "),
     "later": (edit("format: 1", "format: 2"), "step.lock has format 2, and this version of jmp_policy reads 1: update"),
-}
+    "much later": (edit("format: 1", "format: 10"), "step.lock has format 10, and this version of jmp_policy reads 1: "
+                   "update it. For example, in a newer clone: pip install ."),
+    "a blank": (edit("format: 1", "format: 1 "), "step.lock: the digest does not match the lines."),
+    "conflict": (lambda text: f"<<<<<<< HEAD\n{text}", "step.lock has a merge conflict. Regenerate it. For example: "),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -114,9 +123,100 @@ def test_another_file_is_never_overwritten(saved):
     loaded = Lock.load(saved)
     loaded.save(saved)
     saved.write_text("precious")
-    with pytest.raises(ValueError, match=r"step\.lock is not a lock, and was not changed: it starts with 'precious'\."):
+    with pytest.raises(ValueError, match=r"step\.lock is not a lock: it starts with 'precious'\."):
         loaded.save(saved)
     assert saved.read_text() == "precious"
+
+
+def test_a_lock_of_a_newer_version_is_never_overwritten(saved):
+    loaded, text = Lock.load(saved), saved.read_text().replace("format: 1", "format: 3")
+    saved.write_text(text)
+    with pytest.raises(ValueError, match=r"step\.lock has format 3, and this version of jmp_policy reads 1"):
+        loaded.save(saved)
+    assert saved.read_text() == text
+
+
+def test_a_lock_is_equal_to_what_is_read_back_and_to_its_rows_in_another_order(saved):
+    made = lock(lambda x: jnp.exp(x) @ x.T, platform="tpu")(X)
+    others = Lock.load(saved), dataclasses.replace(made, rows=made.rows[::-1])
+    assert {made, *others} == {made}
+    assert made != dataclasses.replace(made, rows=made.rows[1:])
+    assert made != dataclasses.replace(made, platform="cpu")
+    assert made != str(made)
+
+
+def test_a_disk_that_is_full_leaves_the_old_lock(saved, monkeypatch):
+    loaded, before = Lock.load(saved), saved.read_text()
+
+    def write_half(path, text, **options):
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pathlib.Path, "write_text", write_half)
+    with pytest.raises(OSError, match=r"No space left on device: '.*step\.lock'"):
+        loaded.save(saved)
+    assert saved.read_text() == before
+    assert os.listdir(saved.parent) == ["step.lock"]
+
+
+def test_an_error_of_the_last_step_leaves_the_old_lock(saved, monkeypatch):
+    def stop(*paths):
+        raise KeyboardInterrupt
+
+    loaded, before = Lock.load(saved), saved.read_text()
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        loaded.save(saved)
+    assert saved.read_text() == before
+    assert os.listdir(saved.parent) == ["step.lock"]
+
+
+def test_a_lock_that_is_read_while_it_is_written_is_whole(saved):
+    loaded, failures, done = Lock.load(saved), [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            try:
+                assert Lock.load(saved) == loaded
+            except Exception as error:
+                failures.append(error)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reader = pool.submit(read)
+        for writer in [pool.submit(loaded.save, saved) for _ in range(200)]:
+            writer.result()
+        done.set()
+        reader.result()
+    assert failures == []
+    assert os.listdir(saved.parent) == ["step.lock"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes, and links need a right")
+def test_a_link_and_the_mode_of_a_file_stay(saved):
+    link, loaded = saved.with_name("link.lock"), Lock.load(saved)
+    link.symlink_to(saved.name)
+    saved.chmod(0o640)
+    saved.write_text(saved.read_text().replace("float32", "float16"))
+    loaded.save(link)
+    assert link.is_symlink()
+    assert Lock.load(saved) == loaded
+    assert saved.stat().st_mode & 0o777 == 0o640
+    saved.unlink()
+    loaded.save(link)
+    assert Lock.load(saved) == loaded
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no sockets in folders")
+def test_only_regular_files_are_read_and_replaced(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)  # the names of sockets are short
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+    loaded = Lock.load(saved)
+    for path in ("socket", saved.parent):  # never a device: a mistake would replace it
+        with pytest.raises(ValueError, match=r"is not a regular file\. Pass another name"):
+            loaded.save(path)
+        with pytest.raises(ValueError, match=r"is not a regular file\. Pass another name"):
+            Lock.load(path)
 
 
 def test_a_policy_with_a_colon_in_a_rule_is_read_back(saved):
