@@ -172,10 +172,12 @@ class SubJaxpr(NamedTuple):
         """Returns the outputs of the jaxpr that some outputs of the equation need: all, unless these correspond."""
         return results if self.outputs else frozenset(range(len(self.program.outvars)))
 
-    def find_read(self, results: frozenset[int]) -> frozenset[int]:
+    def find_read(self, results: frozenset[int], all_results: bool) -> frozenset[int]:
         """Returns the positions of the inputs that some outputs need; a loop may run zero times."""
+        if all_results:
+            return frozenset(range(len(self.inputs)))
         first = frozenset(self.carry[i] for i in results if i < len(self.carry))
-        return first | find_live(self.program, self.choose(results)).arguments
+        return first | find_live(self.program, self.choose(results), all_results).arguments
 
 
 def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:
@@ -286,23 +288,31 @@ def walk(
     trips: int = 1,
     *,
     live_only: bool = False,
+    all_results: bool = True,
     platform: str | None = None,
 ) -> Iterator[Step]:
     """Yields the steps of a jaxpr in order, also in sub-jaxprs, once for each equation that runs one.
 
     Links, each with one result, join values of a sub-jaxpr to those around it; a carry is not followed to the next
     iteration. Variables are compared by identity, so keep `program` alive. With `live_only`, only the steps that have
-    effects or contribute to an output.
+    effects or contribute to an output; with `all_results`, also those that contribute to any output of a sub-jaxpr that
+    runs, such as the loss in `jax.grad(jax.jit(loss))`, which XLA drops.
     """
     every = frozenset(range(len(program.outvars)))
-    return _walk(program, scope, around, trips, every if live_only else None, platform)
+    return _walk(program, scope, around, trips, every if live_only else None, all_results, platform)
 
 
 def _walk(
-    program: Jaxpr, scope: str, around: tuple, trips: int, wanted: frozenset[int] | None, platform: str | None
+    program: Jaxpr,
+    scope: str,
+    around: tuple,
+    trips: int,
+    wanted: frozenset[int] | None,
+    all_results: bool,
+    platform: str | None,
 ) -> Iterator[Step]:
     """Yields the steps that the outputs in `wanted` need; None stands for all steps."""
-    live = None if wanted is None else find_live(program, wanted)
+    live = None if wanted is None else find_live(program, wanted, all_results)
     for number, eqn in enumerate(program.eqns):
         if live is not None and number not in live.results:
             continue
@@ -318,11 +328,11 @@ def _walk(
                 yield Step("constant", [constant], [var], eqn, here, around, trips)
             inside = (*around, (eqn, body.program))
             again = dict(zip(body.carry, body.program.outvars if body.outputs else (), strict=False))
-            for i in range(len(body.inputs)) if results is None else sorted(body.find_read(results)):
+            for i in range(len(body.inputs)) if results is None else sorted(body.find_read(results, all_results)):
                 name, (outer, inner) = "carry" if i in body.carry else "link", body.inputs[i]
                 yield Step(name, [outer], [inner], eqn, here, inside, trips, again.get(i))
             inner_wanted = None if results is None else body.choose(results)
-            yield from _walk(body.program, here, inside, trips * body.trips, inner_wanted, platform)
+            yield from _walk(body.program, here, inside, trips * body.trips, inner_wanted, all_results, platform)
         # One link per output of the equation. It reads that output of each sub-jaxpr, such as the branches of a cond.
         outputs = [{id(outer): inner for inner, outer in body.outputs} for body in bodies]
         for i, var in enumerate(eqn.outvars):
@@ -339,25 +349,31 @@ class Live(NamedTuple):
 
 
 @remember_by_jaxpr  # else the time doubles with each level of nested calls
-def find_live(program: Jaxpr, wanted: frozenset[int]) -> Live:
-    """Finds the equations that have effects, or that the outputs in `wanted` need, as XLA runs them."""
+def find_live(program: Jaxpr, wanted: frozenset[int], all_results: bool) -> Live:
+    """Finds the equations that have effects, or that the outputs in `wanted` need, as XLA runs them.
+
+    With `all_results`, all outputs and operands of an equation are needed if one output is.
+    """
     used = set(list_variables(program.outvars[i] for i in wanted))
     found = dict[int, frozenset[int]]()
     for number, eqn in reversed([*enumerate(program.eqns)]):
         results = frozenset(i for i, var in enumerate(eqn.outvars) if var in used)
         if results or eqn.effects:
-            found[number], operands = _find_live_operands(eqn, results)
+            needed = frozenset(range(len(eqn.outvars))) if all_results else results
+            found[number], operands = _find_live_operands(eqn, needed, all_results)
             used.update(list_variables(operands))
     return Live(found, frozenset(i for i, var in enumerate(program.invars) if var in used))
 
 
-def _find_live_operands(eqn: JaxprEqn, results: frozenset[int]) -> tuple[frozenset[int], Sequence[Atom]]:
+def _find_live_operands(
+    eqn: JaxprEqn, results: frozenset[int], all_results: bool
+) -> tuple[frozenset[int], Sequence[Atom]]:
     """Returns the outputs of an equation that are needed, those that a loop carries among them, and its operands."""
     bodies = sub_jaxprs(eqn)
-    read = [(body, i) for body in bodies for i in body.find_read(results)]
+    read = [(body, i) for body in bodies for i in body.find_read(results, all_results)]
     carried = frozenset(i - body.carry.start for body, i in read if i in body.carry)
     if not carried <= results:
-        return _find_live_operands(eqn, results | carried)
+        return _find_live_operands(eqn, results | carried, all_results)
     dead = {id(outer) for body in bodies for outer, _ in body.inputs} - {id(body.inputs[i][0]) for body, i in read}
     return results, [atom for atom in eqn.invars if id(atom) not in dead]
 

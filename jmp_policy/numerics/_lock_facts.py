@@ -125,13 +125,14 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
 
 def _walk_with_kernels(program: Jaxpr, platform: str) -> Iterator[Step]:
     """Yields the steps of a jaxpr, and of one block of each Pallas kernel as often as there are blocks."""
-    for step in walk(program, live_only=True, platform=platform):
+    options: Any = {"live_only": True, "all_results": False, "platform": platform}
+    for step in walk(program, **options):
         yield step
         if step.name == "pallas_call":
             body, grid = body_of(step.eqn.params["jaxpr"]), step.eqn.params["grid_mapping"].grid
             trips = step.trips * math.prod(size for size in grid if isinstance(size, int))
             around = (*step.around, (step.eqn, body))
-            yield from walk(body, step.scope, around, trips, live_only=True, platform=platform)
+            yield from walk(body, step.scope, around, trips, **options)
 
 
 def _find_source(step: Step) -> str:

@@ -130,7 +130,7 @@ def read_program(
     program: Jaxpr, find_place: FindPlace, platform: str | None = None
 ) -> tuple[list[Collective], list[str]]:
     """Lists the collectives in the shard_maps of a jaxpr, and the lines of loops with an unknown trip count."""
-    steps = list(walk(program, live_only=True, platform=platform))
+    steps = list(walk(program, live_only=True, all_results=False, platform=platform))
     flow = _build_flow(program, steps, find_place)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
