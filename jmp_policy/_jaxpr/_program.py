@@ -101,7 +101,7 @@ def multiplies_only(eqn: JaxprEqn) -> bool:
 def name_stack(eqn: JaxprEqn, outer: str = "") -> str:
     """Returns the scopes in which an equation was traced, outermost first, in a sub-jaxpr that has the scopes `outer`.
 
-    They are those of JAX, but for `drop_repetition`.
+    JAX repeats some of them in the backward pass; see `drop_repetition`.
     """
     stack = str(eqn.source_info.name_stack)
     if not (is_backward(stack) or is_backward(outer)):
@@ -125,7 +125,7 @@ def drop_repetition(stack: str, *, is_remat: bool = False) -> str:
 
 
 def _list_once(names: list[str]) -> list[str]:
-    """Drops the first names as often as they are repeated."""
+    """Drops the first names while the same names follow them: `a/b/a/b/c` becomes `a/b/c`."""
     for count in range(len(names) // 2, 0, -1):
         if names[:count] == names[count : 2 * count]:
             return _list_once(names[count:])
@@ -177,7 +177,7 @@ class SubJaxpr(NamedTuple):
         if all_results:
             return frozenset(range(len(self.inputs)))
         first = frozenset(self.carry[i] for i in results if i < len(self.carry))
-        return first | find_live(self.program, self.choose(results), all_results).arguments
+        return first | find_live(self.program, self.choose(results), False).arguments
 
 
 def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:

@@ -105,7 +105,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
 
 
 def name_function(fun: Callable[..., Any]) -> str:
-    """Returns the name that a lock has of a function, for a partial of what it calls."""
+    """Returns the name of a function in its lock; for a partial, the name of the function that it calls."""
     opened = open_partials(fun, (), {})[0]
     return getattr(opened, "__name__", type(opened).__name__)
 

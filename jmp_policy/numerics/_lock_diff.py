@@ -52,7 +52,7 @@ class LockDiff(Plain):
     Attributes:
       rows: the differences, sorted by path.
       function: the name of the locked function.
-      notes: settings and package versions that differ, such as `"jax: 0.10.2, now 0.12.0"`.
+      notes: function names, settings and package versions that differ, such as `"jax: 0.10.2, now 0.12.0"`.
 
     >>> from jmp_policy.numerics import Difference, LockDiff
     >>> fix = "wrap the code in jmp.force_full_precision"

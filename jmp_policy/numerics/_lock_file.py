@@ -78,7 +78,7 @@ class Lock(Plain):
         return hash(str(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file at once: it has the old lock or the new one, also if two processes write it.
+        """Writes the file in one step, so that readers find the old lock or the new one, and never a part.
 
         Raises:
           ValueError: there is a file of another kind, or a lock of a newer version of this package, or this lock has no
@@ -197,7 +197,7 @@ class NewerLock(ValueError):
 
 
 def _write_at_once(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file of its own and puts it in the place of another, so that nobody reads a part of it."""
+    """Writes a temporary file and renames it, so that nobody reads a part of it."""
     file = Path(os.path.realpath(path))  # so that a link stays one
     temporary = file.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
