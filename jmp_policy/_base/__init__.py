@@ -3,6 +3,7 @@
 from ._dtypes import (
     DTypeLike as DTypeLike,
     at_least_float32 as at_least_float32,
+    check_x64 as check_x64,
     dtype_names as dtype_names,
     find_dtype as find_dtype,
     half_dtype as half_dtype,

@@ -67,6 +67,15 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
+def check_x64(dtype: np.dtype, what: str, example: str) -> None:
+    """Raises a `ValueError` for float64 if JAX would make float32 of it. `what` and `example` are part of the error."""
+    if dtype.itemsize == 8 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{what} needs jax.config.update('jax_enable_x64', True): without it, JAX computes in float32. "
+            f"For example: {example}."
+        )
+
+
 def is_wider(dtype: np.dtype, other: np.dtype) -> bool:
     """True if `dtype` has more bits, or as many and a longer mantissa."""
     info, other_info = jnp.finfo(dtype), jnp.finfo(other)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._dtypes import DTypeLike, half_dtype, is_array, is_floating, parse_dtype
+from ._dtypes import DTypeLike, check_x64, half_dtype, is_array, is_floating, parse_dtype
 from ._float8_state import map_rest, split_state
 
 P = ParamSpec("P")
@@ -103,6 +103,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, jax.Array):
+        check_x64(dtype, f"A cast to {str(dtype)!r}", "cast_floating(tree, 'float32')")
         return lax.convert_element_type(leaf, dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype)

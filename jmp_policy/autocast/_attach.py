@@ -29,7 +29,6 @@ from .._base import (
 from .._jaxpr import (
     AUTOCAST,
     CUSTOM,
-    HALF,
     LIST_WEIGHTS,
     MATMULS,
     Register,
@@ -62,9 +61,9 @@ from ..modules import (
     parse_target,
     resolve_policy,
 )
-from ..policy import Policy, PolicyMap, PolicySpec, list_policies, spell_rules
+from ..policy import Policy, PolicyMap, PolicySpec, check_policy_x64, list_policies, spell_rules
 from ._casting import CastingRule, make_casting_rule
-from ._place import EquationPlace, check_policy, explain_unused_functions, root_policy
+from ._place import FLOAT64, EquationPlace, check_policy, explain_unused_functions, is_mixed, root_policy
 from ._rules import AutocastRules
 from ._weights import NO_WEIGHT, WHY_BACKWARD, WeightFinder, WeightUse
 
@@ -154,6 +153,7 @@ class _Autocast:
     def _call(self, args: Args, kwargs: Kwargs, found: list[WeightArray]) -> Any:
         for each in list_policies(self._policy):
             meet_reduce_dtype(each.reduce_dtype)
+            check_policy_x64(each)
         note_for_observer("policy", lambda: spell_rules(self._policy))
         given = len(args)
         # A partial or bound method may hold an nnx object, which the function can update only as an argument.
@@ -201,15 +201,15 @@ class _Autocast:
             are_weights, rows = read_weights(args, kwargs).find(rule, old.jaxpr)
             found.extend(rows)
             kinds = [rule.as_weight(kind) if own else kind for kind, own in zip(kinds, are_weights, strict=True)]
-        if any(each.compute_dtype in HALF for each in (policy, *list_policies(self._policy))):
-            self._warn_of_float32(rule, traced, policy)
+        if any(map(is_mixed, (policy, *list_policies(self._policy)))):
+            self._warn_of_uncast(rule, traced, policy)
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
-    def _warn_of_float32(self, rule: CastingRule, traced: Traced, policy: Policy) -> None:
-        """Warns if no matmul runs in half precision, or if a bias cannot be told from other arguments."""
+    def _warn_of_uncast(self, rule: CastingRule, traced: Traced, policy: Policy) -> None:
+        """Warns if no matmul is cast, or if a bias cannot be told from other arguments."""
         program = traced.program.jaxpr
         found = _find_uncast(rule, program, policy)
         if found is not None:
@@ -218,7 +218,7 @@ class _Autocast:
             first = f"{step.name} of {line}" if line else step.name
             warn_once(
                 self,
-                f"autocast runs no matmul in {policy.compute_dtype}: each one is {why}; the first is {first}. "
+                f"autocast casts no matmul to {policy.compute_dtype}: each one is {why}; the first is {first}. "
                 f"For example: {example}.",
             )
         bias = _find_bias_of_one(program) if is_batched(traced) else None
@@ -226,7 +226,8 @@ class _Autocast:
             warn_once(
                 self,
                 "autocast inside jax.vmap sees one example, where a bias looks like any other array, and adds it in "
-                f"float32: {find_line(find_origin(bias))}. For example: autocast(jax.vmap(fun), {policy.name!r}).",
+                f"{policy.full_dtype}: {find_line(find_origin(bias))}. "
+                f"For example: autocast(jax.vmap(fun), {policy.name!r}).",
             )
 
     def __reduce__(self) -> tuple:  # without the caches
@@ -239,11 +240,14 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Ste
     for step in walk(program):
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
-        dtypes = [float_dtype(atom) for atom in step.operands]
+        dtypes = {float_dtype(atom) for atom in step.operands} - {None}
         calls = [eqn for eqn, _ in step.around if eqn.primitive.name in CUSTOM]
-        if np.dtype(np.float64) in [getattr(atom.aval, "dtype", None) for atom in step.operands]:
-            why, example = "in float64, which autocast leaves", "autocast(fun, ...)(x.astype(jnp.float32))"
-        elif np.float32 in dtypes and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
+        if FLOAT64 in dtypes and FLOAT64 not in rule.castable:
+            why = "in float64, which a policy with float32 parameters leaves"
+            example = f"autocast(fun, {policy.replace(param_dtype='float64').name!r})"
+        elif FLOAT64 in rule.castable and rule.wide.isdisjoint(dtypes):
+            why, example = f"in {min(map(str, dtypes))} as it is", f"get_policy({policy.name!r}).cast_to_param(params)"
+        elif not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
             example = f"autocast(fun, {policy.name!r}, custom_rules='inside')"
         else:

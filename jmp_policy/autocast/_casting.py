@@ -13,10 +13,19 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jaxpr import WRITERS, AbstractValue, Atom, JaxprBuilder, Modules, Value, float_dtype, is_float, shape_of
-from ..policy import Policy, PolicyMap, Quantization
+from ..policy import Policy, PolicyMap, Quantization, list_policies
 from ..quant import attention_format_of
 from ._dataflow import is_applied_to_each, is_gradient_sum, is_steep_in
-from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scopes, ScopeSettings, choose_sums_dtype, find_functions
+from ._place import (
+    COMPUTE_DTYPES,
+    FLOAT32,
+    FLOAT64,
+    EquationPlace,
+    PlaceFinder,
+    Scopes,
+    choose_sums_dtype,
+    find_functions,
+)
 from ._precision import (
     PrecisionFinder,
     as_low,
@@ -34,7 +43,7 @@ from ._rules import AutocastRules
 from ._tables import Precision
 from ._weight_products import Product, describe_attention_product, describe_weight_product
 from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
-from ._writers import FLOAT32, FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
+from ._writers import FULL, LOW, PRECISION_WRITERS, SUM, TRACED, EquationWriter
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -47,10 +56,14 @@ class CastingRule(EquationWriter):
     scopes: Scopes | None = None
     accumulate_dtype: np.dtype | None = None
     quantization: Quantization | None = None
+    full_dtype: np.dtype = FLOAT32
+    castable: frozenset[np.dtype] = COMPUTE_DTYPES - {FLOAT64}
 
     def __post_init__(self) -> None:
+        wider = {dtype for dtype in self.castable if dtype.itemsize > self.compute_dtype.itemsize}
+        self.wide = frozenset({self.full_dtype, *wider})
         self.sums = choose_sums_dtype(self.accumulate_dtype, self.compute_dtype)
-        self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
+        self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype, self.castable)
         may_have_sums = self.sums is not None or (self.scopes is not None and self.scopes.accumulates)
         may_attend = attention_format_of(self.quantization) is not None or bool(self.scopes and self.scopes.attends)
         self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums, may_attend)
@@ -75,11 +88,11 @@ class CastingRule(EquationWriter):
         first = kinds[0]
         if all(kind == first for kind in kinds):
             return first
-        if first.dtype not in COMPUTE_DTYPES:
+        if first.dtype not in self.castable:
             return AbstractValue(first.dtype, TRACED)
         states = [kind.state for kind in kinds]
         level = max(state.level for state in states)
-        if level and any(self._stays_float32(kind) for kind in kinds):
+        if level and any(self._stays_wide(kind) for kind in kinds):
             level = FULL_LEVEL
         elif level is SUM_LEVEL and any(kind.dtype != FLOAT32 for kind in kinds):
             level = LOW_LEVEL
@@ -90,16 +103,16 @@ class CastingRule(EquationWriter):
             return AbstractValue(low_dtypes.pop(), joined)
         return AbstractValue(self._dtype_of(level) if level else first.dtype, joined)
 
-    def _stays_float32(self, kind: AbstractValue) -> bool:
-        """True for given values in float32, but for constants that half precision represents."""
-        is_traced = kind.dtype == FLOAT32 and not kind.state.level
+    def _stays_wide(self, kind: AbstractValue) -> bool:
+        """True for given values of a wide dtype, but for constants that the compute dtype represents."""
+        is_traced = kind.dtype in self.wide and not kind.state.level
         return is_traced and not is_exact(kind.state.numbers, self.compute_dtype)
 
     def carried(self, kind: AbstractValue, dtype: np.dtype | None) -> AbstractValue:
         # Rounded in each iteration, a state stalls (512 + 1 is 512 in bfloat16), drifts, or never converges.
-        if dtype != FLOAT32 or is_given(kind):
+        if dtype not in self.wide or is_given(kind, self.wide):
             return kind
-        return AbstractValue(FLOAT32, FULL if kind.state.level else TRACED)
+        return AbstractValue(dtype, FULL if kind.state.level else TRACED)
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: EquationPlace) -> list[AbstractValue]:
         # Residuals for the backward pass of a loop stay as small as without an accumulate dtype.
@@ -140,10 +153,11 @@ class CastingRule(EquationWriter):
 
     def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder, place: EquationPlace) -> Value:
         dtype, state = value.kind
-        if dtype == FLOAT32 or dtype not in COMPUTE_DTYPES:
+        wide = self._rule_in(place).full_dtype
+        if dtype not in self.castable or dtype.itemsize >= wide.itemsize:
             return value
         full = FULL._replace(backward=state.backward, narrow=self._find_narrow(place, [value]))
-        return cast_value(value, AbstractValue(FLOAT32, full), eqn, body)
+        return cast_value(value, AbstractValue(wide, full), eqn, body)
 
     def fuse(
         self,
@@ -155,10 +169,10 @@ class CastingRule(EquationWriter):
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
         # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
-        if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and is_castable(eqn):
+        if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and self._casts(eqn):
             results = self._write_full(eqn, [*map(read, eqn.invars)], body)
             return 1, [self._mark_place(result, place, ()) for result in results]
-        # Float32 arithmetic on half-precision arrays is computed again in the backward pass.
+        # Arithmetic in the full dtype on arrays of the compute dtype is computed again in the backward pass.
         if eqn.primitive.name in KEEPING and self._is_upcast(eqn, [*map(read, eqn.invars)], place):
             count = measure_run(program, start, contexts)
             write = functools.partial(self.equation, context=place)
@@ -167,13 +181,16 @@ class CastingRule(EquationWriter):
         is_softmax = eqn.primitive.name == SOFTMAX[0]
         return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
 
+    def _casts(self, eqn: JaxprEqn) -> bool:
+        return is_castable(eqn, self.castable)
+
     def _is_upcast(self, eqn: JaxprEqn, values: list[Value], place: EquationPlace) -> bool:
-        """True if an equation upcasts a half-precision operand, and would keep it in float32 for the backward pass."""
-        if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
+        """True if an equation upcasts an operand, and would keep it in the full dtype for the backward pass."""
+        if place.backward or place.scope is not None or place.treatment is not None or not self._casts(eqn):
             return False
         kinds = [as_low(value.kind, self.compute_dtype) for value in values]
         pairs = zip(values, kinds, strict=True)
-        halves = [shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != FLOAT32]
+        halves = [shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != self.full_dtype]
         if shape_of(eqn.outvars[0]) not in halves:
             return False
         level = self._follow(eqn, values).state.level
@@ -190,7 +207,7 @@ class CastingRule(EquationWriter):
         if is_sum(logits.kind):
             logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
-        if kind.dtype == FLOAT32 or not is_castable(program.eqns[start]):
+        if kind.dtype == FLOAT32 or self.full_dtype != FLOAT32 or not self._casts(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment not in _NARROW:
             return None
@@ -207,8 +224,7 @@ class CastingRule(EquationWriter):
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
         # Whose rule: a scope may have other dtypes, and another matmul precision.
-        scope = context.scope
-        rule = self if scope is None else self._find_rule_of(scope)
+        scope, rule = context.scope, self._rule_in(context)
         if rule is not self:
             return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
@@ -238,7 +254,7 @@ class CastingRule(EquationWriter):
         # Write the operation, then mark its results: where they were made, and which of them are weights still.
         if not isinstance(product, str):
             results = self._write_weight_product(product, eqn, values, body)
-        elif eqn.primitive.name == "convert_element_type" and is_castable(eqn):
+        elif eqn.primitive.name == "convert_element_type" and self._casts(eqn):
             results = self._write_conversion(eqn, values, body)
         elif is_applied_to_each(eqn) and precision in (Precision.INFER, Precision.CLEAR):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
@@ -253,7 +269,7 @@ class CastingRule(EquationWriter):
 
     def find_weight_product(self, eqn: JaxprEqn, weights: Sequence[Names], place: EquationPlace) -> Product | str:
         """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
-        rule = self if place.scope is None else self._find_rule_of(place.scope)
+        rule = self._rule_in(place)
         if eqn.primitive.name not in WEIGHT_PRODUCTS:
             return "it is not a matmul or convolution"
         if rule.quantization is None:
@@ -274,7 +290,7 @@ class CastingRule(EquationWriter):
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
         """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""
         dtypes = [float_dtype(atom) for atom in (*eqn.invars[:2], *eqn.outvars)]
-        return FLOAT32 in dtypes[:2] or all(dtype == self.compute_dtype for dtype in dtypes)
+        return not self.wide.isdisjoint(dtypes[:2]) or all(dtype == self.compute_dtype for dtype in dtypes)
 
     def _write_weight_product(
         self, product: Product, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder
@@ -288,24 +304,28 @@ class CastingRule(EquationWriter):
         ]
         if not is_cast:
             options = (*product.options, ("preferred_element_type", made))
-            kind = AbstractValue(made, FULL if made == FLOAT32 else LOW)
+            kind = AbstractValue(made, FULL if made == self.full_dtype else LOW)
             return write_product(dataclasses.replace(product, options=options), eqn, atoms, kind, body)
         made, state = (dtype, LOW) if product.accumulate is None else (product.accumulate, SUM)
-        kind = AbstractValue(made, state._replace(bias_axes=count_bias_axes(eqn, values)))
+        kind = AbstractValue(made, state._replace(bias_axes=count_bias_axes(eqn, values, self.wide)))
         return write_product(product, eqn, atoms, kind, body)
 
-    def _find_rule_of(self, scope: ScopeSettings) -> CastingRule:
-        """Returns this rule with the compute and accumulate dtype of a scope."""
+    def _rule_in(self, place: EquationPlace) -> CastingRule:
+        """Returns this rule with the dtypes and format of the scope of a place."""
+        scope = place.scope
+        if scope is None:
+            return self
         compute: Any = scope.compute_dtype or self.compute_dtype
+        full = scope.full_dtype or self.full_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
-        key = compute, choose_sums_dtype(accumulate, compute), scope.quantization
-        if key == (self.compute_dtype, self.sums, self.quantization):
+        key = compute, full, choose_sums_dtype(accumulate, compute), scope.quantization
+        if key == (self.compute_dtype, self.full_dtype, self.sums, self.quantization):
             return self
         if key not in self._in_scopes:
-            self._in_scopes[key] = dataclasses.replace(
-                self, compute_dtype=compute, accumulate_dtype=accumulate, quantization=scope.quantization
-            )
-            self._in_scopes[key].rewritten = self.rewritten
+            changed = {"compute_dtype": compute, "full_dtype": full, "accumulate_dtype": accumulate}
+            rule = dataclasses.replace(self, **changed, quantization=scope.quantization)
+            rule.rewritten = self.rewritten
+            self._in_scopes[key] = rule
         return self._in_scopes[key]
 
     def _compute_dtype_in(self, place: EquationPlace) -> np.dtype:
@@ -322,13 +342,13 @@ class CastingRule(EquationWriter):
     ) -> Value:
         """Casts a value that crosses a boundary: of the backward pass, a scope or a narrow function."""
         dtype, state = value.kind
-        if dtype not in COMPUTE_DTYPES:
+        if dtype not in self.castable:
             return value
-        if state.backward and not place.backward:  # a gradient, which is averaged, clipped and applied in float32
-            return cast_value(value, AbstractValue(FLOAT32, FULL), eqn, body)
+        if state.backward and not place.backward:  # a gradient, which is averaged, clipped and applied wide
+            return cast_value(value, AbstractValue(self.full_dtype, FULL), eqn, body)
         output_dtype = None if state.scope is None or place.is_inside(state.scope) else state.scope.output_dtype
-        if output_dtype in COMPUTE_DTYPES:
-            kind = AbstractValue(output_dtype, FULL if output_dtype == FLOAT32 else LOW)
+        if output_dtype in self.castable:
+            kind = AbstractValue(output_dtype, FULL if output_dtype in self.wide else LOW)
             return cast_value(value, kind, eqn, body)
         # Outputs of a narrow function are cast down unless this operation needs float32.
         is_steep = bool(place.steep) or is_steep_in(eqn, position)
@@ -367,7 +387,11 @@ def make_casting_rule(
     """Makes the rule for a policy or map, whose root has the policy `root`. Without `modules`, no rule is by scope."""
     scopes = None if modules is None else Scopes(policy, rules.scopes, rules.backward, modules)
     dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else FLOAT32
-    return CastingRule(dtype, rules, custom_rules, scopes, root.accumulate_dtype, root.quantization)
+    rows = [rule for _, rule in (*rules.scopes, *rules.backward) if isinstance(rule, Policy)]
+    full_dtypes = {each.full_dtype for each in (root, *list_policies(policy), *rows)}
+    castable = COMPUTE_DTYPES - ({FLOAT64} - full_dtypes)
+    options = scopes, root.accumulate_dtype, root.quantization, root.full_dtype, castable
+    return CastingRule(dtype, rules, custom_rules, *options)
 
 
 _NARROW = ("wide", "narrow")

@@ -22,10 +22,11 @@ from ..quant import attention_format_of, needs_state
 from ._dataflow import LOGARITHMS, NONE, STEEP_OPERATIONS, find_reaching, find_saved_results
 from ._tables import ATTENTION, FUNCTIONS
 
-COMPUTE_DTYPES = frozenset(np.dtype(dtype) for dtype in ("float32", "float16", jnp.bfloat16))
-"""The dtypes that autocast casts from and to. Values of other dtypes stay as they were traced."""
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+COMPUTE_DTYPES = frozenset((FLOAT64, FLOAT32, np.dtype(np.float16), np.dtype(jnp.bfloat16)))
+"""The dtypes that autocast casts from and to: float64 under a policy with float64 alone. Others stay as traced."""
 
-_SUMS = {None, np.dtype(np.float32)}
+_SUMS = {None, FLOAT32}
 
 TREATMENTS = ("full", "wide", "narrow", "infer", "low")
 
@@ -37,6 +38,7 @@ class ScopeSettings(NamedTuple):
     """The settings for the operations of a scope. None means as in the rest of the function."""
 
     compute_dtype: np.dtype | None = None  # the dtype of low operations
+    full_dtype: np.dtype | None = None  # the dtype of full operations
     treatment: str | None = None  # one of `TREATMENTS`, for all operations together
     output_dtype: np.dtype | None = None  # the dtype of outputs where they are used outside
     accumulate_dtype: np.dtype | None = None  # the output dtype of matmuls
@@ -120,14 +122,21 @@ class _ScopeRules:
 
 
 def _make_scope(rule: Policy | str, root: Policy) -> ScopeSettings:
-    """Makes the scope of a rule. With a policy that computes in float32, all operations run in float32."""
+    """Makes the scope of a rule. With a policy that computes in its full dtype, all operations run in it."""
     if isinstance(rule, str):
         return ScopeSettings(treatment=rule, quantization=root.quantization)
     precision = None if rule.precision is None else (rule.precision, root.precision)
-    if rule.compute_dtype == np.float32 and rule.quantization is None:
-        return ScopeSettings(None, "full", rule.output_dtype, precision=precision)
-    sums_dtype = rule.accumulate_dtype or rule.compute_dtype  # the compute dtype turns it off
-    return ScopeSettings(rule.compute_dtype, None, rule.output_dtype, sums_dtype, precision, "", rule.quantization)
+    low, full = rule.compute_dtype, rule.full_dtype
+    if low is not None and low == full and rule.quantization is None:
+        low = None if full == root.full_dtype else full
+        return ScopeSettings(low, full, "full", rule.output_dtype, precision=precision)
+    sums = rule.accumulate_dtype or low  # the compute dtype turns it off
+    return ScopeSettings(low, full, None, rule.output_dtype, sums, precision, "", rule.quantization)
+
+
+def is_mixed(policy: Policy) -> bool:
+    """True if a policy computes in a narrower dtype than its full dtype."""
+    return policy.compute_dtype in COMPUTE_DTYPES and policy.compute_dtype != policy.full_dtype
 
 
 def choose_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
@@ -169,12 +178,6 @@ def check_policy(policy: Policy | PolicyMap, where: str = "", *, has_weights: bo
         raise ValueError(
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of {the_policy}. "
             f"{did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
-        )
-    if policy.param_dtype == np.float64:
-        narrower = policy.replace(param_dtype="float32", output_dtype=None)
-        raise ValueError(
-            f"autocast leaves float64 alone, and would do nothing with the parameters of {the_policy}. For example, "
-            f"with parameters in float32: {narrower.name!r}."
         )
     if choose_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(

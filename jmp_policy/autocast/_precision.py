@@ -15,6 +15,7 @@ from jax import core, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .._base import at_least_float32
 from .._jaxpr import (
     ROUNDED,
     AbstractValue,
@@ -32,7 +33,7 @@ from .._jaxpr import (
 from ..quant import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._dataflow import is_applied_to_each
-from ._place import COMPUTE_DTYPES, EquationPlace
+from ._place import EquationPlace
 from ._promotion import FULL_LEVEL, TRACED_LEVEL, CastLevel, Numbers, is_sum
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
@@ -61,15 +62,18 @@ def find_numbers(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
         found = set(itertools.chain(*operands))
     elif eqn.primitive.name in _COMPUTING:
         with np.errstate(all="ignore"):
-            compute = _COMPUTING[eqn.primitive.name]
-            found = {float(compute(*map(np.float32, numbers))) for numbers in itertools.product(*operands)}
+            compute, as_number = _COMPUTING[eqn.primitive.name], _choose_number_type(eqn)
+            found = {float(compute(*map(as_number, numbers))) for numbers in itertools.product(*operands)}
     else:
         return ()
     return tuple(sorted(found)) if len(found) <= _MOST and not any(map(np.isnan, found)) else ()
 
 
+def _choose_number_type(eqn: JaxprEqn) -> type:
+    return at_least_float32(float_dtype(eqn.invars[0]) or np.dtype(np.float32)).type
+
+
 _FACTORS = frozenset(("mul", "div", "rem"))
-_LARGE = 16.0
 _LARGEST_MASK = -1000.0
 
 
@@ -97,12 +101,13 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
         return rounded != number
     # A sum with a large number keeps little of the other operand. 1 - 1e-7 avoids 1, where a logarithm of the
     # complement is infinite. Elsewhere, rounding a constant is as harmless as rounding an output.
-    return (abs(number) > _LARGE and number > _LARGEST_MASK) or (rounded != number and abs(rounded) == 1)
+    large = 16.0 if finfo.bits < 32 else 4096.0
+    return (abs(number) > large and number > _LARGEST_MASK) or (rounded != number and abs(rounded) == 1)
 
 
 def _round_number(number: float, dtype: np.dtype) -> float:
     with np.errstate(over="ignore"):
-        return float(np.asarray(number, np.float32).astype(dtype))
+        return float(np.asarray(number, np.float64).astype(dtype))
 
 
 def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
@@ -116,15 +121,16 @@ def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, bod
         return atom
     for sign in (1, -1):
         if any(sign * number > largest for number in numbers):
-            atom = _clamp(atom, np.float32(sign * largest), eqn, body)
+            aval: Any = atom.aval
+            atom = _clamp(atom, aval.dtype.type(sign * largest), eqn, body)
     return atom
 
 
-def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:
+def _clamp(atom: Atom, bound: Any, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:
     if isinstance(atom, Literal):
         return Literal(bound, atom.aval)
     operation = lax.min if bound > 0 else lax.max
-    pattern = jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]
+    pattern = jax.make_jaxpr(lambda x: operation(x, bound))(bound).eqns[0]
     clamp = eqn.replace(
         primitive=pattern.primitive, params=pattern.params, effects=pattern.effects, outvars=[type(atom)(atom.aval)]
     )
@@ -152,15 +158,15 @@ _LOW, _FULL, _, _INFER, _CLEAR, _, _TRACED = Precision
 class PrecisionFinder:
     """Finds the precision of each equation. `rows` are the user's primitives and their classes."""
 
-    def __init__(self, rows: tuple[tuple[str, str], ...], compute_dtype: np.dtype):
+    def __init__(self, rows: tuple[tuple[str, str], ...], compute_dtype: np.dtype, castable: frozenset[np.dtype]):
         found = {name: precision for precision in Precision for name in getattr(_tables, precision.name)}
         if jnp.finfo(compute_dtype).maxexp < 100:
             found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
         self._classes = found | {name: Precision[precision.upper()] for name, precision in rows}
-        self._compute = compute_dtype
+        self._compute, self._castable = compute_dtype, castable
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
-        if not is_castable(eqn):
+        if not is_castable(eqn, self._castable):
             return _TRACED
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
@@ -171,9 +177,9 @@ class PrecisionFinder:
         if place.treatment is not None:
             precision = _INSIDE[place.treatment].get(precision, precision)
         is_following = precision is _INFER or precision is _CLEAR
-        return _FULL if is_following and self._needs_float32(eqn, values, place) else precision
+        return _FULL if is_following and self._needs_full(eqn, values, place) else precision
 
-    def _needs_float32(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> bool:
+    def _needs_full(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> bool:
         """True if the compute dtype would lose a constant operand (an epsilon or bound) or saturate the operation."""
         if place.steep and eqn.primitive.name in SATURATING:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
@@ -190,15 +196,15 @@ def _is_low(values: Sequence[Value]) -> bool:
     return TRACED_LEVEL < max(levels, default=TRACED_LEVEL) < FULL_LEVEL
 
 
-def is_castable(eqn: JaxprEqn) -> bool:
-    """True if an equation has floating arrays, and all are float32, float16 or bfloat16."""
-    return _are_castable((*[atom.aval for atom in eqn.invars], *[var.aval for var in eqn.outvars]))
+def is_castable(eqn: JaxprEqn, castable: frozenset[np.dtype]) -> bool:
+    """True if an equation has floating arrays, and all are of `castable` dtypes."""
+    return _are_castable((*[atom.aval for atom in eqn.invars], *[var.aval for var in eqn.outvars]), castable)
 
 
 @functools.lru_cache(maxsize=4096)  # a jaxpr has few distinct ones
-def _are_castable(avals: tuple[Any, ...]) -> bool:
+def _are_castable(avals: tuple[Any, ...], castable: frozenset[np.dtype]) -> bool:
     dtypes = set(map(float_dtype_of, avals)) - {None}
-    return bool(dtypes) and dtypes <= COMPUTE_DTYPES
+    return bool(dtypes) and dtypes <= castable
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})

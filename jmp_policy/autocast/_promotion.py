@@ -1,7 +1,7 @@
 """The dtype of an operation that follows its operands: JAX's promotion, to which constants and biases give way."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ Numbers = tuple[float, ...]
 class CastLevel(enum.IntEnum):
     """The reason for the dtype of a value. The highest level of the operands wins.
 
-    As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 if its input comes from a
-    float32-only operation. So it does if an input is float32 that the function was given: see `follow_promotion`.
+    As in TensorFlow grappler's auto_mixed_precision, an operation stays in the full dtype, float32 or float64, if its
+    input comes from an operation of class full. So it does if an input is wide and given: see `follow_promotion`.
     """
 
     TRACED = 0  # an argument, a parameter or a constant
@@ -45,15 +45,17 @@ class CastState(NamedTuple):
     bias_axes: int = 0  # of the output of a dense layer's matmul, perhaps moved: how many axes a bias has
 
 
-def is_given(kind: AbstractValue) -> bool:
-    """True for float32 that autocast did not compute and whose elements are not known: an argument, a parameter."""
-    return kind.dtype == np.float32 and kind.state.level is TRACED_LEVEL and not kind.state.numbers
+def is_given(kind: AbstractValue, wide: Collection[np.dtype]) -> bool:
+    """True for a wide value that autocast did not compute, with unknown elements: an argument, a parameter."""
+    return kind.dtype in wide and kind.state.level is TRACED_LEVEL and not kind.state.numbers
 
 
-def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_given: bool) -> CastState:
-    """Finds the level of an operation that follows JAX's promotion. Constants and biases give way to half precision.
+def follow_promotion(
+    eqn: JaxprEqn, kinds: Sequence[AbstractValue], wide: Collection[np.dtype], *, rounds_given: bool
+) -> CastState:
+    """Finds the level of an operation that follows JAX's promotion. Constants and biases give way to low values.
 
-    With `rounds_given`, all given values do.
+    With `rounds_given`, all given values do. `wide` are the dtypes of given values.
     """
     level = max([kind.state.level for kind in kinds], default=TRACED_LEVEL)
     if level is TRACED_LEVEL or level is FULL_LEVEL:
@@ -62,7 +64,7 @@ def follow_promotion(eqn: JaxprEqn, kinds: Sequence[AbstractValue], *, rounds_gi
     for kind in kinds:
         if kind.state.level is not TRACED_LEVEL:
             made.append(kind.state.bias_axes)
-        elif is_given(kind):
+        elif is_given(kind, wide):
             given.append(kind.state.row_axes)
     bias_axes = max(made) if name in _LINEAR else 0
     if given:
@@ -91,13 +93,13 @@ def count_row_axes(eqn: JaxprEqn, operand: CastState) -> int:
     return operand.row_axes or (len(old) if more else 0)
 
 
-def count_bias_axes(eqn: JaxprEqn, values: Sequence[Value]) -> int:
+def count_bias_axes(eqn: JaxprEqn, values: Sequence[Value], wide: Collection[np.dtype]) -> int:
     """Counts the axes of a bias of a matmul's output: the weight's axes, which are given, but for the summed ones."""
     if eqn.primitive.name != "dot_general":
         return int(eqn.primitive.name == "conv_general_dilated")
     contracted, (batch, _) = eqn.params["dimension_numbers"]
     free = [len(shape_of(value.atom)) - len(own) for value, own in zip(values, contracted, strict=True)]
-    weights = [count for count, value in zip(free, values, strict=True) if is_given(value.kind)]
+    weights = [count for count, value in zip(free, values, strict=True) if is_given(value.kind, wide)]
     return 0 if batch else min(weights or free)
 
 

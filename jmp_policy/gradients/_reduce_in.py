@@ -14,6 +14,7 @@ from .._base import (
     Kwargs,
     PyTree,
     Results,
+    check_x64,
     drop_value_key,
     name_state,
     parse_dtype,
@@ -39,11 +40,7 @@ def reduce_gradients_in(
     """
     try:
         parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
-        if jax.dtypes.canonicalize_dtype(parsed) != parsed:
-            raise ValueError(
-                f"reduce_dtype={str(parsed)!r} needs jax.config.update('jax_enable_x64', True): without it, JAX "
-                "computes in float32. For example: reduce_dtype='float32'."
-            )
+        check_x64(parsed, f"reduce_dtype={str(parsed)!r}", "reduce_dtype='float32'")
     except ValueError as error:
         if on_opaque is not None:
             raise

@@ -31,7 +31,7 @@ from .._base import (
     quote,
     shorten,
 )
-from ..policy import Jitted, Policy
+from ..policy import Jitted, Policy, check_policy_x64
 from ._adapter import find_adapter, is_flax_object
 
 
@@ -94,6 +94,7 @@ def cast_arguments(
 ) -> tuple[Policy, Args, Kwargs]:
     """Casts arguments to the compute dtype, which `held` may decide; returns the resolved policy too."""
     meet_reduce_dtype(policy.reduce_dtype)  # first, because it may end the trace
+    check_policy_x64(policy)
     kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in no_cast] if no_cast else []
     named = {name: x for name, x in kwargs.items() if name not in no_cast} if kwargs else {}
     if policy.compute_dtype is None:

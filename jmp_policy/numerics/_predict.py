@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from .._base import describe, did_you_mean, group_by_key, list_paths_to
-from .._jaxpr import HALF, MATMULS
-from ..autocast import check_policy, root_policy
+from .._jaxpr import MATMULS
+from ..autocast import check_policy, is_mixed, root_policy
 from ..loss_scale import LossScale, get_loss_scale
 from ..policy import Key, Policy, PolicyMap, PolicySpec, get_policy, list_policies, parse_format
 from ._predict_flow import NarrowValue, find_noise, list_narrow_values, list_operations, list_quantized_values
@@ -121,10 +121,10 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
             "with_policy is for Flax modules, but the program of these Stats calls none. nnx modules must be arguments "
             "of the function. For example: numerics.predict(stats, 'mixed_float16', by='autocast')."
         )
-    if not any(own.compute_dtype in HALF or own.quantization is not None for own in list_policies(wanted)):
+    if not any(is_mixed(own) or own.quantization is not None for own in list_policies(wanted)):
         raise ValueError(
-            f"The policy {str(wanted)!r} has neither half precision nor a quantized format, so there is nothing to "
-            "predict. For example: numerics.predict(stats, 'mixed_float16')."
+            f"The policy {str(wanted)!r} has neither a narrower compute dtype nor a quantized format, so there is "
+            "nothing to predict. For example: numerics.predict(stats, 'mixed_float16')."
         )
     return wanted
 
@@ -153,10 +153,10 @@ def _diagnose(
     losses |= {value: loss for value, loss in later.items() if value not in losses or not losses[value].what}
     has_scale = any(map(trial.is_scaled, values))
     kept = scale if is_given and choice.exponent == exponent else math.ldexp(1.0, choice.exponent)
-    reasons = _list_reasons(losses, trial.rows, culprits)
+    reasons = _list_reasons(losses, trial.rows, culprits, str(root_policy(policy).full_dtype))
     return Prediction(
         reasons=reasons,
-        policy_map=keep_in_float32(culprits, policy, trial.paths),
+        policy_map=keep_full(culprits, policy, trial.paths),
         loss_scale=kept if has_scale else None,
         policy=policy,
         asked_scale=scale,
@@ -182,7 +182,7 @@ def _find_repair(
         culprits |= dict.fromkeys(new)
         losses = {value: trial.find_loss(value, scale.exponent) for value in values if value.path in new}
         later |= {value: loss for value, loss in losses.items() if loss.what}
-        values = trial.list_values(keep_in_float32(culprits, policy, trial.paths))
+        values = trial.list_values(keep_full(culprits, policy, trial.paths))
         scale = trial.choose_scale(values, given)
     return tuple(culprits), scale, later
 
@@ -192,7 +192,7 @@ class _TrialRun:
 
     def __init__(self, stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str):
         self.rows = stats.rows()
-        self._observed, self._by = observed, by
+        self.policy, self._observed, self._by = policy, observed, by
         self._operations = list_operations(observed)
         # The paths for rules of a map. `with_policy` only knows paths of modules.
         types = observed.list_types() if by == "with_policy" else {}
@@ -200,7 +200,7 @@ class _TrialRun:
         self._places = {path: find_place(path) for path in dict.fromkeys(each.path for each in self._operations)}
         self.paths = tuple(dict.fromkeys(self._places.values()))
         self._noise = find_noise(self._operations, self.rows)
-        largest = {name: parse_format(name).max for name in ("float16", "bfloat16")}
+        largest = {name: parse_format(name).max for name in ("float16", "bfloat16", "float32")}
         self._masked = {
             name: find_masked(observed, self.rows, largest[name], clamps=by == "autocast") for name in largest
         }
@@ -246,25 +246,25 @@ class _TrialRun:
         return choose_scale(spans, given, list({value.format for value in scaled}))
 
 
-def keep_in_float32(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
-    """Makes a map with float32 for some scopes and everything inside. Children of the root then get rules first."""
-    named = set(culprits)
+def keep_full(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
+    """Makes a map with the full dtype for some scopes and all inside. Children of the root then get rules first."""
+    named, full = set(culprits), str(root_policy(policy).full_dtype)
     # A rule also covers inner scopes, so a rule for one of those would have no effect.
     wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]
-    rules: list[tuple[Key, Policy | str]] = [(re.escape(path), "float32") for path in wide if path]
+    rules: list[tuple[Key, Policy | str]] = [(re.escape(path), full) for path in wide if path]
     old = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
     if "" in wide:
         tops = dict.fromkeys(path.partition("/")[0] for path in paths if path)
         default = root_policy(policy)
         rest = [(re.escape(top), default) for top in tops if top not in wide]
-        return PolicyMap([*rules, *old, *rest, ("", "float32")], default)
+        return PolicyMap([*rules, *old, *rest, ("", full)], default)
     return PolicyMap([*rules, *old], policy.default if isinstance(policy, PolicyMap) else policy)
 
 
 def _list_reasons(
-    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], culprits: Sequence[str]
+    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], culprits: Sequence[str], full: str
 ) -> tuple[Reason, ...]:
-    """Lists the worst value of each scope, pass and kind of fault. Scopes that need float32 come first."""
+    """Lists the worst value of each scope, pass and kind of fault. Scopes that need the full dtype come first."""
     worst: dict[tuple[str, str, str], tuple[NarrowValue, Loss]] = {}
     for value, loss in losses.items():
         key = value.path, value.direction, loss.what
@@ -278,12 +278,12 @@ def _list_reasons(
             primitive=value.primitive,
             is_operand=value.is_cast,
             source=rows[value.row].source or rows[value.row].path,
-            cure="float32" if value.path in culprits else "loss_scale",
+            cure=full if value.path in culprits else "loss_scale",
             **loss._asdict(),
         )
         for value, loss in worst.values()
     ]
-    return tuple(sorted(made, key=lambda reason: (reason.cure != "float32", -reason.risk)))
+    return tuple(sorted(made, key=lambda reason: (reason.cure == "loss_scale", -reason.risk)))
 
 
 def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
@@ -325,7 +325,7 @@ def _list_notes(
         yield "No backward pass was measured: use collect(jax.value_and_grad(loss_fn), where='all')."
     if culprits:
         names = ", ".join(path or "(no scope)" for path in culprits)
-        yield f"In float32 by .policy_map: {names}."
+        yield f"In {root_policy(trial.policy).full_dtype} by .policy_map: {names}."
     if trial.is_of_modules:
         yield "The program calls Flax modules. If with_policy will apply the policy, use by='with_policy'."
     if all(row.primitive in ("", *MATMULS) for row in trial.rows):

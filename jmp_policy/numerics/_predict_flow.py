@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._base import group_by_key, list_paths_to
+from .._base import group_by_key, is_wider, list_paths_to
 from .._jaxpr import CUSTOM, HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, find_operand_format, match_policy
 from ._predict_losses import CHOOSING
@@ -111,7 +111,7 @@ def _count_terms(step: Step) -> int:
 
 
 class NarrowValue(NamedTuple):
-    """A value in half precision or a quantized format.
+    """A value in a narrower dtype than it was measured in, or in a quantized format.
 
     `path`, `direction` and `primitive` are of the op that makes it, or of the op that reads and casts it if `is_cast`.
     `is_scaled` is True if the format has a scale per tensor or block. `constant` is not zero for a number in the
@@ -131,27 +131,27 @@ class NarrowValue(NamedTuple):
 def list_narrow_values(
     operations: Sequence[Operation], written: Mapping[tuple[int, ...], Written], rows: Sequence[Row]
 ) -> list[NarrowValue]:
-    """Lists the values in half precision, in program order."""
-    found = []
+    """Lists the values in half precision, and those of float64 in float32, in program order."""
+    found, narrows = [], lambda dtype, row: dtype in HALF or (dtype == np.float32 and rows[row].dtype == "float64")
     for operation in operations:
         of_eqn = written.get(operation.chain)
         if of_eqn is None:
             continue
         direction = _find_direction(operation, rows)
-        half = None
+        low = None
         for indices, dtype in zip(operation.makes, of_eqn.results, strict=True):
-            if dtype in HALF:
-                half = dtype
-                found += [NarrowValue(i, operation.path, direction, str(dtype), operation.name) for i in indices]
-        if half is None:
+            made = [i for i in indices if narrows(dtype, i)]
+            low = dtype if made or dtype in HALF else low
+            found += [NarrowValue(i, operation.path, direction, str(dtype), operation.name) for i in made]
+        if low is None:
             continue
         made = [index for indices in operation.makes for index in indices]
-        if direction == "forward" and operation.literal > float(jnp.finfo(half).max) and operation.name not in CHOOSING:
-            where = operation.path, direction, str(half), operation.name
+        if direction == "forward" and operation.literal > float(jnp.finfo(low).max) and operation.name not in CHOOSING:
+            where = operation.path, direction, str(low), operation.name
             found += [NarrowValue(i, *where, is_cast=True, constant=operation.literal) for i in made[:1]]
         for indices, dtype in zip(operation.reads, of_eqn.operands or [None] * len(operation.reads), strict=True):
-            if dtype == np.float32:
-                found += [NarrowValue(i, operation.path, direction, str(half), operation.name, True) for i in indices]
+            if dtype is not None and is_wider(dtype, low):
+                found += [NarrowValue(i, operation.path, direction, str(low), operation.name, True) for i in indices]
     return found
 
 

@@ -181,7 +181,8 @@ class _Watcher(Rewriter):
             count, results = fused
             *inside, last = program.eqns[start : start + count]
             for eqn in inside:
-                wide = tuple(_FLOAT32 if is_float(var) else None for var in eqn.outvars)
+                full = getattr(self.rule, "full_dtype", _FLOAT32)
+                wide = tuple(full if is_float(var) else None for var in eqn.outvars)
                 self.found[*self._chain, id(eqn)] = Written((), wide)
             operands = [read(atom) for atom in last.invars] if count == 1 else []
             self.found[*self._chain, id(last)] = _read_dtypes(operands, results)

@@ -34,7 +34,8 @@ class Reason:
       primitive: the op that makes the value, or the op that reads it if `is_operand`.
       is_operand: True if the scope reads the value and casts it down.
       source: the user's line of the value, `"/home/me/train.py:12"`; for an argument its path.
-      cure: `"loss_scale"` if the loss scale of the prediction is enough, `"float32"` if the scope must stay in float32.
+      cure: `"loss_scale"` if the loss scale of the prediction is enough, else the dtype that the scope must stay in:
+        `"float32"`, or `"float64"` under a policy with it.
       risk: the relative error of the value, at most 1; for an overflow 1 plus the number of binades beyond the format.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
@@ -62,7 +63,7 @@ class Reason:
         place = f"`{self.path}`" if self.path else "The root"
         operation = f"an operand of `{self.primitive}`" if self.is_operand else f"`{self.primitive}`"
         where = f" ({self.source.rpartition('/')[2]})" if self.source else ""
-        cure = {"loss_scale": "The loss scale saves it.", "float32": "It needs float32."}[self.cure]
+        cure = "The loss scale saves it." if self.cure == "loss_scale" else f"It needs {self.cure}."
         return f"{place} {_VERBS[self.what]} in the {self.direction} pass: {operation}{where} {self._measure()}. {cure}"
 
     def _measure(self) -> str:
@@ -95,7 +96,7 @@ class Prediction(Report):
 
     Attributes:
       reasons: the worst value for each scope, pass and kind of fault, worst first.
-      policy_map: the policy with float32 for the scopes that need it, for `autocast` or `with_policy`.
+      policy_map: the policy with its full dtype for the scopes that need it, for `autocast` or `with_policy`.
       loss_scale: the power of two to use with the map. It saves the most scopes, with the most room to over- and
         underflow. It is the given scale if that saves as many; `None` if no backward pass was measured.
       policy: the checked policy.
@@ -127,8 +128,8 @@ class Prediction(Report):
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """Scopes that must stay in float32, worst first."""
-        return tuple(dict.fromkeys(reason.path for reason in self.reasons if reason.cure == "float32"))
+        """Scopes that must stay in the full dtype, worst first."""
+        return tuple(dict.fromkeys(reason.path for reason in self.reasons if reason.cure != "loss_scale"))
 
     @property
     def ranking(self) -> tuple[str, ...]:

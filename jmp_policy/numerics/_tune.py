@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from .._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
+from ..autocast import is_mixed
 from ..loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
@@ -146,7 +147,9 @@ class _Tuner:
         self._subject, self._policy, self._metric, self._log = subject, policy, metric, log
         self._scopes, self._loss_scale = ranking
         is_quantized = policy.quantization is not None
-        self._kept_policy = policy.replace(**{"quantization": None} if is_quantized else {"compute_dtype": "float32"})
+        self._kept_policy = policy.replace(
+            **{"quantization": None} if is_quantized else {"compute_dtype": policy.full_dtype}
+        )
         self._base = self._kept_policy if is_quantized else None
         self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
@@ -158,7 +161,7 @@ class _Tuner:
         observe = self._make_observation(self._base, NoOpLossScale())
         self._reference = observe()
         name = name_metric(self._metric) if self._metric else self._subject.name
-        before = "before quantization" if self._base else "in float32"
+        before = "before quantization" if self._base else f"in {self._policy.full_dtype}"
         if not list_numbers(self._reference):
             raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
@@ -200,7 +203,7 @@ class _Tuner:
             noise=noise,
             name=self._subject.name,
             low=find_low_format(self._policy).name,
-            kept="float32" if self._base is None else "unquantized",
+            kept=str(self._policy.full_dtype) if self._base is None else "unquantized",
             by="with_policy" if self._subject.is_module else "autocast",
         )
 
@@ -270,7 +273,7 @@ def _check_policy(spec: PolicySpec) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
-    if policy.quantization is None and str(policy.compute_dtype) not in ("float16", "bfloat16"):
+    if policy.quantization is None and not is_mixed(policy):
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy

@@ -35,7 +35,7 @@ def list_numbers(tree: PyTree) -> list[jax.Array]:
 
 
 def measure_largest_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
-    """Returns the largest relative error of any leaf in float32, or infinity if any value is not finite."""
+    """Returns the largest relative error of any leaf, or infinity if any value is not finite."""
     errors = [jnp.float32(0)]
     for name, tree in reference.items():
         errors += _compare_leaves(list_numbers(tree), list_numbers(trees[name]))
@@ -49,7 +49,8 @@ def _compare_leaves(wanted: list[jax.Array], got: list[jax.Array]) -> list[jax.A
     got = [leaf for leaf in got if leaf.size]
     if not wanted:
         return []
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)).astype(jnp.float32) for leaf in wanted]))
+    widest = max((leaf.dtype for leaf in wanted), key=lambda dtype: dtype.itemsize)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)).astype(widest) for leaf in wanted]))
     unit = jnp.where(largest > 0, largest, 1.0)
     squares = [_sum_squares(leaf, unit) for leaf in wanted]
     mean_square = jnp.sum(jnp.stack(squares)) / sum(leaf.size for leaf in wanted)
@@ -74,7 +75,7 @@ class Tuning(Report):
 
     Attributes:
       policy_map: the map, to be applied by the function named in `by`.
-      scopes: the paths that stay in float32 or unquantized. The root is the empty string.
+      scopes: the paths that stay in the full dtype or unquantized. The root is the empty string.
       candidates: all paths that were considered, the most suspicious first.
       error: the largest relative error under the map, of the jitted function with `loss_scale`. XLA may round
         differently in another compilation.
@@ -85,7 +86,7 @@ class Tuning(Report):
       noise: the error between two runs without the policy.
       name: the name of the function or module.
       low: the dtype or format of the policy, such as `"float16"` or `"int8"`.
-      kept: `"float32"` or `"unquantized"`.
+      kept: `"float32"`, `"float64"` or `"unquantized"`.
       by: `"autocast"` for a function, `"with_policy"` for a module.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp

@@ -46,7 +46,12 @@ from ._map_keys import (
     covers_path as covers_path,
     spell_key as spell_key,
 )
-from ._policy import FROM as FROM, Policy as Policy, default_origin as default_origin
+from ._policy import (
+    FROM as FROM,
+    Policy as Policy,
+    check_policy_x64 as check_policy_x64,
+    default_origin as default_origin,
+)
 from ._policy_map import (
     MapRule as MapRule,
     Match as Match,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import DTypeLike, cast_floating, did_you_mean, first_floating_dtype, parse_dtype, quote
+from .._base import DTypeLike, cast_floating, check_x64, did_you_mean, first_floating_dtype, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._formats import Quantization, parse_quantization
 
@@ -169,6 +169,16 @@ class Policy:
         return DynamicLossScale() if self.compute_dtype == np.float16 else NoOpLossScale()
 
     @property
+    def full_dtype(self) -> np.dtype:
+        """The dtype of what needs a wide one: float64 if parameters or the compute dtype are, else float32.
+
+        >>> import jmp_policy as jmp
+        >>> jmp.get_policy("params=float64,compute=float32,output=float64").full_dtype
+        dtype('float64')
+        """
+        return np.dtype(np.float64 if _FLOAT64 & {self.param_dtype, self.compute_dtype} else np.float32)
+
+    @property
     def name(self) -> str:
         """The shortest string that `get_policy` reads back as this policy.
 
@@ -234,6 +244,15 @@ class Policy:
         return Policy.from_config, (self.get_config(),)
 
 
+def check_policy_x64(policy: Policy) -> None:
+    """Raises a `ValueError` if a policy has float64 and JAX would make float32 of it."""
+    wide = [name for name in _FIELDS[:3] if vars(policy)[name] in _FLOAT64]
+    if wide:
+        example = policy.replace(**dict.fromkeys(wide, "float32")).name
+        check_x64(vars(policy)[wide[0]], f"The policy {policy.name!r}", repr(example))
+
+
+_FLOAT64 = frozenset({np.dtype(np.float64)})  # `np.dtype("float64") == None` is True
 FROM = "_from_"  # between the quantization and the rest of a policy's name
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
 _OPTIONAL = ("precision", "quantization", "reduce_dtype", "accumulate_dtype", "cache")

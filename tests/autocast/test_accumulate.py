@@ -316,7 +316,7 @@ def test_a_checkpoint_keeps_what_it_is_given_in_half():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
+@pytest.mark.filterwarnings("ignore:autocast casts no matmul to bfloat16")
 def test_rules_for_functions_of_the_user_hold():
     @jax.custom_vjp
     def product(w, x):

@@ -101,7 +101,7 @@ def test_the_precision_of_the_policy_is_that_of_products():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
+@pytest.mark.filterwarnings("ignore:autocast casts no matmul to bfloat16")
 def test_wide_and_narrow_values_stay_as_traced():
     with jax.enable_x64(True):
         wide = jnp.ones((2, 2), jnp.float64)

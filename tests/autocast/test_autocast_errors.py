@@ -48,12 +48,14 @@ STOCHASTIC = "nvfp4(stochastic_rounding=true)"
         (lambda: autocast(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), LOW), TypeError,
          r"Linear\)\. Pass a function .*: autocast\(lambda model, x: model\(x\), 'mixed_"),
         *((lambda dtype=dtype: autocast(jnp.sin, dtype), ValueError,
-           NO_DTYPE.format(", the compute dtype of the policy '.*'")) for dtype in ("float64", FLOAT8)),
+           NO_DTYPE.format(", the compute dtype of the policy '.*'")) for dtype in ("float8_e5m2", FLOAT8)),
         (lambda: autocast(jnp.sin, PolicyMap({"head": FLOAT8}, "float32")), ValueError, NO_DTYPE.format(OF_HEAD)),
         (lambda: AutocastRules(scopes={"head": FLOAT8}), ValueError, NO_DTYPE.format(OF_SCOPES)),
-        (lambda: autocast(jnp.sin, "params=float64,compute=float32,output=float64"), ValueError,
-         r"^autocast leaves float64 alone, and would do nothing with the parameters of the policy 'params=float64,"
-         r"compute=float32,output=float64'\. For example, with parameters in float32: 'params=float32,compute="),
+        (lambda: autocast(jnp.sin, "params=float64,compute=float32,output=float64")(X), ValueError,
+         r"^The policy 'params=float64,compute=float32,output=float64' needs jax\.config\.update\('jax_enable_x64', "
+         r"True\): without it, JAX computes in float32\. For example: 'float32'\."),
+        (lambda: autocast(jnp.sin, PolicyMap({"head": "float64"}, "float32"))(X), ValueError,
+         r"^The policy 'float64' needs jax.config.update\('jax_enable_x64', True\)"),
         (lambda: autocast(jnp.sin, "params=float32,compute=int8"), ValueError,
          "^Unknown dtype 'int8' in 'compute=int8'"),
         (lambda: autocast(jnp.sin, INT8), ValueError, QUANTIZED.format("")),
@@ -127,7 +129,7 @@ def test_matmuls_that_are_all_inside_custom_derivatives_are_a_warning(name):
     is_inside = name == "gradient"  # autocast is inside of the gradient
     fun = HIDING[name] if is_inside else autocast(HIDING[name], "mixed_bfloat16")
     text = (
-        r"^autocast runs no matmul in bfloat16: each one is inside a jax.custom_vjp or jax.custom_jvp function, which "
+        r"^autocast casts no matmul to bfloat16: each one is inside a jax.custom_vjp or jax.custom_jvp function, which "
         r"runs as written; the first is dot_general of .*test_autocast_errors.py:\d+ \(.*\)\. For example: "
         r"autocast\(fun, 'mixed_bfloat16', custom_rules='inside'\)\.$"
     )
@@ -147,7 +149,9 @@ def test_matmuls_that_are_cast_or_meant_to_stay_are_no_warning():
 
 
 def test_matmuls_that_are_all_float64_are_a_warning():
-    text = r"^autocast runs no matmul in bfloat16: each one is in float64, which autocast leaves; the first is "
+    text = (
+        r"^autocast casts no matmul to bfloat16: each one is in float64, which a policy with float32 parameters leaves"
+    )
     with jax.enable_x64(True), pytest.warns(UserWarning, match=text):
         jax.eval_shape(autocast(lambda x: x @ x, "mixed_bfloat16"), jax.ShapeDtypeStruct((2, 2), jnp.float64))
 

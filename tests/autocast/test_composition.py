@@ -149,7 +149,7 @@ wrong_vjp.defvjp(lambda x, w: (jnp.tanh(x @ w), w), lambda w, ct: (7 * ct, 3 * w
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
+@pytest.mark.filterwarnings("ignore:autocast casts no matmul to bfloat16")
 @pytest.mark.parametrize("custom_rules", ["opaque", "inside"])
 @pytest.mark.parametrize("wrong", [wrong_jvp, wrong_vjp])
 def test_a_wrong_gradient_survives(wrong, custom_rules):
@@ -159,7 +159,7 @@ def test_a_wrong_gradient_survives(wrong, custom_rules):
 
 
 @pytest.mark.parametrize("wrong", [wrong_jvp, wrong_vjp])
-@pytest.mark.filterwarnings("ignore:autocast runs no matmul in bfloat16")
+@pytest.mark.filterwarnings("ignore:autocast casts no matmul to bfloat16")
 @pytest.mark.parametrize(("custom_rules", "dtype"), [("opaque", "float32"), ("inside", "bfloat16")])
 def test_a_function_of_a_user_is_opaque_unless_it_is_asked_for(wrong, custom_rules, dtype):
     cast = autocast(lambda x, w: wrong(x, w), BFLOAT16, custom_rules=custom_rules)

@@ -1,6 +1,7 @@
 """Laws 9, 11 and 13 for functions: casts at the boundary, once, under every transformation of JAX."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,19 +68,26 @@ def test_positional_keyword_and_nested_inputs_and_outputs_are_cast(any_policy):
         return {"out": np.ones(2, np.float32), "n": np.arange(2), "s": "text"}
 
     dtypes = []
-    out = probe({"x": X}, X, b=X, c=(3, X))
+    with jax.enable_x64("float64" in str(any_policy)):
+        out = probe({"x": X}, X, b=X, c=(3, X))
     assert set(dtypes) == {str(any_policy.resolve(X).compute_dtype)}
     assert out["s"] == "text"
     assert out["n"].dtype == np.arange(2).dtype
     assert out["out"].dtype == (any_policy.output_dtype or np.float32)
 
 
-def test_float64_needs_64_bits_and_without_them_jax_warns():
-    double = jmp.with_policy(lambda x: x, "float64")
+@pytest.mark.parametrize("policy", ["float64", "params=float64,compute=float32,output=none"])
+def test_float64_needs_64_bits(policy):
+    policy = jmp.get_policy(policy)
+    double = jmp.with_policy(lambda x: x, policy)
     with jax.enable_x64(True):
-        assert double(jnp.ones(2, jnp.float32)).dtype == jnp.float64
-    with pytest.warns(UserWarning, match=r"float64 .* is not available"):
-        assert double(jnp.ones(2)).dtype == jnp.float32
+        assert double(jnp.ones(2, jnp.float32)).dtype == policy.compute_dtype
+        assert policy.cast_to_param(jnp.ones(2, jnp.float32)).dtype == jnp.float64
+    text = r"needs jax\.config\.update\('jax_enable_x64', True\): without it, JAX computes in float32\. For example: "
+    with pytest.raises(ValueError, match=re.escape(f"The policy {policy.name!r} ") + text + "'.*float32"):
+        double(jnp.ones(2))
+    with pytest.raises(ValueError, match=f"^A cast to 'float64' {text}cast_floating"):
+        policy.cast_to_param(jnp.ones(2))
 
 
 def test_numpy_stays_numpy_and_other_values_keep_their_identity():

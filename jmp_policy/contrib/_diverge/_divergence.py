@@ -162,12 +162,12 @@ class Divergence(Report):
         return max(gaps, default=None)
 
     def policy_map(self, tolerance: float, policy: PolicySpec = None) -> PolicyMap:
-        """Proposes a map that keeps in float32 the scopes that introduce a larger error than `tolerance`.
+        """Proposes a map that keeps in the full dtype the scopes that introduce a larger error than `tolerance`.
 
         Args:
           tolerance: the largest introduced error of a scope that stays in low precision.
-          policy: the policy of all other scopes. If None, it computes in float16 or bfloat16, as `g` does,
-            and returns float32.
+          policy: the policy of all other scopes. If None, it computes in float16 or bfloat16, or in float32 if
+            `f` is in float64, as `g` does, and returns what `f` is in.
 
         Raises:
           ValueError: the tolerance is not positive, or the policy is a map.
@@ -179,7 +179,7 @@ class Divergence(Report):
             raise ValueError(f"policy_map takes the policy of all other scopes, got {low!r}. For example: 'bfloat16'.")
         scopes = list(dict.fromkeys(row.path for row in self.rows()))
         kept = {row.path for row in self.rows() if row.introduced > tolerance}
-        changed: Any = {"quantization": None} if low.quantization is not None else {"compute_dtype": "float32"}
+        changed: Any = {"quantization": None} if low.quantization is not None else {"compute_dtype": low.full_dtype}
         return make_map(scopes, kept, low, low.replace(**changed))
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,9 +267,11 @@ class Divergence(Report):
         return tuple(_read_row(record, calls[key], calls.get((key[0], "forward"), ())) for key in _sort(shown))
 
     def _guess_policy(self) -> str:
-        dtypes = {row.dtypes[1] for row in self.layout.rows}
-        low = next((name for name in ("float16", "bfloat16") if name in dtypes), "bfloat16")
-        return f"params=float32,compute={low},output=float32"
+        of_f, of_g = ({row.dtypes[i] for row in self.layout.rows} for i in (0, 1))
+        full = "float64" if "float64" in of_f else "float32"
+        lows = ("float16", "bfloat16", "float32") if full == "float64" else ("float16", "bfloat16")
+        low = next((name for name in lows if name in of_g), "bfloat16")
+        return f"params={full},compute={low},output={full}"
 
 
 _LOG_PROBABILITY = 0.02

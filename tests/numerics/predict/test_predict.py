@@ -242,7 +242,12 @@ def test_bad_input_is_refused_with_what_works(stats, fine):
         (ValueError, "These Stats have rows without measurements", stats.empty()),
         (ValueError, "These Stats have no rows", stats.select(lambda site: False)),
         (ValueError, "was not traced in this process", history.merge()),
-        (ValueError, "'params=float32,compute=float32,output=float32' has neither half precision", stats, "float32"),
+        (
+            ValueError,
+            "'params=float32,compute=float32,output=float32' has neither a narrower compute dtype",
+            stats,
+            "float32",
+        ),
         (ValueError, "Unknown dtype or policy 'flaot16'", stats, "flaot16"),
         (ValueError, "autocast does not quantize weights", stats, "int4_from_mixed_bfloat16"),
         *[

@@ -1,0 +1,235 @@
+"""Autocast with float64 as the full dtype: of a policy with it, of rules by scope, forward and backward."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_policy as jmp
+from jmp_policy import PolicyMap, autocast
+
+MIXED = "params=float64,compute=float32,output=float64"
+HALF = "params=float64,compute=bfloat16,output=float64"
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def model(w, x):
+    """A scope for each kind of operation: low, following, full, in a loop, in linear algebra."""
+    with jax.named_scope("dense"):
+        h = jnp.tanh(x @ w + 1.0)
+    with jax.named_scope("soft"):
+        s = jax.nn.softmax(h @ w)
+    with jax.named_scope("loop"):
+        c, _ = jax.lax.scan(lambda c, _: (c + 0.1 * jnp.tanh(c @ w), None), s, length=3)
+    with jax.named_scope("solve"):
+        y = jnp.linalg.solve(w @ w.T + 8 * jnp.eye(len(w), dtype=w.dtype), c.T)
+    with jax.named_scope("norm"):
+        n = (y - y.mean()) / jnp.sqrt(jnp.var(y) + 1e-12)
+    with jax.named_scope("loss"):
+        return jnp.sum(jnp.exp(n) * 1e-3)
+
+
+def draw():
+    rng = np.random.default_rng()
+    return rng.normal(size=(8, 8)) / 3, rng.normal(size=(4, 8))
+
+
+def list_dtypes(policy, fun=model):
+    """Returns the dtypes of operations in each scope."""
+    w, x = draw()
+    rows = jmp.numerics.audit(autocast(fun, policy))(w, x).rows
+    return {(row.path, row.operation): row.dtype for row in rows if row.operation != "convert_element_type"}
+
+
+@pytest.mark.parametrize(("policy", "low"), [(MIXED, "float32"), (HALF, "bfloat16")])
+def test_matmuls_are_in_the_compute_dtype_and_full_operations_in_float64(policy, low):
+    found = list_dtypes(policy)
+    lows = ("dense", "dot_general"), ("dense", "tanh"), ("soft", "dot_general"), ("loop", "dot_general")
+    assert {found[key] for key in lows} == {low}
+    full = [("soft", "exp"), ("loop", "add"), ("solve", "lu"), ("norm", "reduce_sum"), ("loss", "exp")]
+    assert {found[key] for key in full} == {"float64"}
+
+
+@pytest.mark.parametrize("policy", [MIXED, HALF])
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "grad of autocast", "remat", "jvp"])
+def test_errors_are_those_of_the_compute_dtype(policy, transform):
+    w, x = draw()
+    cast = autocast(model, policy)
+    transforms = {
+        "jit": (jax.jit(cast), model),
+        "vmap": (*(jax.vmap(lambda v, x=x, f=f: f(v, x)) for f in (cast, model)),),
+        "grad": (jax.grad(cast), jax.grad(model)),
+        "grad of autocast": (autocast(jax.grad(model), policy), jax.grad(model)),
+        "remat": (jax.grad(jax.checkpoint(cast)), jax.grad(model)),
+        "jvp": (*(lambda w, x, f=f: jax.jvp(f, (w, x), (w, x)) for f in (cast, model)),),
+    }
+    ours, exact = transforms[transform]
+    args = (np.stack([w, 2 * w]),) if transform == "vmap" else (w, x)
+    got, wanted = ours(*args), exact(*args)
+    # A few thousand roundings of the compute dtype at most, and at least one: float64 throughout would show none.
+    eps = float(jnp.finfo(jmp.get_policy(policy).compute_dtype).eps)
+    pairs = [*zip(*map(jax.tree.leaves, (got, wanted)), strict=True)]
+    errors = [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+    assert all(a.dtype == jnp.float64 for a, _ in pairs)
+    assert 1e-4 * eps < max(errors) < 4096 * eps
+
+
+@pytest.mark.parametrize("full", ["float64", "params=float64,compute=float64,output=none"])
+def test_a_policy_that_computes_in_float64_changes_nothing(full):
+    w, x = draw()
+    cast, plain = (jax.make_jaxpr(jax.value_and_grad(f))(w, x) for f in (autocast(model, full), model))
+    assert str(cast) == str(plain)
+
+
+def test_scopes_by_map():
+    found = list_dtypes(PolicyMap({"soft": "float64", "solve": "float32"}, MIXED))
+    assert found["soft", "dot_general"] == "float64"
+    assert found["dense", "dot_general"] == "float32"
+    # A rule whose own parameters are float32 has float32 as its full dtype.
+    assert {dtype for (path, _), dtype in found.items() if path == "solve" and "float" in dtype} == {"float32"}
+    assert found["loss", "exp"] == "float64"
+    found = list_dtypes(PolicyMap({"solve": "float64"}, "float32"))
+    assert {found[key] for key in [("dense", "dot_general"), ("soft", "exp"), ("loss", "exp")]} == {"float32"}
+    assert found["solve", "lu"] == "float64"
+    found = list_dtypes(PolicyMap({"soft": "bfloat16"}, "float64"))
+    assert (found["soft", "dot_general"], found["soft", "exp"]) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("rule", ["float64", MIXED])
+def test_the_rule_of_a_scope_widens_a_float32_program(rule):
+    """Parameters in float32, a solve in float64, and float32 again where its result is used."""
+    w, x = (a.astype(np.float32) for a in draw())
+    fun = autocast(lambda w, x: model(w, x).astype(jnp.float32), PolicyMap({"solve": rule}, "float32"))
+    found = {(row.path, row.operation): row.dtype for row in jmp.numerics.audit(fun)(w, x).rows}
+    assert found["solve", "lu"] == "float64"
+    assert found["solve", "dot_general"] == ("float64" if rule == "float64" else "float32")
+    assert found["loss", "exp"] == found["norm", "reduce_sum"] == "float32"
+    assert jax.grad(fun)(w, x).dtype == jnp.float32
+
+
+def test_a_loop_in_a_float32_scope_keeps_its_float64_state():
+    def integrate(x):
+        with jax.named_scope("steps"):
+            return jax.lax.fori_loop(0, 3, lambda _, x: x + 1e-9 * jnp.sin(x), x)
+
+    found = jax.make_jaxpr(autocast(integrate, PolicyMap({"steps": "float32"}, "float64")))(np.ones(2))
+    assert re.search(r":f32\[2\] = sin", str(found))
+    assert re.search(r":f64\[2\] = scan|f64\[2\] = scan", str(found))
+
+
+def test_a_weight_used_twice_sums_its_gradients_in_float64():
+    def twice(w, x):
+        return jnp.sum(jnp.sin(x @ w) + jnp.cos(x @ w))
+
+    w, x = draw()
+    gradient = jax.make_jaxpr(jax.grad(autocast(twice, MIXED)))(w, x)
+    sums = [eqn for eqn in gradient.eqns if eqn.primitive.name == "add_any" and eqn.outvars[0].aval.shape == w.shape]
+    assert [str(eqn.outvars[0].aval.dtype) for eqn in sums] == ["float64"]
+
+
+def test_residuals_are_kept_in_the_compute_dtype():
+    """A square of a float64 sum of matmuls is computed again in the backward pass, from the float32 operand."""
+    big = lambda w, x: jnp.sum(jax.lax.integer_pow(jnp.exp(x @ w), 2) * 2.0)
+    sizes = [
+        jax.jit(jax.grad(f))
+        .lower(np.zeros((8, 512)), np.zeros((256, 8)))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for f in (autocast(big, MIXED), big)
+    ]
+    assert sizes[0] <= sizes[1]
+
+
+@pytest.mark.parametrize(("constant", "dtype"), [(1e-50, "float64"), (1.0, "float32"), (1e-9, "float32")])
+def test_a_constant_that_float32_would_lose_keeps_an_operation_in_float64(constant, dtype):
+    found = list_dtypes(MIXED, lambda w, x: jnp.sum(jnp.tanh((x @ w) * constant)))
+    assert found["", "mul"] == dtype
+
+
+def test_a_mask_of_float64_is_clamped_to_float32():
+    w, x = draw()
+    masked = lambda w, x: jax.nn.softmax((x @ w) + jnp.where(jnp.arange(8) < 3, 0.0, -1e300))
+    out = autocast(masked, MIXED)(w, x)
+    np.testing.assert_allclose(out, masked(w, x), atol=1e-5)
+    assert np.isfinite(out).all()
+
+
+def test_what_its_author_wrote_in_float32_stays():
+    author = lambda w, x: (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(jnp.float64) + (x @ w)
+    for policy in ("float64", MIXED):
+        found = jax.make_jaxpr(autocast(author, policy))(*draw())
+        products = re.findall(r":(f\d+)\[4,8\] = dot_general", str(found))
+        assert [name.replace("f", "float") for name in products] == [
+            "float32",
+            "float64" if policy == "float64" else "float32",
+        ]
+
+
+def test_accumulated_sums_are_float32_beside_float64():
+    policy = f"{HALF},accumulate=float32"
+    w, x = draw()
+    out = autocast(lambda w, x: x @ w, policy)(w, x)
+    exact = x.astype(jnp.bfloat16).astype(np.float64) @ w.astype(jnp.bfloat16).astype(np.float64)
+    bound = 8 * 2.0**-24 * (np.abs(x) @ np.abs(w)) * 1.02  # eight float32 additions of rounded operands
+    assert (np.abs(out - exact) <= bound).all()
+    assert out.dtype == np.float64
+
+
+def test_nothing_to_do_is_a_warning():
+    w, x = (a.astype(np.float32) for a in draw())
+    text = r"casts no matmul to float32: each one is in float32 as it is; .*For example: get_policy\('params=float64,"
+    with pytest.warns(UserWarning, match=text):
+        jax.eval_shape(autocast(lambda w, x: x @ w, MIXED), w, x)
+
+
+def test_tune_finds_the_scopes_that_need_float64():
+    def fun(w, x):
+        with jax.named_scope("features"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("cancel"):  # a difference of two nearly equal products
+            d = (h + 1e-6) @ w - h @ w
+        with jax.named_scope("scale"):
+            return 1e6 * d @ w
+
+    tuning = jmp.tune(fun, draw(), MIXED, tolerance=1e-3)
+    assert (tuning.scopes, tuning.kept, tuning.low, tuning.is_met) == (("cancel",), "float64", "float32", True)
+    assert tuning.policy_map["cancel"].compute_dtype == np.float64
+    assert repr(tuning).startswith("<Tuning: 1 of 4 scopes in float64")
+
+
+def test_predict_finds_what_overflows_float32():
+    def fun(w, x):
+        with jax.named_scope("large"):
+            h = (x @ w) * 1e30
+        with jax.named_scope("square"):
+            return jnp.sum(jnp.tanh(jnp.square(h @ (w * 1e10))))
+
+    w, x = draw()
+    _, stats = jmp.numerics.collect(fun, ["float32"], where="all")(w, x)
+    prediction = jmp.numerics.predict(stats, MIXED)
+    assert prediction.culprits == ("square",)
+    reason = prediction.reasons[0]
+    assert (reason.what, reason.format, reason.cure) == ("overflow", "float32", "float64")
+    assert str(reason).endswith("It needs float64.")
+    assert prediction.policy_map["square"].compute_dtype == np.float64
+    assert np.isfinite(autocast(fun, prediction.policy_map)(w, x))
+
+
+def test_diverge_proposes_a_map_of_float64_and_float32():
+    w, x = draw()
+    found = jmp.contrib.diverge(model, autocast(model, MIXED))(w, x)
+    assert found.policy_map(1e-9).default.name == MIXED
+    assert {rule.policy.compute_dtype for rule in found.policy_map(1e-9).rules} == {np.dtype(np.float64)}
+
+
+def test_force_full_precision_keeps_float64():
+    fun = jmp.force_full_precision(lambda w, x: x @ w)
+    assert list_dtypes(MIXED, fun) == {("", "dot_general"): "float64"}
