@@ -20,9 +20,11 @@ from ._place import (
     COMPUTE_DTYPES,
     FLOAT32,
     FLOAT64,
+    REGION,
     EquationPlace,
     PlaceFinder,
     Scopes,
+    ScopeSettings,
     choose_sums_dtype,
     find_functions,
 )
@@ -312,11 +314,12 @@ class CastingRule(EquationWriter):
 
     def _rule_in(self, place: EquationPlace) -> CastingRule:
         """Returns this rule with the dtypes and format of the scope of a place."""
-        scope = place.scope
-        if scope is None:
+        is_wide = place.function is REGION and FLOAT64 in self.castable  # `force_full_precision` narrows nothing
+        if place.scope is None and not is_wide:
             return self
+        scope = place.scope or ScopeSettings(quantization=self.quantization)
         compute: Any = scope.compute_dtype or self.compute_dtype
-        full = scope.full_dtype or self.full_dtype
+        full = FLOAT64 if is_wide else scope.full_dtype or self.full_dtype
         accumulate = scope.accumulate_dtype or self.accumulate_dtype
         key = compute, full, choose_sums_dtype(accumulate, compute), scope.quantization
         if key == (self.compute_dtype, self.full_dtype, self.sums, self.quantization):

@@ -239,9 +239,9 @@ class EquationPlace(NamedTuple):
         return f"{self.path}/".startswith(f"{scope.path}/") or not scope.path
 
 
-_REGION = Function(FULL_PRECISION, "full")
+REGION = Function(FULL_PRECISION, "full")
 AS_TRACED = Function(AUTOCAST, "traced")
-_DECIDED = (_REGION, AS_TRACED)
+_DECIDED = (REGION, AS_TRACED)
 """Regions of `force_full_precision`, and equations of another `autocast` or a recorder: they win over all rules."""
 
 
@@ -264,7 +264,7 @@ class PlaceFinder:
                 if AUTOCAST in text or RECORD in text:  # these scopes decide before all rules
                     function = AS_TRACED
                 elif FULL_PRECISION in text:
-                    function = _REGION
+                    function = REGION
                 here = outer._replace(backward=outer.backward or is_backward(text), function=function)
                 inside = outer if here == outer else here
             found.append(self._find(inside, eqn, *results))

@@ -191,11 +191,12 @@ def _has_variables(owner: Any) -> bool:
 
 
 def widen_policy(policy: Policy) -> Policy:
-    """Returns the policy itself, or a float32 version of it inside of `force_full_precision`."""
+    """Returns the policy itself, or a version of it in its full dtype inside of `force_full_precision`."""
     if not IN_FULL_PRECISION.value:
         return policy
     # Parameters are stored as before: the param dtype and the quantization stay.
-    compute, output = (None if d is None else at_least_float32(d) for d in (policy.compute_dtype, policy.output_dtype))
+    widen = lambda dtype: max(policy.full_dtype, at_least_float32(dtype), key=lambda dtype: dtype.itemsize)
+    compute, output = (None if d is None else widen(d) for d in (policy.compute_dtype, policy.output_dtype))
     return policy.replace(compute_dtype=compute, output_dtype=output, precision="highest", accumulate_dtype=None)
 
 
@@ -282,11 +283,12 @@ def force_full_precision(fun: F) -> F: ...
 def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Runs `fun` in float32, with its matmuls at the highest precision.
 
-    Floating inputs are upcast to float32 (float64 stays). Floating outputs are cast to the `jnp.result_type` of the
-    floating inputs; without a floating input they are not cast. Flax modules and Variables are passed through.
+    Floating inputs are upcast to float32 (float64 stays, also under `autocast`). Floating outputs are cast to the
+    `jnp.result_type` of the floating inputs; without a floating input they are not cast. Flax modules and Variables are
+    passed through.
 
-    Flax layers and functions with a policy that `fun` calls compute in float32 too. A `dtype` that an author wrote on a
-    layer stays, and so does the quantization of a policy.
+    Flax layers and functions with a policy that `fun` calls compute in its `full_dtype`, float32 or float64. A `dtype`
+    that an author wrote on a layer stays, and so does the quantization of a policy.
 
     Args:
       fun: a function of trees of arrays.

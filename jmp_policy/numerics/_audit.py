@@ -46,12 +46,14 @@ from ._audit_facts import (
     ARGUMENT,
     CONSTANT,
     FLOAT32,
+    FLOAT64,
     OWN,
     ValueFacts,
     count_uses,
     derive_facts,
     describe_constant,
     find_fact,
+    is_lower,
 )
 from ._audit_report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 
@@ -264,27 +266,28 @@ def suspect_half_gradient(fact: ValueFacts, atom: Atom) -> Suspicion:
 
 
 def _check_promotion(step: Step, facts: Sequence[ValueFacts]) -> Iterator[Suspicion]:
-    """Finds a half operand that the same call upcast: strict dtype promotion would refuse it."""
+    """Finds a narrow operand that the same call upcast: strict dtype promotion would refuse it."""
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
-    # Which float32 operand of the call could as well be half?
-    given = [fact.given for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
+    # Which wide operand of the call could as well be narrow?
+    pairs = [*zip(step.operands, facts, strict=True)]
+    given = [(float_dtype(atom), fact.given) for atom, fact in pairs if _is_needlessly_wide(atom, fact)]
     if not given:
         return
-    # Which operand was half, until this very call widened it?
-    for atom, fact in zip(step.operands, facts, strict=True):
-        half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
-        if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
+    # Which operand was narrow, until this very call widened it?
+    wide, origin = given[0]
+    for atom, fact in pairs:
+        low = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
+        if is_lower(low, wide) and (fact.widening is None or _is_one_call(fact.widening, step)):
             if is_called_by_library(find_origin(step)):  # a library layer mixes dtypes on purpose
                 return
-            through = f"{half} becomes float32 through {given[0]}"
-            yield Suspicion("accidental-promotion", step, through, (half, FLOAT32))
+            yield Suspicion("accidental-promotion", step, f"{low} becomes {wide} through {origin}", (low, wide))
             return
 
 
 def _is_needlessly_wide(atom: Atom, fact: ValueFacts) -> bool:
-    """True if an operand was given or made as float32, and half precision could hold it."""
-    if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
+    """True if an operand was given or made as float32 or float64, and half precision could hold it."""
+    if float_dtype(atom) not in {FLOAT32, FLOAT64} or not fact.given or fact.widening is not None:
         return False
     return not isinstance(atom, Literal) or atom.val == 0 or _SMALLEST <= abs(atom.val) <= _LARGEST
 
@@ -325,7 +328,7 @@ _OF_MAX_POOLING = "select_and_scatter_add"
 
 def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
-    if source is None or target not in HALF or source == target:
+    if source is None or not (target in HALF or is_lower(target, source)) or source == target:
         return
     if ROUNDED in step.scope and not backward:
         yield Suspicion("rounded-by-rule", step, f"from {source} to {target}", (source, target))
@@ -337,7 +340,7 @@ def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -
     for constant in facts[0].constants:
         wide = np.asarray(constant).astype(np.float64)
         with np.errstate(over="ignore"):
-            rounded = wide.astype(np.float32).astype(target).astype(np.float32)
+            rounded = wide.astype(np.float32).astype(target).astype(np.float64)
         infinite = wide[np.isfinite(wide) & np.isinf(rounded)]
         if infinite.size:
             largest = infinite[np.argmax(np.abs(infinite))]

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from .._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, count_scattered_rows, float_dtype, is_float
 
-FLOAT32 = np.dtype(np.float32)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class ValueFacts(NamedTuple):
@@ -19,7 +19,7 @@ class ValueFacts(NamedTuple):
     # most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
     given: str = ""
     constants: tuple[Any, ...] = ()  # the arrays and numbers that are among its elements, or were added to them
-    widening: Step | None = None  # the conversion that widened it from half precision; it was at most moved since
+    widening: Step | None = None  # the conversion that widened it; it was at most moved since
     made: str = ""  # its name in the language of losses and norms, such as `"sum of exp"`, or the empty string
     narrowest: np.dtype | None = None  # the narrowest dtype in which that was made
     is_gradient: bool = False  # whether a backward pass made it; it was at most moved, converted or scaled since
@@ -31,11 +31,16 @@ class ValueFacts(NamedTuple):
     carried: Jaxpr | None = None  # the body of the loop that carries it
 
 
-ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
+ARGUMENT, CONSTANT = "a parameter or argument", "a constant"
 OWN = "an array that the program makes itself"
 """The program makes it of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
 
 UNKNOWN = ValueFacts()
+
+
+def is_lower(dtype: np.dtype | None, wide: np.dtype | None) -> bool:
+    """True for half precision beside float32 or float64, and for float32 beside float64."""
+    return dtype in (HALF if wide in {FLOAT32} else {*HALF, FLOAT32} if wide in {FLOAT64} else ())
 
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
@@ -126,7 +131,7 @@ def _follow_conversion(step: Step, fact: ValueFacts) -> ValueFacts:
         return ValueFacts(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = find_narrowest_dtype([fact.narrowest, target]) if fact.made else None
     # An upcast loses nothing. It is remembered, to find values that are cast down again or were upcast to compute with.
-    if source in HALF and target == FLOAT32:
+    if is_lower(source, target):
         return fact._replace(widening=step)
     return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
 

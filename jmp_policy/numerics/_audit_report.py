@@ -11,11 +11,10 @@ from ..report import Report, Table, format_bytes, format_count, indent_lines, ma
 
 FINDINGS = {
     "float32-matmul": "a matmul or convolution in float32, in a program that has half precision elsewhere",
-    "accidental-promotion": "promoted to float32 only because one operand is a float32 constant, parameter or "
-    "intermediate",
+    "accidental-promotion": "promoted only because one operand is a wider constant, parameter or intermediate",
     "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
     "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
-    "round-trip-cast": "half precision cast to float32 and back with nothing computed between",
+    "round-trip-cast": "cast to a wider dtype and back with nothing computed between",
     "float16-exp": "an exponential in float16, which overflows at 11.1",
     "float16-log": "a logarithm in float16, whose argument may have been rounded to zero",
     "float16-softmax": "a softmax in float16: small probabilities become zero",
@@ -26,14 +25,14 @@ FINDINGS = {
     "half-gradient": "the gradient of a weight with several uses, added up in half precision",
     "half-update": "an update added to a parameter in half precision: a small one changes nothing",
     "rounded-by-rule": "float32 that autocast rounds because of residuals='half' or a narrow rule of AutocastRules",
-    "infinite-constant": "a finite constant that is infinite in half precision",
+    "infinite-constant": "a finite constant that is infinite in the dtype that it is cast to",
     "half-all-reduce": "a sum over devices in half precision",
 }
 """The names of findings, and their descriptions."""
 
 REMEDIES = {
     "float32-matmul": "cast what it reads, or give the layer a dtype",
-    "accidental-promotion": "cast the float32 operand, or upcast the other one where that is meant",
+    "accidental-promotion": "cast the wider operand, or upcast the other one where that is meant",
     "half-reduction": REMEDY,
     "half-cumulative": "cast to float32 first",
     "round-trip-cast": "leave both casts out",

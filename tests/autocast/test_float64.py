@@ -230,6 +230,20 @@ def test_diverge_proposes_a_map_of_float64_and_float32():
     assert {rule.policy.compute_dtype for rule in found.policy_map(1e-9).rules} == {np.dtype(np.float64)}
 
 
-def test_force_full_precision_keeps_float64():
-    fun = jmp.force_full_precision(lambda w, x: x @ w)
-    assert list_dtypes(MIXED, fun) == {("", "dot_general"): "float64"}
+@pytest.mark.parametrize(
+    "policy", [MIXED, *(PolicyMap({"wide": MIXED, "narrow": "float32"}, r) for r in (MIXED, "float32"))]
+)
+def test_force_full_precision_keeps_float64(policy):
+    def fun(w, x):
+        with jax.named_scope("narrow"):
+            y = jmp.force_full_precision(lambda w, x: jnp.sin(x) @ w)(w, x)
+        with jax.named_scope("wide"):
+            return jmp.force_full_precision(jnp.cumsum)(y)
+
+    assert {*list_dtypes(policy, fun).values()} == {"float64"}
+
+
+def test_layers_compute_in_float64_inside_force_full_precision():
+    layer = jmp.with_policy(lambda x: x @ x, MIXED)
+    found = jax.make_jaxpr(jmp.force_full_precision(layer))(np.ones((2, 2), np.float32))
+    assert re.search(r":f64\[2,2\] = dot_general", str(found))

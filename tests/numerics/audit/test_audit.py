@@ -353,3 +353,21 @@ def test_a_step_that_may_be_skipped_counts_once():
     with jax.numpy_dtype_promotion("standard"):  # of optax's own
         skipping, plain = (audit(step_of(tx))(params, params) for tx in (jmp.optim.skip_nonfinite(inner), inner))
     assert sum(row.count for row in skipping.matmuls) == sum(row.count for row in plain.matmuls) > 0
+
+
+@pytest.mark.parametrize(
+    ("fun", "found", "detail"),
+    [
+        (lambda x, w: x * np.float64(1.5), "accidental-promotion", "float32 becomes float64 through a constant"),
+        (lambda x, w: x + w, "accidental-promotion", "float32 becomes float64 through a parameter or argument"),
+        (lambda x, w: x.astype("float64").astype("float32"), "round-trip-cast", "from float32 to float64 and back"),
+        (lambda x, w: x + jnp.full(3, -1e300).astype("float32"), "infinite-constant", r"-1e\+300 in float32"),
+        (lambda x, w: jax.nn.softmax(2.0 * x) + jnp.var(x), None, ""),
+        (lambda x, w: x.astype("float64") + w, None, ""),
+    ],
+)
+def test_float32_beside_float64_is_as_half_precision_beside_float32(fun, found, detail):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        findings = audit(fun)(jnp.ones(3, "float32"), jnp.ones(3, "float64")).findings
+    assert [finding.id for finding in findings] == [found] * bool(found)
+    assert all(re.search(rf"\({detail}\)", str(finding)) for finding in findings)

@@ -82,8 +82,8 @@ def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(kind):
 FAULTS = [
     (jax.checkpoint(nn.softmax), "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to f"),
     (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
-     "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
-    (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the float32 operand"),
+     "(bfloat16 becomes float32 through a constant); cast the wider operand"),
+    (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the wider operand"),
 ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_a_parameter_that_is_read_as_an_adapter_of_qwix_does_has_a_line():
         def __call__(self, x):
             return self.head(self.body(x) @ self.adapter.get_raw_value())
 
-    check_fault(Adapted, "(bfloat16 becomes float32 through a float32 parameter or argument); cast the float32 operand")
+    check_fault(Adapted, "(bfloat16 becomes float32 through a parameter or argument); cast the wider operand")
 
 
 @pytest.mark.parametrize("kind", KINDS)
