@@ -44,7 +44,8 @@ def autocast(
     The function may be written in plain float32. It is traced at each call, and its jaxpr is rewritten:
 
     1. Matmuls and convolutions run in the compute dtype.
-    2. Operations that lose accuracy in half precision (exponentials, logarithms, sums, linear algebra) run in float32.
+    2. Operations that lose accuracy there (exponentials, logarithms, sums, linear algebra) run in the full dtype of the
+       policy: float64 if its parameters or its compute dtype are float64, else float32, as below.
     3. Everything else follows JAX's promotion of the dtypes that its inputs have by then: half precision with float32
        is float32. A branch returns float32 if one branch does, and loops carry float32 as float32. Only constants, and
        the bias that is added to the result of a matmul or convolution, give way to half precision.
@@ -55,15 +56,15 @@ def autocast(
 
     `jit`, `grad`, `vmap` and other transformations work around the result and inside it. The rules of a `PolicyMap`
     apply to linen modules, nnx modules among the arguments, and `jax.named_scope`s. A module whose policy computes in
-    float32 runs in float32 only, and casts its outputs to its output dtype. Flax nnx objects may be updated if they are
-    arguments, but not if they are closed over.
+    its full dtype runs in it only, and casts its outputs to its output dtype. Float64 stays as it is, unless the policy
+    or a rule has float64. Flax nnx objects may be updated if they are arguments, but not if they are closed over.
 
     Args:
       fun: any function of trees of arrays: also a method, partial, jitted function or callable object. Without it, or
         with a policy in its place, the result is a decorator. For Flax modules write `autocast(model.apply, ...)` or,
         for nnx, `autocast(lambda model, x: model(x), ...)`.
-      policy: anything that `get_policy` reads; None is the current default policy. The compute dtype is float32,
-        bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output dtype, if
+      policy: anything that `get_policy` reads; None is the current default policy. The compute dtype is float64,
+        float32, bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output dtype, if
         there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
         outputs; other operations cast it down. These matmuls have no forward-mode derivative.
         A quantized policy needs `weights`; a rule of a `PolicyMap` may leave scopes out. Float8 needs current scaling.
@@ -85,14 +86,15 @@ def autocast(
     Raises:
       TypeError: `fun` is not a function, or it returned something else than a tree of arrays; or `weights` is of
         another type.
-      ValueError: `policy` is unreadable, has another compute or accumulate dtype, or parameters in float64. Of a
+      ValueError: `policy` is unreadable, has another compute or accumulate dtype, or float64 without x64. Of a
         quantized policy: `weights` is missing, one of them reaches no matmul, or the format needs a state or a key for
         each layer.
 
     Warns:
-      UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; all
-        matmuls are in float64, or inside functions with custom derivatives, which run as traced; or the function is
-        inside `jax.vmap`, where a bias cannot be told from other arrays: write `autocast(vmap(f))`.
+      UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; no
+        matmul is cast, as all are in float64 under a policy without it, in a narrower dtype already, or inside
+        functions with custom derivatives, which run as traced; or the function is inside `jax.vmap`, where a bias
+        cannot be told from other arrays: write `autocast(vmap(f))`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 
