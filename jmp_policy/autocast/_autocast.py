@@ -64,8 +64,8 @@ def autocast(
         with a policy in its place, the result is a decorator. For Flax modules write `autocast(model.apply, ...)` or,
         for nnx, `autocast(lambda model, x: model(x), ...)`.
       policy: anything that `get_policy` reads; None is the current default policy. The compute dtype is float64,
-        float32, bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output dtype, if
-        there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
+        float32, bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output
+        dtype, if there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
         outputs; other operations cast it down. These matmuls have no forward-mode derivative.
         A quantized policy needs `weights`; a rule of a `PolicyMap` may leave scopes out. Float8 needs current scaling.
       rules: changes to the tables of operations and functions, and rules by scope, which win over the map.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._base import list_paths_to
+from .._base import at_least_float32, list_paths_to
 from .._jaxpr import (
     HALF,
     AbstractValue,
@@ -30,7 +30,8 @@ from ..autocast import AS_TRACED, FUNCTIONS, AutocastRules, EquationPlace, Funct
 from ..policy import Policy, PolicyMap, match_policy
 from ._stats_choice import ObservedProgram
 
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_CAST = frozenset({_FLOAT32, _FLOAT64, *HALF})
 
 _NORMS = {name: way for name, way in FUNCTIONS.items() if name.startswith("flax.") and "Norm" in name}
 _SUMS = having(Fact.SUMS) | {"add_any"}
@@ -64,7 +65,7 @@ class LayerRule(Rule):
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: LayerPlace) -> list[Value]:
         dtype, state = self._find_result(eqn, values, context)
         kinds = [
-            AbstractValue(dtype if float_dtype(var) in (_FLOAT32, *HALF) else float_dtype(var), state)
+            AbstractValue(dtype if float_dtype(var) in _CAST else float_dtype(var), state)
             for var in eqn.outvars
         ]
         return body.append(eqn, [value.atom for value in values], kinds)
@@ -96,10 +97,10 @@ class LayerRule(Rule):
             return (compute if half and compute is not None and compute in HALF else _FLOAT32), _LayerState(place.path)
         module = next((outer for outer in reversed(list_paths_to(place.path)) if outer in self._types), None)
         if module is None:
-            return self._promote(values), _LayerState()
+            return self._promote(eqn, values), _LayerState()
         compute = self._policy_at(module).compute_dtype or _FLOAT32
         wide = place.norm or (eqn.primitive.name in _SUMS and not place.backward) or self._continues_sum(eqn, values)
-        return (_FLOAT32 if wide else compute), _LayerState(module, wide)
+        return (at_least_float32(compute) if wide else compute), _LayerState(module, wide)
 
     def _continues_sum(self, eqn: JaxprEqn, values: Sequence[Value]) -> bool:
         """True for the division of a mean, and for a reshape or broadcast of a float32 sum."""
@@ -107,12 +108,12 @@ class LayerRule(Rule):
         moves = eqn.primitive.name in ("broadcast_in_dim", "reshape")
         return (is_mean or moves) and values[0].kind.state is not None and values[0].kind.state.wide
 
-    def _promote(self, values: Sequence[Value]) -> np.dtype:
+    def _promote(self, eqn: JaxprEqn, values: Sequence[Value]) -> np.dtype:
         """Dtype of an op outside all modules: the widest dtype of its operands."""
         strong = [value for value in values if not getattr(value.atom.aval, "weak_type", False)]
-        dtypes = [self._leave(value.kind) for value in strong if value.kind.dtype in (_FLOAT32, *HALF)]
-        wide = not dtypes or _FLOAT32 in dtypes
-        return _FLOAT32 if wide else next(dtype for dtype in dtypes if dtype is not None)
+        dtypes = [self._leave(value.kind) for value in strong if value.kind.dtype in _CAST]
+        traced = next((dtype for dtype in map(float_dtype, eqn.outvars) if dtype is not None), _FLOAT32)
+        return max((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize, default=traced)
 
     def _leave(self, kind: AbstractValue) -> np.dtype | None:
         """Dtype of a value outside the outermost module."""
