@@ -63,7 +63,7 @@ from ..modules import (
 )
 from ..policy import Policy, PolicyMap, PolicySpec, check_policy_x64, list_policies, spell_rules
 from ._casting import CastingRule, make_casting_rule
-from ._place import FLOAT64, EquationPlace, check_policy, explain_unused_functions, is_mixed, root_policy
+from ._place import FLOAT32, FLOAT64, EquationPlace, check_policy, explain_unused_functions, is_mixed, root_policy
 from ._rules import AutocastRules
 from ._weights import NO_WEIGHT, WHY_BACKWARD, WeightFinder, WeightUse
 
@@ -201,8 +201,7 @@ class _Autocast:
             are_weights, rows = read_weights(args, kwargs).find(rule, old.jaxpr)
             found.extend(rows)
             kinds = [rule.as_weight(kind) if own else kind for kind, own in zip(kinds, are_weights, strict=True)]
-        if any(map(is_mixed, (policy, *list_policies(self._policy)))):
-            self._warn_of_uncast(rule, traced, policy)
+        self._warn_of_uncast(rule, traced, policy)
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(rule).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
@@ -211,7 +210,8 @@ class _Autocast:
     def _warn_of_uncast(self, rule: CastingRule, traced: Traced, policy: Policy) -> None:
         """Warns if no matmul is cast, or if a bias cannot be told from other arguments."""
         program = traced.program.jaxpr
-        found = _find_uncast(rule, program, policy)
+        all_policies = (policy, *list_policies(self._policy))
+        found = _find_uncast(rule, program, policy, casts=any(map(is_mixed, all_policies)))
         if found is not None:
             step, why, example = found
             line = find_line(find_origin(step))
@@ -234,9 +234,11 @@ class _Autocast:
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules, self._weights)
 
 
-def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Step, str, str] | None:
+def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bool) -> tuple[Step, str, str] | None:
     """If no matmul is cast, returns the first one that could be, with a reason and an example."""
     found = None
+    if not casts and policy.compute_dtype != FLOAT32:
+        return None
     for step in walk(program):
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
@@ -247,7 +249,7 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy) -> tuple[Ste
             example = f"autocast(fun, {policy.replace(param_dtype='float64').name!r})"
         elif FLOAT64 in rule.castable and rule.wide.isdisjoint(dtypes):
             why, example = f"in {min(map(str, dtypes))} as it is", f"get_policy({policy.name!r}).cast_to_param(params)"
-        elif not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
+        elif casts and not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
             example = f"autocast(fun, {policy.name!r}, custom_rules='inside')"
         else:

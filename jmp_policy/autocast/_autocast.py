@@ -65,8 +65,8 @@ def autocast(
         for nnx, `autocast(lambda model, x: model(x), ...)`.
       policy: anything that `get_policy` reads; None is the current default policy. The compute dtype is float64,
         float32, bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output
-        dtype, if there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
-        outputs; other operations cast it down. These matmuls have no forward-mode derivative.
+        dtype, if there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses
+        and outputs; other operations cast it down. These matmuls have no forward-mode derivative.
         A quantized policy needs `weights`; a rule of a `PolicyMap` may leave scopes out. Float8 needs current scaling.
       rules: changes to the tables of operations and functions, and rules by scope, which win over the map.
       custom_rules: treatment of `jax.custom_jvp` and `jax.custom_vjp` functions of users: `"opaque"` runs them as

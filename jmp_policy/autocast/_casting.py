@@ -103,7 +103,8 @@ class CastingRule(EquationWriter):
         low_dtypes = {kind.dtype for kind in kinds if 0 < kind.state.level < SUM_LEVEL}
         if 0 < level < SUM_LEVEL and len(low_dtypes) == 1:  # may be another scope's compute dtype
             return AbstractValue(low_dtypes.pop(), joined)
-        return AbstractValue(self._dtype_of(level) if level else first.dtype, joined)
+        dtype = self._widest(kinds) if level is FULL_LEVEL else self._dtype_of(level) if level else first.dtype
+        return AbstractValue(dtype, joined)
 
     def _stays_wide(self, kind: AbstractValue) -> bool:
         """True for given values of a wide dtype, but for constants that the compute dtype represents."""

@@ -68,6 +68,10 @@ class Scopes:
         rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
         self._everywhere = _ScopeRules([*self.rows, *((rule.key, rule.policy) for rule in rules)], root)
         self._backward = _ScopeRules(self.backward_rows, root)
+        has_float64 = any(scope.full_dtype in {FLOAT64} for _, scope in (*self._everywhere.rows, *self._backward.rows))
+        # Beside rules in float64, the default "float32" means all operations, as the rule "float32" does.
+        is_narrow = has_float64 and root.full_dtype == root.compute_dtype == FLOAT32
+        self._default = ScopeSettings(treatment="full", quantization=root.quantization) if is_narrow else None
         self.paths = ModulePaths(self.modules)
         self._found: dict[tuple[str, bool], ScopeSettings | None] = {}
 
@@ -87,7 +91,7 @@ class Scopes:
         key = path, backward
         if key not in self._found:
             scope = self._backward.find(path, self._types) if backward else None
-            self._found[key] = scope or self._everywhere.find(path, self._types)
+            self._found[key] = scope or self._everywhere.find(path, self._types) or self._default
         return self._found[key]
 
     def explain_unused(self, program: Jaxpr) -> list[str]:

@@ -24,8 +24,17 @@ from .._jaxpr import (
 )
 from ._place import FLOAT32, EquationPlace
 from ._precision import cast_value, clamp_masks, find_numbers, is_exact, make_wide_product, note_rounding, write_product
-from ._promotion import STATES, SUM_LEVEL, TRACED_LEVEL, count_bias_axes, count_row_axes, follow_promotion, is_given
-from ._tables import Precision
+from ._promotion import (
+    FULL_LEVEL,
+    STATES,
+    SUM_LEVEL,
+    TRACED_LEVEL,
+    count_bias_axes,
+    count_row_axes,
+    follow_promotion,
+    is_given,
+)
+from ._tables import CLEAR, Precision
 
 TRACED, LOW, SUM, FULL = STATES
 _COMPUTED = TRACED._replace(computed=True)
@@ -59,7 +68,7 @@ class EquationWriter(Rule):
         return write_product(product, eqn, operands, kind, body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
-        return self._write_in(AbstractValue(self.full_dtype, FULL), eqn, values, body)
+        return self._write_in(AbstractValue(self._choose_full(eqn, values), FULL), eqn, values, body)
 
     def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         kind = self._follow(eqn, values)
@@ -154,7 +163,8 @@ class EquationWriter(Rule):
         kinds = [kind for _, kind in values if kind.dtype is not None]
         state = follow_promotion(eqn, kinds, self.wide, rounds_given=self.rounds_given)
         if state.level:
-            return AbstractValue(self._dtype_of(state.level), state)
+            full = state.level is FULL_LEVEL
+            return AbstractValue(self._choose_full(eqn, values) if full else self._dtype_of(state.level), state)
         numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
         dtype = next((dtype for dtype in traced if dtype is not None), None)
@@ -164,6 +174,14 @@ class EquationWriter(Rule):
             return AbstractValue(dtype, _COMPUTED)
         row_axes = count_row_axes(eqn, kinds[0].state) if kinds else 0
         return AbstractValue(dtype, TRACED._replace(row_axes=row_axes) if row_axes else TRACED)
+
+    def _choose_full(self, eqn: JaxprEqn, values: Sequence[Value]) -> np.dtype:
+        """Returns the full dtype, or a wider one of the operands if the operation only moves elements."""
+        return self._widest([value.kind for value in values]) if eqn.primitive.name in CLEAR else self.full_dtype
+
+    def _widest(self, kinds: Sequence[AbstractValue]) -> np.dtype:
+        wide = (kind.dtype for kind in kinds if kind.dtype in self.wide)
+        return max(self.full_dtype, *wide, self.full_dtype, key=lambda dtype: dtype.itemsize)
 
     def _dtype_of(self, level: int) -> np.dtype:
         return self.compute_dtype if level < SUM_LEVEL else FLOAT32 if level is SUM_LEVEL else self.full_dtype

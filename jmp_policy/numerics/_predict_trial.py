@@ -64,10 +64,7 @@ class LayerRule(Rule):
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: LayerPlace) -> list[Value]:
         dtype, state = self._find_result(eqn, values, context)
-        kinds = [
-            AbstractValue(dtype if float_dtype(var) in _CAST else float_dtype(var), state)
-            for var in eqn.outvars
-        ]
+        kinds = [AbstractValue(dtype if float_dtype(var) in _CAST else float_dtype(var), state) for var in eqn.outvars]
         return body.append(eqn, [value.atom for value in values], kinds)
 
     def argument(self, dtype: np.dtype | None) -> AbstractValue:

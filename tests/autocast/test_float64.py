@@ -114,6 +114,55 @@ def test_the_rule_of_a_scope_widens_a_float32_program(rule):
     assert jax.grad(fun)(w, x).dtype == jnp.float32
 
 
+NARROW_KEEP = {
+    "carry of a loop": lambda keep, x: jax.lax.fori_loop(0, 2, lambda _, x: keep(x), x),
+    "carry of a while": lambda keep, x: jax.lax.while_loop(lambda x: x[0] < 0, keep, keep(x)),
+    "branch": lambda keep, x: jax.lax.cond(x[0] > 0, keep, lambda x: x, x),
+    "selection": lambda keep, x: jnp.where(x > 0.5, keep(x), x),
+    "concatenation": lambda keep, x: jnp.concatenate([keep(x), x]),
+    "reshape in jit": lambda keep, x: jax.jit(lambda x: keep(x).reshape(2, -1))(x),
+    "update": lambda keep, x: jnp.asarray(x).at[1:3].set(keep(x)[1:3]),
+}
+
+
+@pytest.mark.parametrize("default", ["float32", "params=float32,compute=bfloat16,output=none"])
+@pytest.mark.parametrize("move", NARROW_KEEP)
+def test_values_of_a_float64_scope_keep_their_digits_where_they_are_only_moved(move, default):
+    def keep(x):
+        with jax.named_scope("keep"):
+            return x * np.float64(1 + 2.0**-40)
+
+    x = 1 + np.random.default_rng().uniform(size=4)
+    fun = lambda x: NARROW_KEEP[move](keep, x)
+    default = jmp.get_policy(default).replace(output_dtype=None)
+    np.testing.assert_array_equal(autocast(fun, PolicyMap({"keep": "float64"}, default))(x), fun(x))
+
+
+def test_the_default_float32_beside_float64_is_as_the_rule():
+    def fun(x):
+        with jax.named_scope("keep"):
+            y = jnp.cos(x)
+        return jnp.tanh(x) * x + y
+
+    for policy in (PolicyMap({"keep": "float64"}, "float32"), PolicyMap({"keep": "float64", "": "float32"}, "float64")):
+        found = jax.make_jaxpr(autocast(fun, policy))(np.ones(3))
+        assert re.findall(r":(f\d+)\[3\] = (\w+)", str(found))[:3] != []
+        dtypes = {name: dtype for dtype, name in re.findall(r":(f\d+)\[3\] = (\w+)", str(found))}
+        assert {name: dtypes[name] for name in ("cos", "tanh", "mul", "add")} == {
+            "cos": "f64", "tanh": "f32", "mul": "f32", "add": "f32",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["float32", PolicyMap({".*": "float32"}, "float32"), "mixed_bfloat16"])
+def test_a_policy_without_float64_warns_that_it_leaves_float64(policy):
+    text = (
+        r"each one is in float64, which a policy with float32 .* For example: autocast\(fun, 'params=float64,compute="
+    )
+    with pytest.warns(UserWarning, match=text):
+        found = list_dtypes(policy, lambda w, x: x @ w)
+    assert found == {("", "dot_general"): "float64"}
+
+
 def test_a_loop_in_a_float32_scope_keeps_its_float64_state():
     def integrate(x):
         with jax.named_scope("steps"):
