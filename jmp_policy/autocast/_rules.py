@@ -23,7 +23,8 @@ _RESIDUALS = get_args(Residuals)
 class AutocastRules:
     """Changes the dtype in which autocast runs primitives, functions and scopes.
 
-    Immutable and hashable. Functions with equal policies and rules share rewritten jaxprs.
+    Immutable and hashable. Functions with equal policies and rules share rewritten jaxprs. Float32 stands below for the
+    full dtype, which is float64 of a policy with float64 parameters.
 
     Args:
       primitives: a primitive, or its name in `jax.lax`, and its class: `"low"` (compute dtype), `"full"` (float32, as

@@ -1,7 +1,8 @@
 """Tables of the precision of each operation.
 
-The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), torch.autocast's operator lists and
-TensorFlow grappler's auto_mixed_precision_lists. Where these differ, the error against float64 decided.
+The full dtype is float32, or float64 under a policy with it. The classes follow Micikevicius et al. (Mixed Precision
+Training, ICLR 2018), torch.autocast's operator lists and TensorFlow grappler's auto_mixed_precision_lists. Where these
+differ, the error against float64 decided.
 """
 
 import enum
@@ -14,8 +15,8 @@ class Precision(enum.Enum):
     __hash__ = object.__hash__  # members are looked up for each operation, and the hash of an `Enum` is slow
 
     LOW = "inputs are cast to the compute dtype"
-    FULL = "runs in float32, and so do the operations that follow, until the next low one"
-    WIDE = "runs in float32, and returns the dtype of its inputs"
+    FULL = "runs in the full dtype, and so do the operations that follow, until the next low one"
+    WIDE = "runs in the full dtype, and returns the dtype of its inputs"
     INFER = "follows its inputs by JAX's promotion: half precision with float32 is float32"
     CLEAR = "moves elements without computing, and follows its inputs likewise"
     COMPARE = "runs in the widest dtype of its inputs, which is exact"
@@ -205,6 +206,6 @@ FUNCTIONS = {
     **_give("wide", _qualify("flax.nnx", _NORMS, ".__call__")),
     **_give("narrow", ["flax.linen.Embed.__call__", "flax.nnx.Embed.__call__"]),
 }
-"""Functions that are treated as one operation. `full`: float32 inside and out. `wide`: float32 inside, and out what
-came in, half precision if an input is. `narrow`: float32 inside and compute dtype out. `infer`: all operations inside
-follow their inputs."""
+"""Functions that are treated as one operation. `full`: the full dtype inside and out. `wide`: the full dtype inside, and
+out what came in, the compute dtype if an input is. `narrow`: the full dtype inside and compute dtype out. `infer`: all
+operations inside follow their inputs."""

@@ -55,7 +55,8 @@ def predict(
     Args:
       stats: the `Stats` of `collect`, in the process that traced it. Stats of a bfloat16 run under a policy predict
         another half-precision format for the same values.
-      policy: any spec of `get_policy` with half precision or a quantized format.
+      policy: any spec of `get_policy` with half precision or a quantized format, or with float64 parameters that
+        computes in float32. For that, measure `["float32"]` of a float64 program.
       loss_scale: the loss scale to check, a number or a `LossScale`; 1 if `None`.
       by: `"autocast"`, or `"with_policy"` for the Flax modules of the program. Quantized policies need the latter.
 
@@ -64,7 +65,7 @@ def predict(
 
     Raises:
       TypeError: `stats` is not a `Stats`, or is traced.
-      ValueError: the policy has only float32; the stats have no rows, no backward pass for a given loss scale, no
+      ValueError: the policy has only its full dtype; the stats have no rows, no backward pass for a given loss scale, no
         traced program in this process, or no measurement of a format; `by` is unknown.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, chose scales from such histograms.

@@ -52,6 +52,8 @@ def tune(
 ) -> Tuning:
     """Finds the smallest set of scopes to keep in float32 so that results stay within a tolerance of float32.
 
+    Of a policy with float64 parameters, float32 stands for float64 here: it finds what may be float32.
+
     A scope is the path of a module or a `jax.named_scope`. It covers the ops directly at that path; the root covers ops
     outside all others. Each trial runs `autocast(fun, policy_map)` or `with_policy(module, policy_map)` and compares
     with float32. One float32 run measured by `numerics.collect` ranks the scopes by predicted error; a misleading
@@ -68,8 +70,8 @@ def tune(
       fun_or_module: a function that returns a scalar loss or any tree of arrays; or a linen or nnx module.
       args: a tuple of its arguments; for a linen module the variables come first. Gradients of a loss are with respect
         to the floating arrays, or the `nnx.Param`s, in the first argument.
-      policy: a policy that computes in float16 or bfloat16, or a quantized policy for a module. The output dtype does
-        not apply to a loss.
+      policy: a policy that computes in float16 or bfloat16, or in float32 with float64 parameters, or a quantized
+        policy for a module. The output dtype does not apply to a loss.
       tolerance: the largest accepted relative error.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
@@ -89,7 +91,7 @@ def tune(
 
     Raises:
       TypeError: the first argument is not a function or a module, or `args` is not a tuple or list.
-      ValueError: the policy is unknown, is a map, computes in float32, is quantized and given to a function, or
+      ValueError: the policy is unknown, is a map, computes in its full dtype, is quantized and given to a function, or
         quantizes no layer; the tolerance or budget is not positive; the float32 results are not finite or not
         reproducible within the tolerance; or the file has trials of something else.
 
