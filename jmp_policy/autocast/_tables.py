@@ -206,6 +206,6 @@ FUNCTIONS = {
     **_give("wide", _qualify("flax.nnx", _NORMS, ".__call__")),
     **_give("narrow", ["flax.linen.Embed.__call__", "flax.nnx.Embed.__call__"]),
 }
-"""Functions that are treated as one operation. `full`: the full dtype inside and out. `wide`: the full dtype inside, and
-out what came in, the compute dtype if an input is. `narrow`: the full dtype inside and compute dtype out. `infer`: all
-operations inside follow their inputs."""
+"""Functions that are treated as one operation. `full`: the full dtype inside and out. `wide`: the full dtype inside,
+and out what came in, the compute dtype if an input is. `narrow`: the full dtype inside and compute dtype out. `infer`:
+all operations inside follow their inputs."""

@@ -65,8 +65,8 @@ def predict(
 
     Raises:
       TypeError: `stats` is not a `Stats`, or is traced.
-      ValueError: the policy has only its full dtype; the stats have no rows, no backward pass for a given loss scale, no
-        traced program in this process, or no measurement of a format; `by` is unknown.
+      ValueError: the policy has only its full dtype; the stats have no rows, no backward pass for a given loss scale,
+        no traced program in this process, or no measurement of a format; `by` is unknown.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, chose scales from such histograms.
 
