@@ -45,7 +45,7 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
       A tree of the same structure.
 
     Raises:
-      ValueError: `dtype` is not a floating dtype.
+      ValueError: `dtype` is not a floating dtype, or is float64 without `jax_enable_x64`.
 
     >>> import numpy as np, jmp_policy as jmp
     >>> jmp.cast_floating([np.ones(2, np.float32), 3], "bfloat16")
@@ -102,11 +102,10 @@ def _add_uncast(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         check_x64(dtype, f"A cast to {str(dtype)!r}", "cast_floating(tree, 'float32')")
-        return lax.convert_element_type(leaf, dtype)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=dtype)
+        is_array = isinstance(leaf, jax.Array)
+        return lax.convert_element_type(leaf, dtype) if is_array else leaf.update(dtype=dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # as JAX does
         return leaf.astype(dtype)
 

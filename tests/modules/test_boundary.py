@@ -86,8 +86,9 @@ def test_float64_needs_64_bits(policy):
     text = r"needs jax\.config\.update\('jax_enable_x64', True\): without it, JAX computes in float32\. For example: "
     with pytest.raises(ValueError, match=re.escape(f"The policy {policy.name!r} ") + text + "'.*float32"):
         double(jnp.ones(2))
-    with pytest.raises(ValueError, match=f"^A cast to 'float64' {text}cast_floating"):
-        policy.cast_to_param(jnp.ones(2))
+    for leaf in (jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.float32)):
+        with pytest.raises(ValueError, match=f"^A cast to 'float64' {text}cast_floating"):
+            policy.cast_to_param(leaf)
 
 
 def test_numpy_stays_numpy_and_other_values_keep_their_identity():
