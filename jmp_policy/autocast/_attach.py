@@ -247,7 +247,7 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bo
         if FLOAT64 in dtypes and FLOAT64 not in rule.castable:
             why = "in float64, which a policy with float32 parameters leaves"
             example = f"autocast(fun, {policy.replace(param_dtype='float64').name!r})"
-        elif FLOAT64 in rule.castable and rule.wide.isdisjoint(dtypes):
+        elif dtypes and FLOAT64 in rule.castable and rule.wide.isdisjoint(dtypes):
             why, example = f"in {min(map(str, dtypes))} as it is", f"get_policy({policy.name!r}).cast_to_param(params)"
         elif casts and not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"

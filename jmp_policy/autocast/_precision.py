@@ -33,7 +33,7 @@ from .._jaxpr import (
 from ..quant import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._dataflow import is_applied_to_each
-from ._place import EquationPlace
+from ._place import FLOAT64, EquationPlace
 from ._promotion import FULL_LEVEL, TRACED_LEVEL, CastLevel, Numbers, is_sum
 from ._tables import KEEPING_SUMS, SATURATING, Precision
 from ._weight_products import WideRaggedProduct, describe_wide_ragged_product
@@ -77,14 +77,14 @@ _FACTORS = frozenset(("mul", "div", "rem"))
 _LARGEST_MASK = -1000.0
 
 
-def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> bool:
+def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype, large: float) -> bool:
     """True if rounding a constant operand to `dtype` would change its purpose, such as an epsilon or a bound."""
     name = eqn.primitive.name
     sign = -1 if name == "sub" and position == 1 else 1
-    return any(number and np.isfinite(number) and _is_lost(sign * number, name, dtype) for number in numbers)
+    return any(number and np.isfinite(number) and _is_lost(sign * number, name, dtype, large) for number in numbers)
 
 
-def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
+def _is_lost(number: float, name: str, dtype: np.dtype, large: float) -> bool:
     finfo = jnp.finfo(dtype)
     is_in_range = float(finfo.smallest_normal) <= abs(number) <= float(finfo.max)  # the epsilon 1e-8 is 0 in float16
     if name in _FACTORS:
@@ -101,7 +101,6 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
         return rounded != number
     # A sum with a large number keeps little of the other operand. 1 - 1e-7 avoids 1, where a logarithm of the
     # complement is infinite. Elsewhere, rounding a constant is as harmless as rounding an output.
-    large = 16.0 if finfo.bits < 32 else 4096.0
     return (abs(number) > large and number > _LARGEST_MASK) or (rounded != number and abs(rounded) == 1)
 
 
@@ -162,11 +161,15 @@ class PrecisionFinder:
         found = {name: precision for precision in Precision for name in getattr(_tables, precision.name)}
         if jnp.finfo(compute_dtype).maxexp < 100:
             found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
+        if FLOAT64 in castable:
+            found |= dict.fromkeys(_tables.FULL_BESIDE_FLOAT64, Precision.FULL)
         self._classes = found | {name: Precision[precision.upper()] for name, precision in rows}
         self._compute, self._castable = compute_dtype, castable
+        # A sum with a number of half as many bits as a dtype has keeps half of the bits of the other operand.
+        self._large = 4096.0 if FLOAT64 in castable and compute_dtype.itemsize > 2 else 16.0
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
-        if not is_castable(eqn, self._castable):
+        if not is_castable(eqn, self._castable) or (FLOAT64 in self._castable and _has_complex(eqn)):
             return _TRACED
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)
@@ -187,7 +190,7 @@ class PrecisionFinder:
         constants = [(i, state.numbers) for i, state in states if state.numbers]
         if not constants or is_applied_to_each(eqn) or all(state.level is TRACED_LEVEL for _, state in states):
             return False
-        return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
+        return any(is_lost(numbers, eqn, i, self._compute, self._large) for i, numbers in constants)
 
 
 def _is_low(values: Sequence[Value]) -> bool:
@@ -205,6 +208,12 @@ def is_castable(eqn: JaxprEqn, castable: frozenset[np.dtype]) -> bool:
 def _are_castable(avals: tuple[Any, ...], castable: frozenset[np.dtype]) -> bool:
     dtypes = set(map(float_dtype_of, avals)) - {None}
     return bool(dtypes) and dtypes <= castable
+
+
+def _has_complex(eqn: JaxprEqn) -> bool:
+    """True if a cast of the floating operands would not fit the complex ones or the results, as of an FFT."""
+    dtypes = (getattr(atom.aval, "dtype", np.int32) for atom in (*eqn.invars, *eqn.outvars))
+    return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})

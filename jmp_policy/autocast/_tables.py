@@ -77,7 +77,6 @@ FULL = {
     "reduce": "as reduce_sum, with a function of the user",
     **_give("special functions are sums of many terms", having(Fact.SPECIAL)),
     **_give("XLA does not have linear algebra in half precision", having(Fact.DECOMPOSES)),
-    "custom_linear_solve": "the functions that it calls share one dtype",
 }
 
 FULL_IN_FLOAT16 = {
@@ -85,6 +84,9 @@ FULL_IN_FLOAT16 = {
     "integer_pow": "as square",
 }
 """Class full if the compute dtype is float16. In bfloat16, which has the range of float32, see `INFER`."""
+
+FULL_BESIDE_FLOAT64 = {"custom_linear_solve": "the functions that it calls share one dtype"}
+"""Class full if the policy or a rule has float64, which half precision does not: see `TRACED`."""
 
 WIDE = {
     "scatter-mul": "multiplies many elements; XLA does so in the dtype of the operand",
@@ -175,7 +177,7 @@ TRACED = (
     | _give("a kernel with fixed dtypes", having(Fact.KERNEL))
     | _give("reads and writes memory that has a dtype", having(Fact.MEMORY))
     | _give("start or end of a transfer: both need one dtype", having(Fact.ASYNC))
-    | _give("the rewriter does not enter it", having(Fact.OUTSIDE) - {"custom_linear_solve"})
+    | _give("the rewriter does not enter it", having(Fact.OUTSIDE))
     | _give("works on tokens, indices or shapes", having(Fact.TOKENS))
 )
 """Run as traced, as do primitives without a row. Control flow, calls and custom derivatives need no rows, because the

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from programs import walk
 
 import jmp_policy as jmp
 from jmp_policy import PolicyMap, autocast
@@ -27,7 +29,7 @@ def model(w, x):
     with jax.named_scope("soft"):
         s = jax.nn.softmax(h @ w)
     with jax.named_scope("loop"):
-        c, _ = jax.lax.scan(lambda c, _: (c + 0.1 * jnp.tanh(c @ w), None), s, length=3)
+        c, _ = lax.scan(lambda c, _: (c + 0.1 * jnp.tanh(c @ w), None), s, length=3)
     with jax.named_scope("solve"):
         y = jnp.linalg.solve(w @ w.T + 8 * jnp.eye(len(w), dtype=w.dtype), c.T)
     with jax.named_scope("norm"):
@@ -115,9 +117,9 @@ def test_the_rule_of_a_scope_widens_a_float32_program(rule):
 
 
 NARROW_KEEP = {
-    "carry of a loop": lambda keep, x: jax.lax.fori_loop(0, 2, lambda _, x: keep(x), x),
-    "carry of a while": lambda keep, x: jax.lax.while_loop(lambda x: x[0] < 0, keep, keep(x)),
-    "branch": lambda keep, x: jax.lax.cond(x[0] > 0, keep, lambda x: x, x),
+    "carry of a loop": lambda keep, x: lax.fori_loop(0, 2, lambda _, x: keep(x), x),
+    "carry of a while": lambda keep, x: lax.while_loop(lambda x: x[0] < 0, keep, keep(x)),
+    "branch": lambda keep, x: lax.cond(x[0] > 0, keep, lambda x: x, x),
     "selection": lambda keep, x: jnp.where(x > 0.5, keep(x), x),
     "concatenation": lambda keep, x: jnp.concatenate([keep(x), x]),
     "reshape in jit": lambda keep, x: jax.jit(lambda x: keep(x).reshape(2, -1))(x),
@@ -166,7 +168,7 @@ def test_a_policy_without_float64_warns_that_it_leaves_float64(policy):
 def test_a_loop_in_a_float32_scope_keeps_its_float64_state():
     def integrate(x):
         with jax.named_scope("steps"):
-            return jax.lax.fori_loop(0, 3, lambda _, x: x + 1e-9 * jnp.sin(x), x)
+            return lax.fori_loop(0, 3, lambda _, x: x + 1e-9 * jnp.sin(x), x)
 
     found = jax.make_jaxpr(autocast(integrate, PolicyMap({"steps": "float32"}, "float64")))(np.ones(2))
     assert re.search(r":f32\[2\] = sin", str(found))
@@ -185,7 +187,7 @@ def test_a_weight_used_twice_sums_its_gradients_in_float64():
 
 def test_residuals_are_kept_in_the_compute_dtype():
     """A square of a float64 sum of matmuls is computed again in the backward pass, from the float32 operand."""
-    big = lambda w, x: jnp.sum(jax.lax.integer_pow(jnp.exp(x @ w), 2) * 2.0)
+    big = lambda w, x: jnp.sum(lax.integer_pow(jnp.exp(x @ w), 2) * 2.0)
     sizes = [
         jax.jit(jax.grad(f))
         .lower(np.zeros((8, 512)), np.zeros((256, 8)))
@@ -296,3 +298,41 @@ def test_layers_compute_in_float64_inside_force_full_precision():
     layer = jmp.with_policy(lambda x: x @ x, MIXED)
     found = jax.make_jaxpr(jmp.force_full_precision(layer))(np.ones((2, 2), np.float32))
     assert re.search(r":f64\[2,2\] = dot_general", str(found))
+
+
+COMPLEX = {
+    "FFT of real numbers": lambda x: jnp.fft.irfft(jnp.fft.rfft(x @ x), n=4),
+    "eigenvalues": lambda x: jnp.sort(jnp.linalg.eigvals(x + x.T).real),
+    "complex matmul": lambda x: jnp.abs(lax.complex(x, x.T) @ lax.complex(x, 0 * x)),
+    "complex solve": lambda x: jnp.linalg.solve(lax.complex(x, jnp.eye(4)), lax.complex(x, x)).real,
+}
+
+
+@pytest.mark.parametrize(
+    "policy", [MIXED, HALF, PolicyMap({"s": "float32"}, "float64"), PolicyMap({"s": "float64"}, "float32")]
+)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_operations_with_complex_numbers_run_in_the_traced_dtype(name, policy):
+    def fun(x):
+        with jax.named_scope("s"):
+            return COMPLEX[name](x)
+
+    x = np.random.default_rng().normal(size=(4, 4)) / 2
+    eps = 2.0**-8 if policy is HALF else 2.0**-23
+    scale = np.abs(fun(x)).max() * np.linalg.cond(x)
+    np.testing.assert_allclose(jax.jit(autocast(fun, policy))(x), fun(x), atol=64 * eps * scale)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32", PolicyMap({"a": "mixed_bfloat16"}, "float32")])
+def test_without_float64_solvers_run_as_traced(policy):
+    def fun(a, b):
+        with jax.named_scope("a"):
+            return jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, maxiter=2)[0]
+
+    a, b = (x.astype(np.float32) for x in draw())
+    solvers = [
+        str([step.eqn.params["jaxprs"] for step in walk(jax.make_jaxpr(each)(a, b[0]).jaxpr) if step.name == "link"
+             and "jaxprs" in step.eqn.params])
+        for each in (autocast(fun, policy), fun)
+    ]  # fmt: skip
+    assert solvers[0] == solvers[1] != "[]"
