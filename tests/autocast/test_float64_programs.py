@@ -1,0 +1,67 @@
+"""Programs of science: `tune` finds the scopes that need float64, and maps solve them to the tolerance."""
+
+import jax
+import numpy as np
+import pytest
+from float64_programs import PROGRAMS
+
+import jmp_policy as jmp
+from jmp_policy import PolicyMap, autocast
+
+MIXED = "params=float64,compute=float32,output=float64"
+MARGIN = 10
+
+pytestmark = pytest.mark.slow  # `test_float64.py` has one quick search
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request):
+    return PROGRAMS[request.param]
+
+
+def measure_error(program, policy, args):
+    """Returns the largest relative error of outputs, and of gradients of a loss, under a policy or in float32."""
+    exact, cast = program.fun, autocast(program.fun, policy) if policy else program.fun
+    given = args if policy else jax.tree.map(lambda leaf: leaf.astype(np.float32), args)
+    trees = jax.jit(program.run(cast))(*given), jax.jit(program.run(exact))(*args)
+    pairs = zip(*(map(np.float64, jax.tree.leaves(tree)) for tree in trees), strict=True)
+    errors = [np.linalg.norm(got - wanted) / np.linalg.norm(wanted) for got, wanted in pairs]
+    return max(errors) if np.isfinite(errors).all() else np.inf
+
+
+def test_tune_finds_the_scopes_that_need_float64(program):
+    args = program.draw(np.random.default_rng())
+    tuning = jmp.tune(program.fun, args, MIXED, tolerance=program.tolerance)
+    assert set(tuning.scopes) == set(program.kept)
+    assert (tuning.kept, tuning.low, tuning.is_minimal) == ("float64", "float32", True)
+    assert tuning.error < program.tolerance / MARGIN
+    assert tuning.low_error > program.tolerance * MARGIN
+    assert len(tuning.trials) <= 1 + 3 * len(program.kept) + 3
+
+
+def test_matmuls_of_other_scopes_may_be_in_float32(program):
+    args = program.draw(np.random.default_rng())
+    tried = {rest: PolicyMap(dict.fromkeys(rest, "float64"), MIXED) for rest in leave_out_one(program.kept)}
+    errors = {rest: measure_error(program, policy, args) for rest, policy in tried.items()}
+    assert errors.pop(program.kept) < program.tolerance / MARGIN
+    assert min(errors.values()) > program.tolerance * MARGIN
+    assert measure_error(program, None, args) > program.tolerance * MARGIN
+
+
+def test_all_operations_of_some_scopes_may_be_in_float32(program):
+    args = program.draw(np.random.default_rng())
+    in_float32 = lambda *scopes: PolicyMap(dict.fromkeys(scopes, "float32"), "float64")
+    assert measure_error(program, in_float32(*program.low), args) < program.tolerance / MARGIN
+    for scope in program.needed:
+        assert measure_error(program, in_float32(*program.low, scope), args) > program.tolerance * MARGIN
+
+
+def leave_out_one(scopes):
+    """Lists all scopes, and each set with one left out."""
+    return [scopes, *(tuple(other for other in scopes if other != scope) for scope in scopes)]
