@@ -48,7 +48,7 @@ def predict(
     other scopes.
 
     A constant of the program that the format cannot hold is reported too. Not counted: masks, large negative constants
-    that are added or selected and that only a softmax, a maximum or a comparison reads; gradients that are only float32
+    that are added or selected and that only a softmax, a maximum or a comparison reads; gradients that are only
     rounding error; growth in later steps; the rounding error of each op; values that `collect` did not measure
     (`where="matmuls"`).
 
@@ -322,7 +322,7 @@ def _list_notes(
 ) -> Iterable[str]:
     if exponent is not None:
         yield _describe_scale(trial, values, reasons, spell_scale(math.ldexp(1.0, exponent)))
-    else:
+    elif not any(row.direction == "backward" and row.times for row in trial.rows):
         yield "No backward pass was measured: use collect(jax.value_and_grad(loss_fn), where='all')."
     if culprits:
         names = ", ".join(path or "(no scope)" for path in culprits)

@@ -21,8 +21,8 @@ _MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES,
 _ADDING = having(Fact.ADDS, Fact.SUMS) | MATMULS
 """Ops in which large values can cancel, so that only rounding error remains."""
 
-_ROUNDING = 2.0**-18
-"""A few float32 roundings relative to the terms of a sum, which are rounded themselves."""
+_ROUNDING, _ROUNDING_IN_FLOAT64 = 2.0**-18, 2.0**-47
+"""A few float32 or float64 roundings relative to the terms of a sum, which are rounded themselves."""
 
 
 class Operation(NamedTuple):
@@ -83,7 +83,7 @@ def _measure_literal(atom: Any) -> float:
 
 
 def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
-    """Finds rows of float32 rounding error alone, such as the gradient of a bias before a softmax."""
+    """Finds rows of rounding error alone, such as the gradient of a bias before a softmax."""
     noise: set[int] = set()
     for operation in operations:
         reads = [list(indices) for indices in operation.reads if indices]
@@ -93,7 +93,9 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
         sizes = [max(rows[index].amax for index in indices) for indices in reads]
         noisy = [noise.issuperset(indices) for indices in reads]
         adds, is_matmul = operation.name in _ADDING, operation.name in MATMULS
-        bound = _ROUNDING * math.sqrt(operation.terms) * (math.prod(sizes) if is_matmul else max(sizes))
+        is_float64 = all(rows[index].dtype == "float64" for indices in reads for index in indices)
+        rounding = _ROUNDING_IN_FLOAT64 if is_float64 else _ROUNDING
+        bound = rounding * math.sqrt(operation.terms) * (math.prod(sizes) if is_matmul else max(sizes))
         cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
         # One noisy operand does not make the result noise. Of custom derivatives, only the results are measured.
         mixes = adds or operation.name in CUSTOM

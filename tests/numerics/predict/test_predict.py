@@ -396,3 +396,25 @@ def test_the_backward_pass_of_a_custom_jvp_has_the_path_of_its_forward_pass():
     stats = jax.eval_shape(observed, W, X)[1]
     paths = {site.path for site in stats.layout.sites if site.primitive in ("mul", "custom_jvp_call")}
     assert paths == {"act", "down"}
+
+
+def test_a_small_difference_of_float64_values_is_not_rounding_error():
+    def fun(w, x):
+        with jax.named_scope("cancel"):
+            difference = (x + 1e-9) - x
+        with jax.named_scope("big"):
+            return jnp.sum(jnp.tanh((difference @ w) * 1e25 * 1e25))
+
+    with jax.enable_x64(True):
+        stats = observe(fun, np.float64(W["up"]), np.float64(X), formats=["float32"])
+        prediction = predict(stats, "params=float64,compute=float32,output=float64")
+    assert [(reason.path, reason.what, reason.cure) for reason in prediction.reasons] == [("big", "overflow", "float64")]
+
+
+def test_a_backward_pass_of_rounding_error_alone_does_not_count_as_not_measured():
+    def loss(w, x):  # the gradient is a multiple of exp(rounding error)
+        return jnp.sum(jnp.exp((x + 1e-7) @ w - x @ w))
+
+    prediction = predict(observe(jax.value_and_grad(loss), W["up"], X), HALF)
+    assert prediction.loss_scale is None
+    assert "No backward pass" not in str(prediction)
