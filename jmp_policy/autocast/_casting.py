@@ -173,7 +173,7 @@ class CastingRule(EquationWriter):
         eqn, place = program.eqns[start], contexts[start]
         # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
         if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and self._casts(eqn):
-            results = self._write_full(eqn, [*map(read, eqn.invars)], body)
+            results = self._rule_in(place)._write_full(eqn, [*map(read, eqn.invars)], body)
             return 1, [self._mark_place(result, place, ()) for result in results]
         # Arithmetic in the full dtype on arrays of the compute dtype is computed again in the backward pass.
         if eqn.primitive.name in KEEPING and self._is_upcast(eqn, [*map(read, eqn.invars)], place):
@@ -210,7 +210,8 @@ class CastingRule(EquationWriter):
         if is_sum(logits.kind):
             logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
-        if kind.dtype == FLOAT32 or self.full_dtype != FLOAT32 or not self._casts(program.eqns[start]):
+        is_half = kind.dtype is not None and kind.dtype.itemsize < 4
+        if not is_half or self._rule_in(place).full_dtype != FLOAT32 or not self._casts(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment not in _NARROW:
             return None

@@ -41,6 +41,7 @@ _COMPUTED = TRACED._replace(computed=True)
 _NOT_FLOAT = AbstractValue(None)
 _COMBINING = having(Fact.COMBINES) | {"custom_linear_solve"}
 _MOVING = having(Fact.MOVES, Fact.ANNOTATES)
+_KEEPING_WIDTH = frozenset(CLEAR) | {"add_any"}
 
 
 class EquationWriter(Rule):
@@ -176,8 +177,9 @@ class EquationWriter(Rule):
         return AbstractValue(dtype, TRACED._replace(row_axes=row_axes) if row_axes else TRACED)
 
     def _choose_full(self, eqn: JaxprEqn, values: Sequence[Value]) -> np.dtype:
-        """Returns the full dtype, or a wider one of the operands if the operation only moves elements."""
-        return self._widest([value.kind for value in values]) if eqn.primitive.name in CLEAR else self.full_dtype
+        """Returns the full dtype, or a wider one of the operands of a move or a sum of gradients."""
+        is_kept = eqn.primitive.name in _KEEPING_WIDTH
+        return self._widest([value.kind for value in values]) if is_kept else self.full_dtype
 
     def _widest(self, kinds: Sequence[AbstractValue]) -> np.dtype:
         wide = (kind.dtype for kind in kinds if kind.dtype in self.wide)

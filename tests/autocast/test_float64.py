@@ -104,6 +104,13 @@ def test_scopes_by_map():
     assert (found["soft", "dot_general"], found["soft", "exp"]) == ("bfloat16", "float32")
 
 
+@pytest.mark.parametrize(
+    ("inside", "outside", "dtype"), [(HALF, "mixed_bfloat16", "float64"), ("mixed_bfloat16", HALF, "float32")]
+)
+def test_a_softmax_runs_in_the_full_dtype_of_its_rule(inside, outside, dtype):
+    assert list_dtypes(PolicyMap({"soft": inside}, outside))["soft", "exp"] == dtype
+
+
 @pytest.mark.parametrize("rule", ["float64", MIXED])
 def test_the_rule_of_a_scope_widens_a_float32_program(rule):
     """Parameters in float32, a solve in float64, and float32 again where its result is used."""
@@ -183,6 +190,18 @@ def test_a_weight_used_twice_sums_its_gradients_in_float64():
     gradient = jax.make_jaxpr(jax.grad(autocast(twice, MIXED)))(w, x)
     sums = [eqn for eqn in gradient.eqns if eqn.primitive.name == "add_any" and eqn.outvars[0].aval.shape == w.shape]
     assert [str(eqn.outvars[0].aval.dtype) for eqn in sums] == ["float64"]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_gradients_of_a_float64_scope_are_summed_in_float64(outside):
+    def loss(w, x):
+        with jax.named_scope("s"):
+            return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    policy = PolicyMap({"s": "float64"}, "params=float32,compute=float32,output=none")
+    cast = jax.grad(autocast(loss, policy)) if outside else autocast(jax.grad(loss), policy)
+    w, x = draw()
+    np.testing.assert_array_equal(cast(w, x), jax.grad(loss)(w, x))
 
 
 def test_residuals_are_kept_in_the_compute_dtype():
