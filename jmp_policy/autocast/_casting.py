@@ -210,8 +210,9 @@ class CastingRule(EquationWriter):
         if is_sum(logits.kind):
             logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
-        is_half = kind.dtype is not None and kind.dtype.itemsize < 4
-        if not is_half or self._rule_in(place).full_dtype != FLOAT32 or not self._casts(program.eqns[start]):
+        if kind.dtype is None or kind.dtype.itemsize >= 4 or not self._casts(program.eqns[start]):
+            return None
+        if self._rule_in(place).full_dtype != FLOAT32:
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment not in _NARROW:
             return None
