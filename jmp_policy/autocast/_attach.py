@@ -211,7 +211,7 @@ class _Autocast:
         """Warns if no matmul is cast, or if a bias cannot be told from other arguments."""
         program = traced.program.jaxpr
         all_policies = (policy, *list_policies(self._policy))
-        found = _find_uncast(rule, program, policy, casts=any(map(is_mixed, all_policies)))
+        found = _find_uncast(rule, program, policy, casts=is_mixed(*all_policies))
         if found is not None:
             step, why, example = found
             line = find_line(find_origin(step))

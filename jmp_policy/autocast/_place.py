@@ -138,9 +138,11 @@ def _make_scope(rule: Policy | str, root: Policy) -> ScopeSettings:
     return ScopeSettings(low, full, None, rule.output_dtype, sums, precision, "", rule.quantization)
 
 
-def is_mixed(policy: Policy) -> bool:
-    """True if a policy computes in a narrower dtype than its full dtype."""
-    return policy.compute_dtype in COMPUTE_DTYPES and policy.compute_dtype != policy.full_dtype
+def is_mixed(*policies: Policy) -> bool:
+    """True if a policy computes in a narrower dtype than its full dtype, or than that of another one."""
+    full = max((policy.full_dtype for policy in policies), key=lambda dtype: dtype.itemsize)
+    low = {policy.compute_dtype for policy in policies} & COMPUTE_DTYPES
+    return any(dtype.itemsize < full.itemsize for dtype in low if dtype is not None)
 
 
 def choose_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:

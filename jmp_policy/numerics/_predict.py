@@ -122,7 +122,7 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
             "with_policy is for Flax modules, but the program of these Stats calls none. nnx modules must be arguments "
             "of the function. For example: numerics.predict(stats, 'mixed_float16', by='autocast')."
         )
-    if not any(is_mixed(own) or own.quantization is not None for own in list_policies(wanted)):
+    if not is_mixed(*list_policies(wanted)) and not any(own.quantization for own in list_policies(wanted)):
         raise ValueError(
             f"The policy {str(wanted)!r} has neither a narrower compute dtype nor a quantized format, so there is "
             "nothing to predict. For example: numerics.predict(stats, 'mixed_float16')."

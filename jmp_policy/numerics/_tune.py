@@ -24,10 +24,12 @@ from ._tune_search import (
     Subject,
     Trial,
     TrialLog,
+    find_full_dtype,
     find_low_format,
     find_smallest_set,
     is_loss,
     rank_scopes,
+    wrap_narrow,
 )
 from ._tuning import Tuning, list_numbers, measure_largest_error
 
@@ -52,7 +54,8 @@ def tune(
 ) -> Tuning:
     """Finds the smallest set of scopes to keep in float32 so that results stay within a tolerance of float32.
 
-    Of a policy with float64 parameters, float32 stands for float64 here: it finds what may be float32.
+    Of a policy with float64 parameters, float32 stands for float64 here: it finds what may be float32. The policy
+    `"float32"`, for a function of float64 arrays, tries all operations of a scope in float32, not the matmuls alone.
 
     A scope is the path of a module or a `jax.named_scope`. It covers the ops directly at that path; the root covers ops
     outside all others. Each trial runs `autocast(fun, policy_map)` or `with_policy(module, policy_map)` and compares
@@ -71,7 +74,7 @@ def tune(
       args: a tuple of its arguments; for a linen module the variables come first. Gradients of a loss are with respect
         to the floating arrays, or the `nnx.Param`s, in the first argument.
       policy: a policy that computes in float16 or bfloat16, or in float32 with float64 parameters, or a quantized
-        policy for a module. The output dtype does not apply to a loss.
+        policy for a module. The output dtype does not apply to a loss, and not of `"float32"`.
       tolerance: the largest accepted relative error.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
@@ -111,11 +114,11 @@ def tune(
         default='params=float32,compute=float16,output=none',
     )
     """
-    given = _check_policy(policy)
+    given = _check_policy(policy, fun_or_module, args)
     _check_tolerance(tolerance)
     check_budget(budget)
     subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
-    if not subject.is_module and subject.differentiates:
+    if not subject.is_module and (subject.differentiates or not is_mixed(given)):
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
@@ -148,10 +151,9 @@ class _Tuner:
     def __init__(self, subject: Subject, policy: Policy, metric: Any, ranking: Ranking, log: TrialLog):
         self._subject, self._policy, self._metric, self._log = subject, policy, metric, log
         self._scopes, self._loss_scale = ranking
-        is_quantized = policy.quantization is not None
-        self._kept_policy = policy.replace(
-            **{"quantization": None} if is_quantized else {"compute_dtype": policy.full_dtype}
-        )
+        is_quantized, self._full = policy.quantization is not None, find_full_dtype(policy)
+        wide = dict.fromkeys(("compute_dtype",) if is_mixed(policy) else ("param_dtype", "compute_dtype"), self._full)
+        self._kept_policy = policy.replace(**{"quantization": None} if is_quantized else wide)
         self._base = self._kept_policy if is_quantized else None
         self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
@@ -163,7 +165,7 @@ class _Tuner:
         observe = self._make_observation(self._base, NoOpLossScale())
         self._reference = observe()
         name = name_metric(self._metric) if self._metric else self._subject.name
-        before = "before quantization" if self._base else f"in {self._policy.full_dtype}"
+        before = "before quantization" if self._base else f"in {self._full}"
         if not list_numbers(self._reference):
             raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
@@ -205,7 +207,7 @@ class _Tuner:
             noise=noise,
             name=self._subject.name,
             low=find_low_format(self._policy).name,
-            kept=str(self._policy.full_dtype) if self._base is None else "unquantized",
+            kept=str(self._full) if self._base is None else "unquantized",
             by="with_policy" if self._subject.is_module else "autocast",
         )
 
@@ -236,7 +238,9 @@ class _Tuner:
         return lambda: {"metric": metric(*self._subject.make_candidate(policy))}
 
     def _make_map(self, kept: Sequence[str], policy: Policy) -> PolicyMap:
-        return make_map(sorted(self._scopes), kept, policy, self._kept_policy)
+        found = make_map(sorted(self._scopes), kept, policy, self._kept_policy)
+        # Only beside float64 does the policy "float32" apply to float64.
+        return found if kept or is_mixed(policy) or self._base else wrap_narrow(policy)
 
     def _name(self, indices: frozenset[int]) -> tuple[str, ...]:
         return tuple(self._scopes[index] for index in sorted(indices))
@@ -271,11 +275,13 @@ def _has_gradients(subject: Subject, policy: Policy) -> bool:
     return find_lifting_adapter(first) is not None or any(map(is_floating, jax.tree.leaves(first)))
 
 
-def _check_policy(spec: PolicySpec) -> Policy:
+def _check_policy(spec: PolicySpec, target: Any, args: Any) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
-    if policy.quantization is None and not is_mixed(policy):
+    arrays = [] if find_adapter(target) is not None else filter(is_floating, jax.tree.leaves(args))
+    is_narrow = policy.compute_dtype == np.float32 and any(array.dtype == np.float64 for array in arrays)
+    if policy.quantization is None and not is_mixed(policy) and not is_narrow:
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
     return policy

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr
 
 from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_paths_to
 from .._jaxpr import MATMULS, ModulePaths, float_dtype, take_apart, walk
-from ..autocast import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE, autocast
+from ..autocast import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE, autocast, is_mixed
 from ..gradients import value_and_grad
 from ..loss_scale import LossScale, NoOpLossScale
 from ..modules import find_adapter, find_lifting_adapter, with_policy
@@ -141,7 +142,7 @@ class Ranking(NamedTuple):
 
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
     """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
-    low = find_low_format(policy)
+    low, is_narrow = find_low_format(policy), policy.quantization is None and not is_mixed(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
@@ -152,14 +153,16 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
-    scopes = list_scopes(stats) if modules is None else modules
+    scopes = list_scopes(stats, is_narrow) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or row.primitive not in FULL:  # autocast always runs these in float32
+        if subject.is_module or is_narrow or row.primitive not in FULL:  # autocast always runs these in the full dtype
             by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
-        prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")
+        prediction = predict(
+            stats, wrap_narrow(policy) if is_narrow else policy, by="with_policy" if subject.is_module else "autocast"
+        )
         predicted, scale = prediction.culprits, prediction.loss_scale or 1.0
     culprits = [scope for scope in predicted if scope in by_scope]
     scores = _score(by_scope, low)
@@ -193,13 +196,27 @@ def find_low_format(policy: Policy) -> NumberFormat:
     return parse_format(policy.compute_dtype) if quantization is None else find_operand_format(quantization)
 
 
-def list_scopes(stats: Stats) -> list[str]:
-    """Lists the root and the paths of all ops that autocast may run in half precision, measured or not."""
+def find_full_dtype(policy: Policy) -> np.dtype:
+    """Returns the dtype of scopes that are kept: float64 also for the policy `"float32"`, tried on float64."""
+    is_known = is_mixed(policy) or policy.quantization is not None
+    return policy.full_dtype if is_known else np.dtype(np.float64)
+
+
+def wrap_narrow(policy: Policy) -> PolicyMap:
+    """Makes the map with which all operations of a float64 program run in float32."""
+    return PolicyMap(
+        [("", policy.replace(output_dtype=None))], policy.replace(param_dtype="float64", compute_dtype="float64")
+    )
+
+
+def list_scopes(stats: Stats, is_narrow: bool) -> list[str]:
+    """Lists the root and the paths of all ops that autocast may run in a lower dtype, measured or not."""
     observed = find_program(stats.layout)
     if observed is None:
         return [""]
     read = ModulePaths(observed.modules).read_stack
-    steps = [step for step in walk(observed.program, live_only=True) if step.name in _LOW]
+    steps = walk(observed.program, live_only=True)
+    steps = [step for step in steps if step.name in _LOW or (is_narrow and any(map(float_dtype, step.results)))]
     return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
 
 

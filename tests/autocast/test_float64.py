@@ -275,6 +275,27 @@ def test_tune_finds_the_scopes_that_need_float64():
     assert repr(tuning).startswith("<Tuning: 1 of 4 scopes in float64")
 
 
+def test_tune_tries_all_operations_in_float32():
+    def fun(x):
+        with jax.named_scope("cancel"):
+            d = (jnp.exp(x) + 1e-6) - jnp.exp(x)
+        with jax.named_scope("rest"):
+            return jnp.sin(1e6 * d)
+
+    x = draw()[1]
+    tuning = jmp.tune(fun, (x,), "float32", tolerance=1e-5)
+    assert (tuning.scopes, tuning.kept, tuning.low) == (("cancel",), "float64", "float32")
+    assert tuning.policy_map["cancel"] == jmp.Policy("float64", "float64", None)
+    all_low = jmp.tune(jnp.sin, (x,), "float32", tolerance=1e-5)
+    assert (all_low.scopes, all_low.is_met) == ((), True)
+    assert 0 < all_low.error < 2.0**-22
+    # The map is one with which float64 arrays are computed in float32.
+    error = autocast(jnp.sin, all_low.policy_map)(x) - jnp.sin(x)
+    assert 0 < np.abs(error).max() < 2.0**-22
+    with pytest.raises(ValueError, match="^Nothing to tune: the policy 'float32' computes in float32"):
+        jmp.tune(jnp.sin, (x.astype(np.float32),), "float32", tolerance=1e-5)
+
+
 def test_predict_finds_what_overflows_float32():
     def fun(w, x):
         with jax.named_scope("large"):

@@ -62,6 +62,15 @@ def test_all_operations_of_some_scopes_may_be_in_float32(program):
         assert measure_error(program, in_float32(*program.low, scope), args) > program.tolerance * MARGIN
 
 
+def test_tune_of_float32_tries_all_operations_in_it(program):
+    # A kick in float32 leaves a tenth of the tolerance of the energy, up to all of it: see the factor.
+    tolerance = program.tolerance * (5 if program is PROGRAMS["leapfrog"] else 1)
+    tuning = jmp.tune(program.fun, program.draw(np.random.default_rng()), "float32", tolerance=tolerance)
+    assert set(tuning.scopes) == set(program.needed)
+    assert tuning.policy_map.default.name == "params=float32,compute=float32,output=none"
+    assert tuning.is_met
+
+
 def leave_out_one(scopes):
     """Lists all scopes, and each set with one left out."""
     return [scopes, *(tuple(other for other in scopes if other != scope) for scope in scopes)]

@@ -408,7 +408,9 @@ def test_a_small_difference_of_float64_values_is_not_rounding_error():
     with jax.enable_x64(True):
         stats = observe(fun, np.float64(W["up"]), np.float64(X), formats=["float32"])
         prediction = predict(stats, "params=float64,compute=float32,output=float64")
-    assert [(reason.path, reason.what, reason.cure) for reason in prediction.reasons] == [("big", "overflow", "float64")]
+    assert [(reason.path, reason.what, reason.cure) for reason in prediction.reasons] == [
+        ("big", "overflow", "float64")
+    ]
 
 
 def test_a_backward_pass_of_rounding_error_alone_does_not_count_as_not_measured():
