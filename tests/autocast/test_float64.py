@@ -292,7 +292,7 @@ def test_tune_tries_all_operations_in_float32():
     # The map is one with which float64 arrays are computed in float32.
     error = autocast(jnp.sin, all_low.policy_map)(x) - jnp.sin(x)
     assert 0 < np.abs(error).max() < 2.0**-22
-    with pytest.raises(ValueError, match="^Nothing to tune: the policy 'float32' computes in float32"):
+    with pytest.raises(ValueError, match=r"^Nothing to tune: the policy 'float32' computes in float32"):
         jmp.tune(jnp.sin, (x.astype(np.float32),), "float32", tolerance=1e-5)
 
 
