@@ -34,6 +34,7 @@ from ._tune_search import (
 from ._tuning import Tuning, list_numbers, measure_largest_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
+_IN_FLOAT64 = "For a function of float64 arrays: 'params=float64,compute=float32,output=float64'."
 
 
 @hide_frames
@@ -283,7 +284,7 @@ def _check_policy(spec: PolicySpec, target: Any, args: Any) -> Policy:
     is_narrow = policy.compute_dtype == np.float32 and any(array.dtype == np.float64 for array in arrays)
     if policy.quantization is None and not is_mixed(policy) and not is_narrow:
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
-        raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE}")
+        raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE} {_IN_FLOAT64}")
     return policy
 
 

@@ -1,5 +1,7 @@
 """Programs of science: `tune` finds the scopes that need float64, and maps solve them to the tolerance."""
 
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from jmp_policy import PolicyMap, autocast
 
 MIXED = "params=float64,compute=float32,output=float64"
 MARGIN = 10
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "float64.md"
 
 pytestmark = pytest.mark.slow  # `test_float64.py` has one quick search
 
@@ -69,6 +72,20 @@ def test_tune_of_float32_tries_all_operations_in_it(program):
     assert set(tuning.scopes) == set(program.needed)
     assert tuning.policy_map.default.name == "params=float32,compute=float32,output=none"
     assert tuning.is_met
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_guide_has_the_scopes_tolerances_and_shares_of_flops(name):
+    program = PROGRAMS[name]
+    policy = PolicyMap(dict.fromkeys(program.kept, "float64"), MIXED)
+    report = jmp.numerics.audit(program.run(autocast(program.fun, policy)))(*program.draw(np.random.default_rng()))
+    share = sum(matmul.flops for matmul in report.matmuls if matmul.dtype == "float64")
+    share /= sum(matmul.flops for matmul in report.matmuls)
+    _, row = GUIDE.read_text(encoding="utf-8").split(f"\n| {name} | ")
+    scopes, _, tolerance, *_, told = row.partition(" |\n")[0].split(" | ")
+    assert scopes == ", ".join(program.kept)
+    assert float(tolerance) == program.tolerance
+    assert told == f"{share:.0%}".replace("%", " %")
 
 
 def leave_out_one(scopes):
