@@ -64,7 +64,7 @@ from ..modules import (
 from ..policy import Policy, PolicyMap, PolicySpec, check_policy_x64, list_policies, spell_rules
 from ._casting import CastingRule, make_casting_rule
 from ._place import FLOAT32, FLOAT64, EquationPlace, check_policy, explain_unused_functions, is_mixed, root_policy
-from ._rules import AutocastRules
+from ._rules import AutocastRules, list_rule_policies
 from ._weights import NO_WEIGHT, WHY_BACKWARD, WeightFinder, WeightUse
 
 CUSTOM_RULES = ("opaque", "inside")
@@ -153,6 +153,7 @@ class _Autocast:
     def _call(self, args: Args, kwargs: Kwargs, found: list[WeightArray]) -> Any:
         for each in list_policies(self._policy):
             meet_reduce_dtype(each.reduce_dtype)
+        for each in (*list_policies(self._policy), *list_rule_policies(self._rules)):
             check_policy_x64(each)
         note_for_observer("policy", lambda: spell_rules(self._policy))
         given = len(args)

@@ -41,7 +41,7 @@ from ._precision import (
 )
 from ._promotion import FULL_LEVEL, LOW_LEVEL, SUM_LEVEL, CastState, count_bias_axes, is_given, is_sum
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
-from ._rules import AutocastRules
+from ._rules import AutocastRules, list_rule_policies
 from ._tables import Precision
 from ._weight_products import Product, describe_attention_product, describe_weight_product
 from ._weights import A_WEIGHT, NO_WEIGHT, WEIGHT_PRODUCTS, WHY_BACKWARD, Names, follow_weights
@@ -393,8 +393,7 @@ def make_casting_rule(
     """Makes the rule for a policy or map, whose root has the policy `root`. Without `modules`, no rule is by scope."""
     scopes = None if modules is None else Scopes(policy, rules.scopes, rules.backward, modules)
     dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else FLOAT32
-    rows = [rule for _, rule in (*rules.scopes, *rules.backward) if isinstance(rule, Policy)]
-    full_dtypes = {each.full_dtype for each in (root, *list_policies(policy), *rows)}
+    full_dtypes = {each.full_dtype for each in (root, *list_policies(policy), *list_rule_policies(rules))}
     castable = COMPUTE_DTYPES - ({FLOAT64} - full_dtypes)
     options = scopes, root.accumulate_dtype, root.quantization, root.full_dtype, castable
     return CastingRule(dtype, rules, custom_rules, *options)

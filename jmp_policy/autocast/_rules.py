@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from jax.extend.core import Primitive
 
 from .._base import did_you_mean
-from ..policy import Key, PolicyMap, PolicySpec
+from ..policy import Key, Policy, PolicyMap, PolicySpec
 from . import _tables
 from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
@@ -83,6 +83,11 @@ class AutocastRules:
         }
         for name, value in rows.items():
             object.__setattr__(self, name, tuple(value))
+
+
+def list_rule_policies(rules: AutocastRules) -> list[Policy]:
+    """Returns the policies of the rules by scope."""
+    return [rule for _, rule in (*rules.scopes, *rules.backward) if isinstance(rule, Policy)]
 
 
 def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:

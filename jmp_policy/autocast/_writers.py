@@ -22,7 +22,7 @@ from .._jaxpr import (
     having,
     shape_of,
 )
-from ._place import FLOAT32, EquationPlace
+from ._place import FLOAT32, EquationPlace, Function
 from ._precision import cast_value, clamp_masks, find_numbers, is_exact, make_wide_product, note_rounding, write_product
 from ._promotion import (
     FULL_LEVEL,
@@ -39,7 +39,9 @@ from ._tables import CLEAR, Precision
 TRACED, LOW, SUM, FULL = STATES
 _COMPUTED = TRACED._replace(computed=True)
 _NOT_FLOAT = AbstractValue(None)
-_COMBINING = having(Fact.COMBINES) | {"custom_linear_solve"}
+_SOLVER = "custom_linear_solve"
+_IN_SOLVER = EquationPlace(function=Function(_SOLVER, "full"))
+_COMBINING = having(Fact.COMBINES) | {_SOLVER}
 _MOVING = having(Fact.MOVES, Fact.ANNOTATES)
 _KEEPING_WIDTH = frozenset(CLEAR) | {"add_any"}
 
@@ -128,13 +130,16 @@ class EquationWriter(Rule):
         atoms = [v.atom if v.kind.dtype is dtype else self._cast(v, dtype, body, eqn) for v in values]
         kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in eqn.outvars]
         if eqn.primitive.name in _COMBINING:
-            params = self._rewrite_operators(eqn.params, kind)
+            place = _IN_SOLVER if eqn.primitive.name == _SOLVER else EquationPlace()
+            params = self._rewrite_operators(eqn.params, kind, place)
         elif "preferred_element_type" in eqn.params:
             preferred = eqn.params["preferred_element_type"]
             params = None if preferred is None else {**eqn.params, "preferred_element_type": dtype}
         return body.append(eqn, atoms, kinds, params)
 
-    def _rewrite_operators(self, params: dict[str, Any], kind: AbstractValue) -> dict[str, Any] | None:
+    def _rewrite_operators(
+        self, params: dict[str, Any], kind: AbstractValue, place: EquationPlace
+    ) -> dict[str, Any] | None:
         """Rewrites the jaxprs with which reductions, windows and scatters combine two elements, and of a solver."""
         is_program = lambda leaf: isinstance(leaf, (Jaxpr, ClosedJaxpr))
         arguments = [var for each in filter(is_program, jax.tree.leaves(params)) for var in body_of(each).invars]
@@ -145,7 +150,7 @@ class EquationWriter(Rule):
             body = body_of(program)
             kinds = [_NOT_FLOAT if float_dtype(var) is None else kind for var in body.invars]
             wanted = [None if float_dtype(atom) is None else kind.dtype for atom in body.outvars]
-            return Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
+            return Rewriter(self).rewrite(program, kinds, place, wanted).program
 
         return jax.tree.map(lambda leaf: rewrite(leaf) if is_program(leaf) else leaf, params)
 

@@ -11,7 +11,7 @@ from .._base import describe, did_you_mean, group_by_key, list_paths_to
 from .._jaxpr import MATMULS
 from ..autocast import check_policy, is_mixed, root_policy
 from ..loss_scale import LossScale, get_loss_scale
-from ..policy import Key, Policy, PolicyMap, PolicySpec, get_policy, list_policies, parse_format
+from ..policy import Key, Policy, PolicyMap, PolicySpec, check_policy_x64, get_policy, list_policies, parse_format
 from ._predict_flow import NarrowValue, find_noise, list_narrow_values, list_operations, list_quantized_values
 from ._predict_losses import (
     Loss,
@@ -115,6 +115,8 @@ def _read_policy(policy: PolicySpec, by: str, observed: ObservedProgram) -> Poli
     if by not in WAYS:
         raise ValueError(f"Unknown by={by!r}. {did_you_mean(by, WAYS)} For example: by='with_policy'.")
     wanted = get_policy(policy)
+    for each in list_policies(wanted):
+        check_policy_x64(each)
     if by == "autocast":
         check_policy(wanted)
     elif not observed.types:

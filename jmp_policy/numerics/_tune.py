@@ -15,7 +15,7 @@ from .._base import describe, hide_frames, is_floating, sum_arrays, sum_code, su
 from ..autocast import is_mixed
 from ..loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter
-from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, get_policy, make_map
+from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, check_policy_x64, get_policy, make_map
 from ..quant import without_state
 from ._tune_search import (
     Observed,
@@ -280,6 +280,7 @@ def _check_policy(spec: PolicySpec, target: Any, args: Any) -> Policy:
     policy = get_policy(spec)
     if not isinstance(policy, Policy):
         raise ValueError(f"tune takes one policy and finds the map, got {policy!r}. {_EXAMPLE}")
+    check_policy_x64(policy)
     arrays = [] if find_adapter(target) is not None else filter(is_floating, jax.tree.leaves(args))
     is_narrow = policy.compute_dtype == np.float32 and any(array.dtype == np.float64 for array in arrays)
     if policy.quantization is None and not is_mixed(policy) and not is_narrow:

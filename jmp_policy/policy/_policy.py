@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import DTypeLike, cast_floating, check_x64, did_you_mean, first_floating_dtype, parse_dtype, quote
+from .._base import (
+    DTypeLike,
+    at_least_float32,
+    cast_floating,
+    check_x64,
+    did_you_mean,
+    first_floating_dtype,
+    parse_dtype,
+    quote,
+)
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._formats import Quantization, parse_quantization
 
@@ -246,8 +255,8 @@ class Policy:
 
 def check_policy_x64(policy: Policy) -> None:
     """Raises a `ValueError` if a policy has float64 and JAX would make float32 of it."""
-    wide = [name for name in _FIELDS[:3] if vars(policy)[name] in _FLOAT64]
-    if wide:
+    wide = [name for name, value in vars(policy).items() if value in _FLOAT64]
+    if not set(wide).isdisjoint(_FIELDS[:3]):
         example = policy.replace(**dict.fromkeys(wide, "float32")).name
         check_x64(vars(policy)[wide[0]], f"The policy {policy.name!r}", repr(example))
 
@@ -275,7 +284,8 @@ def _check_accumulate_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np
     if wide.nmant < narrow.nmant or wide.maxexp < narrow.maxexp or wide.minexp > narrow.minexp:
         raise ValueError(
             f"Products of {str(compute_dtype)!r} cannot be accumulated in {str(accumulate_dtype)!r}, which cannot "
-            f"represent all values of compute_dtype={str(compute_dtype)!r}. For example: accumulate_dtype='float32'."
+            f"represent all values of compute_dtype={str(compute_dtype)!r}. "
+            f"For example: accumulate_dtype={str(at_least_float32(compute_dtype))!r}."
         )
 
 

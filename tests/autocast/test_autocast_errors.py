@@ -54,6 +54,8 @@ STOCHASTIC = "nvfp4(stochastic_rounding=true)"
         (lambda: autocast(jnp.sin, "params=float64,compute=float32,output=float64")(X), ValueError,
          r"^The policy 'params=float64,compute=float32,output=float64' needs jax\.config\.update\('jax_enable_x64', "
          r"True\): without it, JAX computes in float32\. For example: 'float32'\."),
+        *((lambda rules=rules: autocast(jnp.sin, LOW, rules=rules)(X), ValueError, r"^The policy 'float64' needs jax")
+          for rules in (AutocastRules(scopes={"a": "float64"}), AutocastRules(backward="float64"))),
         (lambda: autocast(jnp.sin, PolicyMap({"head": "float64"}, "float32"))(X), ValueError,
          r"^The policy 'float64' needs jax.config.update\('jax_enable_x64', True\)"),
         (lambda: autocast(jnp.sin, "params=float32,compute=int8"), ValueError,

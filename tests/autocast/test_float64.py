@@ -363,6 +363,25 @@ def test_operations_with_complex_numbers_run_in_the_traced_dtype(name, policy):
     np.testing.assert_allclose(jax.jit(autocast(fun, policy))(x), fun(x), atol=64 * eps * scale)
 
 
+@pytest.mark.filterwarnings("ignore:autocast casts no matmul to float32. each one is in float32 as it is")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("default", [MIXED, HALF, "float32", "params=float32,compute=bfloat16,output=none"])
+def test_a_solver_runs_in_the_full_dtype_inside(default, wide):
+    def fun(a, b):
+        with jax.named_scope("s"):
+            return jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, tol=1e-12, maxiter=40)[0]
+
+    matrix, b = draw()
+    a, b = matrix @ matrix.T + 2 * np.eye(8), b[0]
+    given = (a, b) if wide else (a.astype(np.float32), b.astype(np.float32))
+    exact = np.linalg.solve(*map(np.float64, given))
+    default = jmp.get_policy(default).replace(output_dtype=None)
+    policy = default if default.full_dtype == np.float64 else PolicyMap({"s": "float64"}, default)
+    out = np.float64(autocast(fun, policy)(*given))
+    # Float32 arrays lose digits where they enter and leave alone.
+    assert np.linalg.norm(out - exact) < (1e-10 if wide else 4 * 2.0**-24) * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32", PolicyMap({"a": "mixed_bfloat16"}, "float32")])
 def test_without_float64_solvers_run_as_traced(policy):
     def fun(a, b):
