@@ -169,7 +169,8 @@ class PrecisionFinder:
         self._large = 4096.0 if FLOAT64 in castable and compute_dtype.itemsize > 2 else 16.0
 
     def find(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> Precision:
-        if not is_castable(eqn, self._castable) or (FLOAT64 in self._castable and _has_complex(eqn)):
+        may_mismatch = FLOAT64 in self._castable or eqn.primitive.name in _tables.LOW
+        if not is_castable(eqn, self._castable) or (may_mismatch and _has_complex(eqn)):
             return _TRACED
         is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         precision = self._classes.get("square" if is_square else eqn.primitive.name, _TRACED)

@@ -391,3 +391,11 @@ def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
         jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))
     with pytest.raises(ValueError, match=r"^autocast cannot accumulate in 'float64'"):  # no dtype to compare it with
         jmp.autocast(mlp, "params=float32,compute=none,output=none,accumulate=float64")
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "params=float32,compute=bfloat16,output=none,accumulate=float32"])
+def test_a_matmul_by_complex_numbers_runs_as_traced(policy):
+    w, z = jax.random.normal(jax.random.key(0), (4, 3)), jnp.ones((2, 4), jnp.complex64) * (1 + 2j)
+    product = lambda w, z: jax.lax.dot_general(z, w, (((1,), (0,)), ((), ())))
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(jmp.autocast(product, policy)(w, z), product(w, z))
