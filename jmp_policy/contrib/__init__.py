@@ -5,6 +5,8 @@
 - `diverge` runs two functions of one model, and returns a `Divergence`: the scopes that introduce their difference. Its
   rows are `ScopeErrors`, with the `Worst` element of each, and its outputs `OutputErrors`. `record` saves the values of
   one process, to compare with in another.
+- `parity` compares the log-probabilities of a trainer and a sampler, and returns a `Parity`: statistics, the scopes
+  that make them differ, and causes other than rounding.
 - `gptq` and `awq` quantize the weights of a model like `quant.quantize`, rounded for the inputs that data gives them.
 - `read_quantized` reads checkpoints that other libraries quantized (GPTQ, AWQ, compressed-tensors, MXFP4) into the
   state of a model, bit for bit, and `write_quantized` writes them. `policy_of_checkpoint` returns their policy.
@@ -29,6 +31,7 @@ if _typing.TYPE_CHECKING:
         record as record,
     )
     from ._gptq_awq import awq as awq, gptq as gptq
+    from ._parity import Parity as Parity, parity as parity
     from ._read_quantized import read_quantized as read_quantized
     from ._tune_bits import tune_bits as tune_bits
     from ._write_quantized import write_quantized as write_quantized
@@ -39,10 +42,14 @@ else:  # none of them needs another
         "_checkpoint_files": "policy_of_checkpoint",
         "_diverge": "Divergence OutputErrors ScopeErrors Worst diverge record",
         "_gptq_awq": "awq gptq",
+        "_parity": "Parity parity",
         "_read_quantized": "read_quantized",
         "_tune_bits": "tune_bits",
         "_write_quantized": "write_quantized",
     }
     __getattr__, __dir__ = _load_lazily(
-        __name__, _SOURCES, globals(), unlisted="BitRow BitTuning Certificate Divergence OutputErrors ScopeErrors Worst"
+        __name__,
+        _SOURCES,
+        globals(),
+        unlisted="BitRow BitTuning Certificate Divergence OutputErrors Parity ScopeErrors Worst",
     )

@@ -12,7 +12,7 @@ CONTRIB = PACKAGE / "contrib"
 OTHERS = [PACKAGE / "__init__.py", *(path for path in FILES if package_of(path) != "contrib")]
 TOOLS = [
     {"_certify"},
-    {"_diverge"},
+    {"_diverge", "_parity"},
     {"_gptq_awq.py", "_layer_by_layer.py", "_suspended_run.py"},
     {"_bit_tuning.py", "_tune_bits.py"},
     {f"_checkpoint_{part}.py" for part in ("arrays", "files", "layouts")}

@@ -9,28 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
-from ..._base import Args, Kwargs, hide_frames
-from ..._jaxpr import (
-    ModulePaths,
-    Register,
-    check_function,
-    find_line,
-    find_real_shape,
-    find_unrepeatable,
-    name_results,
-    open_partials,
-    take_apart,
-    trace_call,
-)
-from ...modules import find_lifting_adapter
+from ..._base import hide_frames
+from ..._jaxpr import check_function, find_real_shape
 from ._align import align
 from ._divergence import Divergence
 from ._measure import compare
+from ._positions import Positions
 from ._recording import Comparisons, Level, Recording, Run, match, name_values
 from ._run import TableLayout, make_layout, make_plan, run_aligned
-from ._scopes import Flat, has_floats, has_values
+from ._scopes import has_floats, has_values
+from ._trace import Traced
 
 
 def diverge(
@@ -101,7 +90,7 @@ def diverge(
     @hide_frames
     @functools.wraps(f)
     def compare_runs(*args: Any, **kwargs: Any) -> Divergence:
-        mine, theirs = (_Traced(fun, args, kwargs) for fun in (f, g))
+        mine, theirs = (Traced(fun, args, kwargs) for fun in (f, g))
         results = _pair_results(mine, theirs)
         labels = [*range(len(mine.types))], [results.get(i, "unpaired") for i in range(len(theirs.types))]
         by_id = {id(leaf): value for leaf, value in zip(mine.leaves, mine.flat.inputs, strict=True)}
@@ -166,19 +155,23 @@ def record(fun: Callable[..., Any]) -> Callable[..., dict[str, jax.Array]]:
     @hide_frames
     @functools.wraps(fun)
     def run_and_record(*args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        traced = _Traced(fun, args, kwargs)
-        top = Level(traced.flat, [True] * len(traced.types))
-
-        def collect(leaves: list[Any]) -> Any:
-            made = Run(top, [leaves])
-            outputs = made.read_outputs()[0]
-            return jax.tree.map(_make_storable, (made.find(), [outputs[i] for i in traced.list_floats()]))
-
-        found, outputs = jax.jit(collect)(traced.leaves)
-        names = [traced.names[i] for i in traced.list_floats()]
-        return name_values(top, found) | dict(zip(names, outputs, strict=True))
+        traced = Traced(fun, args, kwargs)
+        return record_traced(traced, Level(traced.flat, [True] * len(traced.types)))
 
     return run_and_record
+
+
+def record_traced(traced: Traced, top: Level) -> dict[str, jax.Array]:
+    """Runs a traced function, and returns the values that leave its scopes, and its outputs."""
+
+    def collect(leaves: list[Any]) -> Any:
+        made = Run(top, [leaves])
+        outputs = made.read_outputs()[0]
+        return jax.tree.map(_make_storable, (made.find(), [outputs[i] for i in traced.list_floats()]))
+
+    found, outputs = jax.jit(collect)(traced.leaves)
+    names = [traced.names[i] for i in traced.list_floats()]
+    return name_values(top, found) | dict(zip(names, outputs, strict=True))
 
 
 def _make_storable(array: jax.Array) -> jax.Array:
@@ -190,75 +183,49 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
     @hide_frames
     @functools.wraps(f)
     def compare_run(*args: Any, **kwargs: Any) -> Divergence:
-        traced = _Traced(f, args, kwargs)
+        traced = Traced(f, args, kwargs)
         top = Level(traced.flat, [True] * len(traced.types))
-        places = {traced.names[i]: i for i in traced.list_floats()}
-        results, problems = match(top, {name: traced.types[i].shape for name, i in places.items()}, g, names)
-        for name, array in results.items():
-            top.attach_output(traced.flat.outputs[places[name]], array)
-        comparisons = Comparisons(top, [frozenset()] * len(traced.leaves))
-
-        def measure(leaves: list[Any], recorded: Any, results: dict[str, Any]) -> Any:
-            made = Run(top, [leaves, leaves], comparisons, recorded)
-            outputs = made.read_outputs()[0]
-            compared = [compare(array, outputs[places[name]]) for name, array in results.items()]
-            return made.find(), compared, [_measure_total(array) for array in results.values()]
-
-        record, compared, totals = jax.jit(measure)(traced.leaves, top.list_recorded(), results)
-        shapes = [(name, find_real_shape(traced.types[places[name]])) for name in results]
-        for name, aval in zip(traced.names, traced.types, strict=True):
-            if has_values(aval) and not has_floats(aval):
-                problems.append(f"{name} is not compared: a recording has no integers or booleans")
-        unaligned = tuple(dict.fromkeys([*problems, *comparisons.problems]))
-        layout = TableLayout(tuple(comparisons.rows), tuple(shapes), unaligned, ("the recording", _name_function(f)))
-        return Divergence(record, compared, totals, layout)
+        return compare_recorded(traced, top, g, names, ("the recording", _name_function(f)))
 
     return compare_run
 
 
-class _Traced:
-    """A flattened jaxpr with the arrays that it takes, and the names of its outputs."""
+def compare_recorded(
+    traced: Traced,
+    top: Level,
+    recording: Recording,
+    names: Mapping[str, str],
+    titles: tuple[str, str],
+    positions: Positions | None = None,
+) -> Divergence:
+    """Compares a traced function with recorded values; at each of the positions, if there are any."""
+    places = {traced.names[i]: i for i in traced.list_floats()}
+    results, problems = match(top, {name: traced.types[i].shape for name, i in places.items()}, recording, names)
+    for name, array in results.items():
+        top.attach_output(traced.flat.outputs[places[name]], array)
+    comparisons = Comparisons(top, [frozenset()] * len(traced.leaves))
 
-    def __init__(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs):
-        register = Register()
-        opened, args, kwargs = open_partials(fun, args, kwargs)
-        arrays, rebuild = take_apart(args)
-        closed = _list_closed_modules(opened)
-        watched = register.watch(lambda closed, args, kwargs: opened(*args, **kwargs))
-        pure = lambda arrays, kwargs: watched(closed, rebuild(arrays), kwargs)
-        traced = trace_call("diverge", register, pure, (arrays, kwargs), {})
-        _refuse_effects(traced.program.jaxpr)
-        self.flat = Flat(traced.program, ModulePaths(traced.modules))
-        self.leaves = [*traced.leaves, *self.flat.constants.values()]
-        self.flat.inputs += self.flat.constants  # as constants of the compiled program, weights would be copied
-        self.flat.constants = {}
-        self.types: list[Any] = [atom.aval for atom in traced.program.jaxpr.outvars]
-        self.names = [str(name) for name in name_results(traced.results.list_paths(), is_lifted=False)]
+    def measure(leaves: list[Any], recorded: Any, results: dict[str, Any]) -> Any:
+        made = Run(top, [leaves, leaves], comparisons, recorded, positions)
+        outputs = made.read_outputs()[0]
+        given = {name: positions.choose(x, outputs[places[name]]) if positions else x for name, x in results.items()}
+        compared = [compare(array, outputs[places[name]]) for name, array in given.items()]
+        return made.find(), compared, [_measure_total(array) for array in given.values()]
 
-    def list_floats(self) -> list[int]:
-        return [i for i, aval in enumerate(self.types) if has_floats(aval)]
-
-
-def _list_closed_modules(fun: Callable[..., Any]) -> list[Any]:
-    """Lists the nnx modules that a function reads from its closure, so that their paths are known."""
-    inner = inspect.unwrap(fun)
-    if not inspect.isfunction(inner):
-        return []
-    known = inspect.getclosurevars(inner)
-    values = {**known.globals, **known.nonlocals}.values()
-    return [value for value in values if find_lifting_adapter((value,)) is not None]
-
-
-def _refuse_effects(program: Jaxpr) -> None:
-    eqn = find_unrepeatable(program)
-    if eqn is not None:
-        raise ValueError(
-            f"diverge runs a function in parts and more than once, and {eqn.primitive.name} of {find_line(eqn)} would "
-            "then act several times. Compare a part without it. For example: diverge(loss_fn, low_loss_fn)(params, x)."
-        )
+    record, compared, totals = jax.jit(measure)(traced.leaves, top.list_recorded(), results)
+    shapes = [(name, find_real_shape(traced.types[places[name]])) for name in results]
+    for name, aval in zip(traced.names, traced.types, strict=True):
+        if has_values(aval) and not has_floats(aval):
+            problems.append(f"{name} is not compared: a recording has no integers or booleans")
+    unaligned = tuple(dict.fromkeys([*problems, *comparisons.problems]))
+    rows = comparisons.rows
+    if positions is not None:
+        sizes = lambda row: tuple(map(positions.count_elements, row.shapes))
+        rows = [row._replace(positions=positions.length, position_sizes=sizes(row)) for row in rows]
+    return Divergence(record, compared, totals, TableLayout(tuple(rows), tuple(shapes), unaligned, titles))
 
 
-def _pair_results(mine: _Traced, theirs: _Traced) -> dict[int, int]:
+def _pair_results(mine: Traced, theirs: Traced) -> dict[int, int]:
     """Pairs outputs of `g` with outputs of `f`: of the same position and shape, or else the next one of that shape."""
     pairs: dict[int, int] = {}
     for i, other in enumerate(theirs.types):

@@ -35,8 +35,8 @@ class ScopeErrors(Plain):
       cosine: cosine between these values in `f` and in `g`.
       worst: the element of these values that differs most; None if all are equal.
       dtype: the narrowest dtype that the scope computes in, and after an arrow the dtype of `g`, if it differs.
-      iterations: the introduced error of each iteration of a `scan` around the scope, or on each device of a
-        `shard_map`.
+      iterations: the introduced error of each iteration of a `scan` around the scope, on each device of a
+        `shard_map`, or at each position of `parity`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> (row,) = jmp.contrib.diverge(lambda x: 2 * x, lambda x: 2.5 * x)(jnp.ones(3)).rows()
@@ -286,15 +286,16 @@ def _rank(row: ScopeErrors) -> float:
 def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayout]) -> ScopeErrors:
     """Reads a row from the calls of a scope in one pass, and in the forward pass."""
     read = lambda name, rows: [
-        (_find_measured(record, row, i), math.prod(row.shapes[i])) for row in rows for i in getattr(row.plan, name)
+        (_find_measured(record, row, i), row.sizes[i]) for row in rows for i in getattr(row.plan, name)
     ]
     outgoing, introduced = read("outgoing", calls), read("introduced", calls)
     is_known = bool(introduced)  # else a recording does not have the values that the scope reads
     # The backward pass of a loss reads residuals of its own forward pass only.
     incoming = read("incoming", calls) or read("incoming", forward)
-    looped = [measured for row in calls if row.loops for measured in read("introduced", [row])]
-    counts = {len(measured) for measured, _ in looped}
-    iterations = range(counts.pop()) if len(counts) == 1 else range(0)
+    looped = [measured for row in calls if row.loops or row.positions for measured in read("introduced", [row])]
+    # All iterations of other loops at a position share its number.
+    counts = {calls[0].positions or len(measured) for measured, _ in looped}
+    count = counts.pop() if len(counts) == 1 else 0
     dtypes = calls[0].dtypes
     shapes = [row.shapes[i] for row in calls for i in row.plan.outgoing]
     path, direction = calls[0].plan.scope[:2]
@@ -308,7 +309,7 @@ def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayo
         measure_cosine(outgoing),
         describe_worst(outgoing, shapes),
         " → ".join(dict.fromkeys(filter(None, dtypes))),
-        tuple(combine([(measured[i : i + 1], size) for measured, size in looped]) for i in iterations),
+        tuple(combine([(measured[i::count], size) for measured, size in looped]) for i in range(count)),
     )
 
 

@@ -18,7 +18,8 @@ from jax.extend.core import Literal
 from ..._base import did_you_mean
 from ..._jaxpr import Pass, find_real_shape
 from ._align import describe
-from ._measure import compare, stack
+from ._measure import Measured, compare, stack
+from ._positions import Positions
 from ._run import RowLayout, ScopePlan, Values, find_narrowest, read
 from ._scopes import Flat, Node, Scope, has_floats, is_inside, list_values, split_loop
 
@@ -224,6 +225,18 @@ def _read_arrays(recording: Recording) -> dict[str, list[Any]]:
     return found
 
 
+def group_arrays(recording: Recording, names: Mapping[str, str], paths: Iterable[str]) -> dict[str, list[Any]]:
+    """Returns the recorded arrays of the forward pass by scope, in the order of their numbers."""
+    arrays, paths = _read_arrays(recording), list(paths)
+    _check_names(names, arrays, paths)
+    groups: dict[str, list[tuple[int, Any]]] = {}
+    for name, values in arrays.items():
+        (path, direction), number = _parse(names.get(name, name), paths)
+        if direction == "forward":
+            groups.setdefault(path, []).extend((int(number or 0) + i, array) for i, array in enumerate(values))
+    return {path: [array for _, array in sorted(group, key=lambda item: item[0])] for path, group in groups.items()}
+
+
 def _check_names(names: Mapping[str, str], arrays: Iterable[str], paths: Sequence[str]) -> None:
     for name, path in names.items():
         if name not in arrays:
@@ -378,7 +391,10 @@ def _find_dtypes(level: Level, key: Key) -> tuple[str, str]:
 
 
 class Run:
-    """A run of a level and, with comparisons, a second one, in which recorded values replace computed ones."""
+    """A run of a level and, with comparisons, a second one, in which recorded values replace computed ones.
+
+    With positions, values are compared at each of them, and values at other positions are not replaced.
+    """
 
     def __init__(
         self,
@@ -386,8 +402,10 @@ class Run:
         inputs: Sequence[Sequence[Any]],
         comparisons: Comparisons | None = None,
         recorded: tuple[dict[int, list[Any]], list[Any]] = ({}, []),
+        positions: Positions | None = None,
     ):
         self._level, self._comparisons, self._recorded = level, comparisons, recorded
+        self._positions = positions
         flat = level.flat
         self._runs = [{**flat.constants, **dict(zip(flat.inputs, given, strict=True))} for given in inputs]
         self._made: dict[tuple[int, int], Any] = {}  # the computed values that recorded ones replaced
@@ -403,7 +421,8 @@ class Run:
             for value in node.results:
                 for number, array in enumerate(recorded[0].get(value, ())):
                     self._made[value, number] = self._runs[1][value]
-                    self._runs[1][value] = self._values.cast(array, flat.types[value].dtype)
+                    chosen = positions.choose(array, self._runs[0][value]) if positions else array
+                    self._runs[1][value] = self._values.cast(chosen, flat.types[value].dtype)
 
     def _run_loop(self, i: int, node: Node) -> None:
         level = self._level.loops[i]
@@ -420,7 +439,7 @@ class Run:
                 [*own[:start], *carry[j], *(xs[1][j].get(end + k, x) for k, x in enumerate(xs[0]))]
                 for j, own in enumerate(operands)
             ]
-            inner = Run(level, given, comparisons, xs[2])
+            inner = Run(level, given, comparisons, xs[2], self._positions)
             outputs = inner.read_outputs()
             return [own[: end - start] for own in outputs], ([own[end - start :] for own in outputs], inner.find())
 
@@ -444,10 +463,16 @@ class Run:
 
     def _measure(self, comparisons: Comparisons) -> jax.Array:
         rows = []
+        measure = self._positions.compare if self._positions else compare
         for kind, value, number in comparisons.wanted:
             if kind == "read":
-                rows.append(compare(self._runs[1][value], self._runs[0][value]))
+                rows.append(measure(self._runs[1][value], self._runs[0][value]))
             else:
                 other = self._runs[0][value] if kind == "passed" else self._made[value, number]
-                rows.append(compare(self._recorded[0][value][number], other))
-        return stack(rows)
+                rows.append(measure(self._recorded[0][value][number], other))
+        if not self._positions:
+            return stack(rows)
+        # (positions, comparisons, fields)
+        return (
+            jnp.swapaxes(stack(rows), 0, 1) if rows else jnp.zeros((self._positions.length, 0, len(Measured._fields)))
+        )

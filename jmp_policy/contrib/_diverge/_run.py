@@ -1,6 +1,7 @@
 """Chooses the values of two aligned programs to compare, and runs both programs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal as OneOf, NamedTuple
 
@@ -122,6 +123,12 @@ class RowLayout(NamedTuple):
     loops: tuple[int, ...]  # the positions of the loops around it
     shapes: tuple[tuple[int, ...], ...]  # of all comparisons of its level
     dtypes: tuple[str, str]  # the narrowest dtypes that `f` and `g` compute in
+    positions: int = 0  # the number of positions that are measured one by one
+    position_sizes: tuple[int, ...] = ()  # the number of elements of all comparisons at one of them
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.position_sizes or tuple(map(math.prod, self.shapes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,127 @@
+"""Compares a teacher-forced pass with a recorded decode loop, scope by scope and at each position."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._base import hide_frames
+from ..._jaxpr import sub_jaxprs, walk
+from ._compare import compare_recorded, record_traced
+from ._divergence import Divergence
+from ._positions import Positions, Target, align_steps, number_names
+from ._recording import Level, Recording, group_arrays
+from ._run import RowLayout, find_narrowest
+from ._scopes import Flat, Node
+from ._trace import Traced
+
+
+class ScopeFacts(NamedTuple):
+    """The narrowest dtype of the operations of a scope, and the names of their primitives."""
+
+    dtype: str
+    primitives: frozenset[str]
+
+
+class Steps(NamedTuple):
+    """A recorded decode loop.
+
+    Attributes:
+      arrays: the recording.
+      scopes: facts by scope; empty for a recording of another framework.
+      closed: the arrays that the function closes over.
+    """
+
+    arrays: Recording
+    scopes: Mapping[str, ScopeFacts] = {}
+    closed: Sequence[Any] = ()
+
+
+def record_steps(sampler: Callable[..., Any]) -> Callable[..., Steps]:
+    """Like `record`, with facts of the traced function."""
+
+    @hide_frames
+    def run_and_record(*args: Any) -> Steps:
+        traced = Traced(sampler, args, {})
+        top = Level(traced.flat, [True] * len(traced.types))
+        return Steps(record_traced(traced, top), _list_facts(traced.flat), traced.closed)
+
+    return run_and_record
+
+
+def diverge_from_steps(
+    trainer: Callable[..., Any], steps: Steps, names: Mapping[str, str], positions: Positions
+) -> Callable[..., tuple[Divergence | None, tuple[str, ...], Mapping[str, ScopeFacts]]]:
+    """Compares a teacher-forced pass with a decode loop.
+
+    Also returns the parts that could not be aligned, as sentences, and facts of the trainer's scopes. Without any
+    aligned value the first one is None.
+    """
+
+    @hide_frames
+    def compare_run(*args: Any) -> tuple[Divergence | None, tuple[str, ...], Mapping[str, ScopeFacts]]:
+        traced = Traced(trainer, args, {})
+        top = Level(traced.flat, [True] * len(traced.types))
+        targets: dict[str, list[Target]] = {}
+        for key, shape, level, value in top.list_exits():
+            if key[1] == "forward":
+                targets.setdefault(key[0], []).append(Target(shape, len(shape) - len(level.flat.types[value].shape)))
+        outputs = {traced.names[i]: traced.types[i].shape for i in traced.list_floats()}
+        targets |= {name: [Target(shape, 0)] for name, shape in outputs.items()}
+        arrays = group_arrays(steps.arrays, names, targets)
+        for name, shape in outputs.items():
+            if positions.find_axis(shape) is None:  # without the last position
+                targets.pop(name)
+                arrays.pop(name, None)
+        aligned, problems, known = align_steps(arrays, targets, positions)
+        missing = [path for path in targets if path not in arrays]
+        problems += [f"{path!r} of the trainer has no values in the sampler" for path in missing]
+        facts = _list_facts(traced.flat)
+        if targets.keys().isdisjoint(aligned):
+            others = [f"{path!r} of the sampler is not a scope of the trainer" for path in aligned]
+            return None, (*problems, *others), facts
+        located, titles = positions.cut(known), ("the sampler", "the trainer")
+        divergence = compare_recorded(traced, top, number_names(aligned), {}, titles, located)
+        problems += [_name_sides(line) for line in divergence.unaligned]
+        layout = dataclasses.replace(
+            divergence.layout,
+            rows=tuple(_tell_dtype(row, steps.scopes) for row in divergence.layout.rows),
+            unaligned=tuple(dict.fromkeys(problems)),
+        )
+        return dataclasses.replace(divergence, layout=layout), layout.unaligned, facts
+
+    return compare_run
+
+
+def _name_sides(line: str) -> str:
+    """Calls the recording the sampler, and the function the trainer."""
+    return line.replace("the recording", "the sampler").replace("the function", "the trainer")
+
+
+def _tell_dtype(row: RowLayout, scopes: Mapping[str, ScopeFacts]) -> RowLayout:
+    """Replaces the dtype of recorded values, which are float32 in files, by the traced sampler's dtype."""
+    known = scopes.get(row.plan.scope.path)
+    return row if known is None else row._replace(dtypes=(known.dtype, row.dtypes[1]))
+
+
+def _list_facts(flat: Flat) -> dict[str, ScopeFacts]:
+    nodes: dict[str, list[Node]] = {}
+    for node in _list_nodes(flat):
+        if node.scope is not None:
+            nodes.setdefault(node.scope.path, []).append(node)
+    return {path: _read_facts(found) for path, found in nodes.items()}
+
+
+def _list_nodes(flat: Flat) -> Iterator[Node]:
+    for node in flat.nodes:
+        if node.body is None:
+            yield node
+        else:
+            yield from _list_nodes(node.body)
+
+
+def _read_facts(nodes: Sequence[Node]) -> ScopeFacts:
+    inner = [step for node in nodes for body in sub_jaxprs(node.eqn) for step in walk(body.program)]
+    avals = [var.aval for node in nodes for var in node.eqn.outvars]
+    avals += [var.aval for step in inner for var in step.results]
+    names = {node.eqn.primitive.name for node in nodes} | {step.name for step in inner}
+    return ScopeFacts(find_narrowest(avals), frozenset(names))

@@ -1,0 +1,183 @@
+"""Finds causes of a difference other than rounding: facts first, and suspicions that the errors suggest."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._base import is_floating
+from .._diverge import NOISE, Divergence, ScopeErrors, ScopeFacts, Steps
+from ._statistics import LogProbs
+
+
+class Reach(NamedTuple):
+    """The largest change of the logits at each position with the token at `where`, in units of the largest logit."""
+
+    where: int
+    trainer: np.ndarray
+    sampler: np.ndarray
+
+
+class Evidence(NamedTuple):
+    """All that is known of a difference."""
+
+    found: LogProbs
+    divergence: Divergence | None
+    steps: Steps
+    facts: Mapping[str, ScopeFacts]  # of the scopes of the trainer
+    reach: Reach | None
+    params: Any
+
+
+def find_reach(
+    runs: Sequence[Callable[..., Any]], args: tuple[Any, Any], logits: Sequence[np.ndarray], real: np.ndarray
+) -> Reach:
+    """Runs the trainer and the sampler again with another token in the middle."""
+    params, tokens = args
+    where, vocabulary = tokens.shape[1] // 2, logits[0].shape[-1]
+    changed = tokens.at[:, where].set((tokens[:, where] + 1) % vocabulary)
+    reached = []
+    for run, before in zip(runs, logits, strict=True):
+        after = np.asarray(run((params, changed)).astype(before.dtype))
+        chosen = real[:, where, None, None] & real[:, : before.shape[1], None] & np.isfinite(before)
+        with np.errstate(invalid="ignore"):
+            sizes = np.max(np.abs(after - before), axis=(0, 2), initial=0.0, where=chosen)
+        reached.append(sizes / max(float(np.max(np.abs(before), initial=0.0, where=chosen)), 1e-30))
+    count = min(map(len, reached))
+    return Reach(where, reached[0][:count], reached[1][:count])
+
+
+def find_causes(evidence: Evidence) -> tuple[str, ...]:
+    """Lists causes as sentences, facts first."""
+    reach = [*_read_reach(evidence)]
+    facts = [*_read_temperature(evidence.found), *_read_random(evidence), *_read_weights(evidence)]
+    return (*reach, *facts, *(() if facts else _read_rows(evidence)))
+
+
+def _read_temperature(found: LogProbs) -> Iterator[str]:
+    if found.slope is not None and found.unexplained < _UNEXPLAINED and abs(found.slope - 1) > NOISE:
+        yield (
+            f"The sampler's logits are {found.slope:.4g} times the trainer's, as with a temperature of "
+            f"{1 / found.slope:.4g}: not a rounding error."
+        )
+
+
+def _read_reach(evidence: Evidence) -> Iterator[str]:
+    reach = evidence.reach
+    if reach is None:
+        return
+    # The scale of an int8 tensor reaches all positions, too, but moves them by rounding errors.
+    scopes = [*evidence.facts.values(), *evidence.steps.scopes.values()]
+    limit = max((_ROUNDINGS * _find_unit(known.dtype) for known in scopes if known.dtype), default=_UNKNOWN)
+    limit = max(limit, NOISE)
+    runs = {"trainer": reach.trainer, "sampler": reach.sampler}
+    for name, changes in runs.items():
+        if (changes[: reach.where] > limit).any():
+            first = int(np.argmax(changes > limit))
+            yield (
+                f"The {name}'s logits at position {first} change with the token at position {reach.where}: its mask is "
+                "not causal. This is not a rounding error."
+            )
+            return
+    for name, other in (("trainer", "sampler"), ("sampler", "trainer")):
+        found = np.flatnonzero((runs[name] > limit) & (runs[other] == 0))
+        if len(found):
+            yield (
+                f"The {name}'s logits at position {found[0]} change with the token at position {reach.where}, and the "
+                f"{other}'s do not: a mask, a window or a cache. This is not a rounding error."
+            )
+            return
+
+
+def _read_random(evidence: Evidence) -> Iterator[str]:
+    for name, facts in (("sampler", evidence.steps.scopes), ("trainer", evidence.facts)):
+        for path, known in facts.items():
+            if known.primitives & _RANDOM:
+                place = path or "code outside of all scopes"
+                yield (
+                    f"In the {name}, {place} draws random numbers, as dropout does that was left on. This is not a "
+                    "rounding error."
+                )
+
+
+def _read_weights(evidence: Evidence) -> Iterator[str]:
+    """Compares the arrays that the sampler closes over with the parameters that it was given."""
+    given = [leaf for leaf in jax.tree.leaves(evidence.params) if is_floating(leaf) and np.size(leaf) > 1]
+    closed = [leaf for leaf in evidence.steps.closed if is_floating(leaf) and np.ndim(leaf) > 0]
+    for array in closed:
+        alike = [leaf for leaf in given if leaf.shape == array.shape]
+        sizes = [_measure_distance(leaf, array) for leaf in alike]
+        if sizes and 0 < min(sizes) < 0.5:
+            yield (
+                f"The sampler closes over weights of shape {array.shape} that differ from the given ones by "
+                f"{min(sizes):.2g}: from another update. This is not a rounding error."
+            )
+            return
+
+
+def _measure_distance(given: Any, closed: Any) -> float:
+    a, b = (np.asarray(x.astype(jnp.float32), np.float64) for x in (given, closed))
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30))
+
+
+def _read_rows(evidence: Evidence) -> Iterator[str]:
+    """Suspects scopes whose error is larger than their dtype explains."""
+    if evidence.divergence is None:
+        return
+    rows = [row for row in evidence.divergence.rows() if not math.isnan(row.introduced)]
+    large = [row for row in rows if row.introduced > find_rounding(row)]
+    if not large:
+        return
+    primitives = {path: known.primitives for path, known in evidence.facts.items()}
+    has = lambda row, names: bool(primitives.get(row.path, frozenset()) & names)
+    weighted = [row for row in rows if has(row, _WEIGHTED)]
+    changed = [row for row in weighted if row in large]
+    if len(changed) >= _FEWEST_SCOPES and len(changed) >= _MOST_SCOPES * len(weighted):
+        yield (
+            f"{len(changed)} of {len(weighted)} scopes with matmuls or embeddings introduce more than rounding "
+            "explains: their weights may be from another update."
+        )
+        return
+    worst = max(large, key=lambda row: row.introduced)
+    size, limit = f"{worst.introduced:.2g}", f"{find_rounding(worst):.1g}"
+    place = worst.path or "Code outside of all scopes"
+    text = f"{place} introduces {size}, more than rounding in its dtypes explains ({limit})"
+    if has(worst, _CHOOSING):
+        text += ": it chooses experts or tokens, and a near tie is decided the other way by any rounding."
+    elif has(worst, {"exp"}) and has(worst, {"dot_general"}):
+        early = ", and that at the first position, too" if _begins_early(worst) else ""
+        text += f"{early}: it attends to other positions, as with another mask, window or slot of the cache."
+    else:
+        text += ": it computes something else, such as another epsilon, axis, mask or position."
+    yield text
+
+
+def find_rounding(row: ScopeErrors) -> float:
+    """Returns the largest error that rounding in the narrowest dtypes of a scope is likely to introduce."""
+    names = row.dtype.split(" → ")
+    return max(NOISE, *(_ROUNDINGS * _find_unit(name) for name in names if name))
+
+
+def _find_unit(name: str) -> float:
+    """Returns the unit roundoff of a dtype; of integers, of the largest one."""
+    dtype = jnp.dtype(name)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return float(jnp.finfo(dtype).eps) / 2
+    return 0.5 / jnp.iinfo(dtype).max
+
+
+def _begins_early(row: ScopeErrors) -> bool:
+    return bool(row.iterations) and row.iterations[0] > find_rounding(row)
+
+
+_UNKNOWN = 2.0**-5  # the limit of changes, without scopes
+_UNEXPLAINED = 0.05
+_ROUNDINGS = 16
+_FEWEST_SCOPES = 3
+_MOST_SCOPES = 0.75
+_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+_CHOOSING = frozenset({"top_k", "approx_top_k", "argmax", "argmin", "sort"})
+_WEIGHTED = frozenset({"dot_general", "conv_general_dilated", "gather", "ragged_dot", "ragged_dot_general"})
