@@ -78,10 +78,17 @@ class Positions:
 
 
 class Target(NamedTuple):
-    """A value of the teacher-forced pass: its shape, and the number of axes of loops around it."""
+    """A value of the teacher-forced pass.
+
+    Attributes:
+      shape: its shape.
+      loops: the number of axes of loops around it.
+      is_output: True for an output, whose first axis is the batch in the sampler, too.
+    """
 
     shape: tuple[int, ...]
-    loops: int
+    loops: int = 0
+    is_output: bool = False
 
 
 def align_steps(
@@ -130,7 +137,7 @@ def _align_scope(
     reasons: list[str] = []
     for shape in dict.fromkeys(target.shape for target in targets):
         numbers = [i for i, target in enumerate(targets) if target.shape == shape]
-        found = _join(arrays, shape, targets[numbers[0]].loops, len(numbers), positions)
+        found = _join(arrays, targets[numbers[0]], len(numbers), positions)
         if isinstance(found, str):
             reasons.append(found)
         else:
@@ -138,21 +145,27 @@ def _align_scope(
     return [made[i] for i in sorted(made)] if not reasons else [], "; ".join(reasons[:1])
 
 
-def _join(
-    arrays: Sequence[Any], shape: tuple[int, ...], loops: int, count: int, positions: Positions
-) -> list[tuple[Any, int]] | str:
-    """Joins the arrays of the steps to `count` arrays of a shape, each with the number of its positions."""
+def _join(arrays: Sequence[Any], target: Target, count: int, positions: Positions) -> list[tuple[Any, int]] | str:
+    """Joins the arrays of the steps to `count` arrays of one shape, each with the number of its positions."""
+    shape, loops, is_output = target
     whole = (*shape[:loops], *positions.unfold(shape[loops:]))
     axes = [loops + i for i in range(1, len(whole) - loops) if whole[loops + i] == positions.length]
     if whole[loops : loops + 1] != (positions.batch,):
         axes = []
     options: list[tuple[bool, int, list[list[tuple[Any, Piece]]]]] = []
     for axis in axes:
-        pieces = [(array, found) for array in arrays for found in _list_pieces(np.shape(array), whole, axis)]
+        listed = [(array, _list_pieces(np.shape(array), whole, axis)) for array in arrays]
+        # One array may show that the steps have an axis for the query.
+        if is_output or any(len(found) == 1 and found[0].is_sure for _, found in listed):
+            listed = [(array, [piece for piece in found if piece.is_sure]) for array, found in listed]
+        if any(len(found) > 1 for _, found in listed):
+            return f"may have the steps on either of two axes, which both have {positions.batch} elements"
+        pieces = [(array, found[0]) for array, found in listed if found]
+        parts = [piece for piece in pieces if piece[1].length < positions.length]
+        if sum(piece.length for _, piece in parts) in (count * positions.length, count * (positions.length - 1)):
+            pieces = parts  # a whole beside them is a cache of as many slots
         groups = [pieces[i::count] for i in range(count)]  # a call makes all values before the next one
         totals = {sum(piece.length for _, piece in group) for group in groups}
-        if len(pieces) > len({id(array) for array, _ in pieces}):
-            return f"may have the steps on either of two axes, which both have {positions.batch} elements"
         if pieces and len(totals) == 1 and totals <= {positions.length, positions.length - 1}:
             options.append((all(piece.is_sure for _, piece in pieces), axis, groups))
     sure = [option for option in options if option[0]]

@@ -226,12 +226,17 @@ def _read_arrays(recording: Recording) -> dict[str, list[Any]]:
 
 
 def group_arrays(recording: Recording, names: Mapping[str, str], paths: Iterable[str]) -> dict[str, list[Any]]:
-    """Returns the recorded arrays of the forward pass by scope, in the order of their numbers."""
+    """Returns the recorded arrays of the forward pass by scope, in the order of their numbers.
+
+    A name in `names` stands for all its numbers.
+    """
     arrays, paths = _read_arrays(recording), list(paths)
     _check_names(names, arrays, paths)
     groups: dict[str, list[tuple[int, Any]]] = {}
     for name, values in arrays.items():
-        (path, direction), number = _parse(names.get(name, name), paths)
+        base = name.partition(":")[0]
+        renamed = names.get(name) or name.replace(base, names.get(base, base), 1)
+        (path, direction), number = _parse(renamed, paths)
         if direction == "forward":
             groups.setdefault(path, []).extend((int(number or 0) + i, array) for i, array in enumerate(values))
     return {path: [array for _, array in sorted(group, key=lambda item: item[0])] for path, group in groups.items()}

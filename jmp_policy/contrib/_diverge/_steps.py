@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from ..._base import hide_frames
 from ..._jaxpr import sub_jaxprs, walk
 from ._compare import compare_recorded, record_traced
@@ -66,8 +69,8 @@ def diverge_from_steps(
             if key[1] == "forward":
                 targets.setdefault(key[0], []).append(Target(shape, len(shape) - len(level.flat.types[value].shape)))
         outputs = {traced.names[i]: traced.types[i].shape for i in traced.list_floats()}
-        targets |= {name: [Target(shape, 0)] for name, shape in outputs.items()}
-        arrays = group_arrays(steps.arrays, names, targets)
+        targets |= {name: [Target(shape, is_output=True)] for name, shape in outputs.items()}
+        arrays = _bring(group_arrays(steps.arrays, names, targets), traced.leaves)
         for name, shape in outputs.items():
             if positions.find_axis(shape) is None:  # without the last position
                 targets.pop(name)
@@ -90,6 +93,14 @@ def diverge_from_steps(
         return dataclasses.replace(divergence, layout=layout), layout.unaligned, facts
 
     return compare_run
+
+
+def _bring(arrays: dict[str, list[Any]], leaves: Sequence[Any]) -> dict[str, list[Any]]:
+    """Takes arrays to the host unless they are on the devices of the trainer's arguments."""
+    find = lambda found: {device for x in found if isinstance(x, jax.Array) for device in x.devices()}
+    if find(array for group in arrays.values() for array in group) <= find(leaves):
+        return arrays
+    return {path: [np.asarray(array) for array in group] for path, group in arrays.items()}
 
 
 def _name_sides(line: str) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._base import is_floating
+from ..._base import is_floating, list_paths_to
 from .._diverge import NOISE, Divergence, ScopeErrors, ScopeFacts, Steps
 from ._statistics import LogProbs
 
@@ -128,7 +128,8 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
     if evidence.divergence is None:
         return
     rows = [row for row in evidence.divergence.rows() if not math.isnan(row.introduced)]
-    large = [row for row in rows if row.introduced > find_rounding(row)]
+    limits = {row.path: _find_limit(row.path, evidence) for row in rows}
+    large = [row for row in rows if row.introduced > limits[row.path]]
     if not large:
         return
     primitives = {path: known.primitives for path, known in evidence.facts.items()}
@@ -142,23 +143,30 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
         )
         return
     worst = max(large, key=lambda row: row.introduced)
-    size, limit = f"{worst.introduced:.2g}", f"{find_rounding(worst):.1g}"
+    size, limit = f"{worst.introduced:.2g}", f"{limits[worst.path]:.1g}"
     place = worst.path or "Code outside of all scopes"
     text = f"{place} introduces {size}, more than rounding in its dtypes explains ({limit})"
     if has(worst, _CHOOSING):
         text += ": it chooses experts or tokens, and a near tie is decided the other way by any rounding."
     elif has(worst, {"exp"}) and has(worst, {"dot_general"}):
-        early = ", and that at the first position, too" if _begins_early(worst) else ""
+        early = ", and that at the first position, too" if _begins_early(worst, limits[worst.path]) else ""
         text += f"{early}: it attends to other positions, as with another mask, window or slot of the cache."
     else:
         text += ": it computes something else, such as another epsilon, axis, mask or position."
     yield text
 
 
-def find_rounding(row: ScopeErrors) -> float:
-    """Returns the largest error that rounding in the narrowest dtypes of a scope is likely to introduce."""
-    names = row.dtype.split(" → ")
-    return max(NOISE, *(_ROUNDINGS * _find_unit(name) for name in names if name))
+def _find_limit(path: str, evidence: Evidence) -> float:
+    """Returns the largest error that rounding is likely to introduce in a scope, or in code around it."""
+    if not evidence.steps.scopes:
+        return _ROUNDINGS * _find_unit("int8")  # a recording does not tell in which dtypes it was computed
+    names = [
+        scopes[outer].dtype
+        for scopes in (evidence.facts, evidence.steps.scopes)
+        for outer in list_paths_to(path)
+        if outer in scopes and scopes[outer].dtype
+    ]
+    return max([NOISE, *(_ROUNDINGS * _find_unit(name) for name in names)])
 
 
 def _find_unit(name: str) -> float:
@@ -169,8 +177,8 @@ def _find_unit(name: str) -> float:
     return 0.5 / jnp.iinfo(dtype).max
 
 
-def _begins_early(row: ScopeErrors) -> bool:
-    return bool(row.iterations) and row.iterations[0] > find_rounding(row)
+def _begins_early(row: ScopeErrors, limit: float) -> bool:
+    return bool(row.iterations) and row.iterations[0] > limit
 
 
 _UNKNOWN = 2.0**-5  # the limit of changes, without scopes

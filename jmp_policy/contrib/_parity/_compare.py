@@ -207,7 +207,7 @@ def _score_recording(
     arrays = {names.get(name, name): found for name, found in arrays.items()}
     batch, length = ids.shape
     if "result" in arrays:
-        target = Target((batch, length, logits.shape[-1]), 0)
+        target = Target((batch, length, logits.shape[-1]), is_output=True)
         aligned, problems, _ = align_steps({"result": arrays["result"]}, {"result": [target]}, positions)
         if problems:
             raise ValueError(f"{problems[0]}. Record logits of shape {target.shape}, for example.")
