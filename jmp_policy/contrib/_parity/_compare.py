@@ -171,8 +171,9 @@ def _check_logits(logits: Any, ids: np.ndarray, name: str) -> np.ndarray:
     count = ids.shape[1]
     is_right = len(shape) == 3 and shape[0] == len(ids) and shape[1] in (count, count - 1)
     if not is_right or not jnp.issubdtype(logits.dtype, jnp.floating):
+        found = f"{logits.dtype}{list(shape)}" if hasattr(logits, "dtype") else describe(logits)
         raise ValueError(
-            f"The {name} returns {describe(logits)}, not floating logits of shape (batch, length, vocabulary), here "
+            f"The {name} returns {found}, not floating logits of shape (batch, length, vocabulary), here "
             f"({len(ids)}, {count}, ...). For example: lambda params, tokens: model.apply(params, tokens)."
         )
     vocabulary = logits.shape[-1]

@@ -18,7 +18,6 @@ from language_model import (
 from jmp_policy.contrib import parity
 
 PARAMS, TOKENS = make_params(), make_tokens()
-slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 FAULTS = {  # the options of the sampler, the guilty scope, and a part of the first cause
     "softmax in half precision": ({"softmax_dtype": HALF}, "attention", None),
@@ -39,10 +38,10 @@ FAULTS = {  # the options of the sampler, the guilty scope, and a part of the fi
     "another temperature": ({"temperature": 0.7}, "", "as with a temperature of 0.7: not a rounding error."),
     "quantized experts": ({"expert_dtype": jnp.int8}, "experts", None),
 }
-QUICK = ("softmax in half precision",)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name):
     options, scope, sentence = FAULTS[name]
     found = parity(make_trainer(), make_step(Options(**options)), cache=make_cache())(PARAMS, TOKENS)

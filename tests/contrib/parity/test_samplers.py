@@ -57,6 +57,12 @@ def test_linen_decoder_under_a_map_has_one_guilty_module():
     assert (found.causes, found.unaligned) == ((), ())
 
 
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote their own float32 statistics
+        yield
+
+
 @pytest.mark.slow
 def test_int8_sampler_beside_a_bfloat16_trainer():
     policy = f"int8(min_size=0)_from_{LOW}"
