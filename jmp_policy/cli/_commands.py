@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._base import escape_controls
-from ._user_code import UserError, check_numbers, load_call, load_function, make_arguments, print_out
+from ._user_code import UserError, check_numbers, load_call, load_function, load_pair, make_arguments, print_out
 
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
+
+_TOKENS = "jax.random.randint(jax.random.key(0), (4, 64), 0, 1000)"
 
 _DOCTOR_EPILOG = """\
 --json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
@@ -49,6 +51,14 @@ jax.value_and_grad(loss_fn)(*args)`, `def g(*args): return jmp.autocast(f, 'mixe
 --json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
 function; rows (path, direction, incoming, outgoing, introduced, amplification, cosine, worst, dtype, iterations);
 outputs (path, error, gap, is_log_probability); unaligned."""
+
+_PARITY_EPILOG = f"""\
+For example, where train.py has trainer(params, tokens), which returns logits, and sampler(params, tokens), which
+decodes these tokens with a cache: write in it `def make_args(): return make_params(), {_TOKENS}`, and
+run `jmp-policy parity train:trainer train:sampler --args train:make_args`. --json prints one document with these keys:
+versions, by package; device (platform, name, system, half_instructions); function; count; mean; median; percentile_99;
+largest; kl; k3; outside; effective_sample_size; perplexities; where; by_position; causes; unaligned; perplexity_gap;
+rows, as those of diverge with a position for each iteration, the largest introduced error first."""
 
 _TUNE_EPILOG = f"""\
 For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
@@ -99,15 +109,31 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diverge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="MODULE:F", help="the reference, such as train:grad_step, in this folder")
-    parser.add_argument(
-        "other",
-        metavar="MODULE:G",
-        help="a function of the same arguments, such as train:low_grad_step, or an .npz file of recorded values",
-    )
-    _add_call_arguments(parser)
+    _add_pair(parser, ("F", "the reference, such as train:grad_step"), ("G", "train:low_grad_step"))
     _add_json(parser, "a table")
     _add_files(parser, page="", picture="the errors along the depth")
+
+
+def _add_parity(parser: argparse.ArgumentParser) -> None:
+    _add_pair(parser, ("TRAINER", "a teacher-forced pass, such as train:trainer"), ("SAMPLER", "train:sampler"))
+    parser.add_argument("--mask", metavar="MODULE:FUNCTION", help="a function that returns True at real tokens")
+    for name in ("mean", "largest"):
+        parser.add_argument(
+            f"--{name}", type=float, metavar="BOUND", help=f"exit with status 1 if the {name} difference is larger"
+        )
+    _add_json(parser, "a table")
+    _add_files(parser, page="", picture="the differences along the positions")
+
+
+def _add_pair(parser: argparse.ArgumentParser, first: tuple[str, str], second: tuple[str, str]) -> None:
+    """Adds two functions, each with its name and a description or an example, and `--args`."""
+    parser.add_argument("function", metavar=f"MODULE:{first[0]}", help=f"{first[1]}, in this folder")
+    parser.add_argument(
+        "other",
+        metavar=f"MODULE:{second[0]}",
+        help=f"a function of the same arguments, such as {second[1]}, or an .npz file of recorded values",
+    )
+    _add_call_arguments(parser)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -243,17 +269,30 @@ def _diverge(arguments: argparse.Namespace) -> Any:
     import jmp_policy as jmp
 
     diverge = jmp.contrib.diverge
-    check = lambda fun: diverge(fun, fun)
-    f, args = load_call(arguments, check, example=_ARRAY)
-    check_numbers(args, arguments.args, _ARRAY)
-    if arguments.other.endswith(".npz"):
-        try:
-            return diverge(f, arguments.other)(*args)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{arguments.other}: {error}") from None
-    other = argparse.Namespace(function=arguments.other, args=arguments.args)
-    g, _ = load_call(other, check, example=_ARRAY)
-    return diverge(f, g)(*args)
+    f, g, args = load_pair(arguments, lambda fun: diverge(fun, fun), example=_ARRAY)
+    if not isinstance(g, str):
+        return diverge(f, g)(*args)
+    try:
+        return diverge(f, g)(*args)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{g}: {error}") from None
+
+
+def _parity(arguments: argparse.Namespace) -> Any:
+    import jmp_policy as jmp
+
+    parity = jmp.contrib.parity
+    trainer, sampler, args = load_pair(arguments, lambda fun: parity(fun, fun), example=_TOKENS)
+    mask = None if arguments.mask is None else make_arguments(arguments.mask)[0]
+    try:
+        return parity(trainer, sampler)(*args, mask)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{arguments.other}: {error}") from None
+
+
+def _exceeds(parity: Any, arguments: argparse.Namespace) -> bool:
+    bounds = {name: getattr(arguments, name) for name in ("mean", "largest")}
+    return any(not getattr(parity, name) <= bound for name, bound in bounds.items() if bound is not None)
 
 
 def _tune(arguments: argparse.Namespace) -> Any:
@@ -404,6 +443,13 @@ COMMANDS = {
         "Run two functions of one model once. Print, for each module and named scope, the error that comes in, goes "
         "out, and is introduced if it alone is replaced.",
         _DIVERGE_EPILOG, _add_diverge, functools.partial(_run_report, _diverge),
+    ),
+    "parity": Command(
+        "whether a trainer and a sampler give tokens the same log-probabilities",
+        "Run a trainer and a sampler on the same tokens. Print the difference of their log-probabilities, and the "
+        "modules and named scopes that introduce it.",
+        _PARITY_EPILOG, _add_parity,
+        lambda arguments: _run_report(_parity, arguments, lambda report: _exceeds(report, arguments)),
     ),
     "tune": Command(
         "which modules must stay in float32, found by trying",

@@ -58,6 +58,18 @@ def load_call(
     return call_explained, args
 
 
+def load_pair(
+    arguments: argparse.Namespace, look: Callable[[Callable[..., Any]], Any], *, example: str
+) -> tuple[Callable[..., Any], Callable[..., Any] | str, tuple[Any, ...]]:
+    """Returns the function of a command, the other function or the path of a recording, and their arguments."""
+    fun, args = load_call(arguments, look, example=example)
+    check_numbers(args, arguments.args, example)
+    if arguments.other.endswith(".npz"):
+        return fun, arguments.other, args
+    other = argparse.Namespace(function=arguments.other, args=arguments.args)
+    return fun, load_call(other, look, example=example)[0], args
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Loads a function by a name like `package.module:function`, from the current folder as `python -m` does."""
     module, separator, attributes = name.partition(":")

@@ -48,6 +48,20 @@ def none(): return 1
 def forgetful(x, w): x @ w
 partial = functools.partial(named, scale=2.0)
 
+def trainer(params, tokens):
+    with jax.named_scope("head"):
+        return params[tokens]
+
+def sampler(params, tokens):
+    with jax.named_scope("head"):
+        return 1.25 * params[tokens]
+
+def tokens():
+    return jnp.arange(12.0).reshape(4, 3) / 8, jnp.array([[0, 1, 2], [2, 0, 1]])
+
+def mask():
+    return jnp.array([[True, True, True], [False, True, True]])
+
 def arguments():
     return jnp.full((2, 3), 2.0**-13), jnp.full((3, 4), 2.0**-13)  # products of 3 * 2**-26: half of float16's least
 

@@ -203,6 +203,25 @@ def test_a_divergence_is_printed_as_a_table_a_page_and_json(folder, capsys):
     assert (row["path"], row["introduced"], row["incoming"]) == ("head", 1, 0)
 
 
+PARITY = ["parity", "user:trainer", "user:sampler", "--args", "user:tokens", "--mask", "user:mask"]
+
+
+def test_parity_is_printed_as_tables_and_json_and_a_bound_sets_the_status(folder, capsys):
+    assert main([*PARITY, "--plot", "plot.png", "--mean", "1", "--largest", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "The sampler's logits are 1.25 times the trainer's, as with a temperature of 0.8" in " ".join(
+        printed.split()
+    )
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    document = read_json(PARITY, capsys)
+    assert document["count"] == 3
+    assert document["rows"][0]["path"] == "head"
+    assert main([*PARITY, "--mean", "1e-6"]) == 1
+    np.savez(folder / "recording.npz", head=np.ones(3, np.float32))
+    assert main([*PARITY[:2], "recording.npz", *PARITY[3:]]) == 2
+    assert capsys.readouterr().err.startswith("jmp-policy: error: recording.npz: The recording has neither logits")
+
+
 def test_recorded_values_are_read_from_a_file(folder, capsys):
     command = [*DIVERGE[:2], "recording.npz", *DIVERGE[3:]]
     np.savez(folder / "recording.npz", head=np.full((2, 4), 3 * 2.0**-27, np.float32))

@@ -28,7 +28,7 @@ from jmp_policy.cli import main
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
         (
             [],
-            "jmp-policy: error: which command? doctor, audit, lock, numerics, diverge or tune: jmp-policy --help says",
+            "jmp-policy: error: which command? doctor, audit, lock, numerics, diverge, parity or tune: jmp-policy",
         ),
     ],
 )

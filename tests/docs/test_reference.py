@@ -124,7 +124,7 @@ def test_each_command_has_its_help_and_an_example():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["audit", "numerics", "diverge", "tune"])
+@pytest.mark.parametrize("command", ["audit", "numerics", "diverge", "parity", "tune"])
 def test_a_command_prints_what_its_example_says(command, tmp_path):
     text = PAGES["command-line"]
     [model] = [block.code for block in read_blocks(text) if "def make_args" in block.code]

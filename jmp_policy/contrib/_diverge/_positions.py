@@ -169,6 +169,8 @@ def _join(arrays: Sequence[Any], target: Target, count: int, positions: Position
         if pieces and len(totals) == 1 and totals <= {positions.length, positions.length - 1}:
             options.append((all(piece.is_sure for _, piece in pieces), axis, groups))
     sure = [option for option in options if option[0]]
+    if all(np.shape(array) == whole for _, _, groups in sure for group in groups for array, _ in group):
+        sure = sure[:1]  # as a whole it needs no axis
     if len(options) > 1 and len(sure) != 1:
         return f"does not tell which axis of {shape} in the trainer has the positions"
     if not options:

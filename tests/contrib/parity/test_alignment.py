@@ -140,6 +140,12 @@ def test_two_axes_that_may_be_the_positions_are_not_guessed():
     )
 
 
+def test_a_value_that_is_recorded_as_a_whole_needs_no_axis():
+    tokens = make_tokens(length=4) % 6  # as many positions as elements in a scope
+    recording = record_toy(tokens)
+    assert parity(toy, recording)(WEIGHT, tokens).unaligned == ()
+
+
 def test_values_of_experts_whose_batch_and_positions_are_one_axis_are_aligned():
     def flat(params, tokens):
         with jax.named_scope("experts"):
