@@ -11,7 +11,7 @@ import jmp_policy as jmp
 
 # Functions that return these reports would have to trace and run a model for each row.
 from jmp_policy.cli._doctor import MATMULS, Diagnosis, Machine, MatmulRate, Speedup, StepTime
-from jmp_policy.contrib import Divergence, diverge
+from jmp_policy.contrib import Divergence, Parity, diverge, parity
 from jmp_policy.numerics import (
     AuditReport,
     AuditRow,
@@ -184,10 +184,27 @@ def _compare_runs() -> Divergence:
     return diverge(lambda x: model(x, "float32"), half)(jnp.linspace(-1, 1, 4))
 
 
+def _compare_sampler() -> Parity:
+    def model(tokens: jax.Array, dtype: str) -> jax.Array:
+        x = jax.nn.one_hot(tokens, 5)
+        for path in PATHS:
+            with jax.named_scope(path):
+                x = jnp.tanh(x.astype(dtype)).astype(jnp.float32)
+        return x
+
+    def sampler(params: None, tokens: jax.Array) -> jax.Array:
+        logits = model(tokens, "bfloat16")
+        with jax.named_scope("only_in_the_sampler"):
+            return 1.25 * logits
+
+    return parity(lambda params, tokens: model(tokens, "float32"), sampler)(None, jnp.array([[0, 1, 2], [3, 4, 0]]))
+
+
 REPORTS = {
     "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
     "prediction": _predict(), "collectives": _communicate(), "state": _store(),
     "diagnosis": _diagnose(), "divergence": _compare_runs(),
+    "parity": _compare_sampler(),
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
@@ -197,5 +214,6 @@ NAMES = dict.fromkeys(REPORTS, PATHS) | {
     "state": [f"{path}/kernel" for path in PATHS],
     "diagnosis": ["float8_e4m3fn"],
     "statistics": PATHS[:-1],
+    "parity": PATHS[1:],
 }
 """The names in the first columns that must be whole in the text of each."""

@@ -61,8 +61,7 @@ class Positions:
         if axis is None:
             found = compare(reference, value)[None]
             return jnp.concatenate([found, jnp.zeros((self.length - 1, fields), found.dtype)])
-        split = [jnp.moveaxis(x.reshape(shape), axis, 0) for x in (reference, value)]
-        return jax.lax.map(lambda pair: compare(*pair), tuple(split))
+        return jax.vmap(compare, axis)(reference.reshape(shape), value.reshape(shape))
 
     def choose(self, recorded: jax.Array, own: jax.Array) -> jax.Array:
         """Returns recorded values, with the others at positions that are not compared."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..._base import hide_frames
 from ..._jaxpr import sub_jaxprs, walk
+from ...report import list_places
 from ._compare import compare_recorded, record_traced
 from ._divergence import Divergence
 from ._positions import Positions, Target, align_steps, number_names
@@ -77,7 +78,7 @@ def diverge_from_steps(
                 arrays.pop(name, None)
         aligned, problems, known = align_steps(arrays, targets, positions)
         missing = [path for path in targets if path not in arrays]
-        problems += [f"{path!r} of the trainer has no values in the sampler" for path in missing]
+        problems += [f"the sampler has no values of {list_places(missing)}"] * bool(missing)
         facts = _list_facts(traced.flat)
         if targets.keys().isdisjoint(aligned):
             others = [f"{path!r} of the sampler is not a scope of the trainer" for path in aligned]

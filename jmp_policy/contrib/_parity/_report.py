@@ -181,27 +181,30 @@ class Parity(Report):
             ("perplexity, trainer - sampler", f"{p:.4g} - {q:.4g} = {format_number(p - q)}"),
         ]
         tables = [Table(make_columns("log-probabilities", "value"), cells)]
-        rows = [row for row in self.rows() if row.introduced > 0 or math.isnan(row.introduced)]
         scopes = [
             (row.path or "(outside)", row.dtype, format_number(row.introduced), _find_worst_position(row))
-            for row in rows[: self._MOST_ROWS]
+            for row in self._list_shown()[: self._MOST_ROWS]
         ]
         columns = make_columns("scope, sampler → trainer", "introduced, worst position")
         return [*tables, Table(columns, scopes)] if scopes else tables
 
+    def _list_shown(self) -> list[ScopeErrors]:
+        """Lists the rows with an error, and those that a recording cannot tell."""
+        return [row for row in self.rows() if row.introduced > 0 or math.isnan(row.introduced)]
+
     def _list_notes(self) -> Sequence[str]:
         row, position = self.where
         notes = [f"Sequence {row} has the largest difference, at position {position}."] if self.largest > 0 else []
-        rows = [row for row in self.rows() if row.introduced > NOISE]
-        if rows:
-            first = rows[0]
+        known = [row for row in self.rows() if not math.isnan(row.introduced)]
+        if known and known[0].introduced > NOISE:
+            first = known[0]
             notes.append(
                 f"{first.path or '(outside)'} introduces the largest error: {format_number(first.introduced)}."
             )
-        elif self.divergence is not None:
+        elif known:
             notes.append(f"No scope introduces more than rounding errors of float32 ({format_number(NOISE)}).")
         notes += self.causes
-        notes += self._note_left_out([*self.rows()], "rows with smaller introduced errors", ".rows()")
+        notes += self._note_left_out(self._list_shown(), "rows with smaller introduced errors", ".rows()")
         if self.unaligned:
             others = len(self.unaligned) - _MOST_UNALIGNED
             rest = f"; and {others} more" if others > 0 else ""

@@ -87,7 +87,7 @@ def test_several_values_of_a_scope_are_told_apart():
     steps = [recording[name][:, i : i + 1] for i in range(5) for name in ("two", "two:1")]
     found = parity(two, {"two": steps, "result": recording["result"]})(WEIGHT, tokens)
     assert found.rows()[0].introduced < 1e-6
-    assert found.unaligned[0] == "'head' of the trainer has no values in the sampler"
+    assert found.unaligned[0] == "the sampler has no values of head"
 
 
 REFUSED = {  # values of the scope "mix", and the sentence
