@@ -87,6 +87,7 @@ CALLS = {
     "certify": lambda: contrib.certify(fail, (-1.0, 1.0))(X),
     "diverge": lambda: contrib.diverge(fail, fail)(X),
     "record": lambda: contrib.record(fail)(X),
+    "parity": lambda: contrib.parity(lambda params, tokens: fail(params), {})(X, [[0, 1]]),
     "collectives": lambda: numerics.collectives(fail)(X),
     "calibrate": lambda: jmp.quant.calibrate(jmp.with_policy(Outer(), MIXED), [X]),
 }

@@ -77,6 +77,15 @@ def test_int8_sampler_beside_a_bfloat16_trainer():
 
 
 @pytest.mark.slow
+def test_cache_in_8_bits_by_policy():
+    found = compare_linen("float32", "params=float32,compute=float32,output=float32,cache=int8")
+    first, second = found.rows()[:2]
+    assert (first.path, found.causes, found.unaligned) == ("attention/out", (), ())
+    assert 1e-3 < first.introduced < 0.03
+    assert second.introduced < 1e-6
+
+
+@pytest.mark.slow
 def test_nnx_model_is_an_argument():
     class Model(nnx.Module):
         def __init__(self, rngs):
