@@ -2,7 +2,8 @@
 
 With `kept` in float64 and all other matmuls in float32, the error is below a tenth of the tolerance. With one scope of
 `kept` in float32, it is above ten times the tolerance. The rule "float32" runs all operations of a scope in float32:
-under it the scopes of `low` cost less than a tenth of the tolerance, and each one of `needed` more than ten times.
+under it all scopes but `needed` together, of which `low` have the most work, cost less than a tenth of the tolerance,
+and each one of `needed` more than ten times.
 """
 
 import dataclasses
@@ -88,11 +89,13 @@ def solve_by_newton(basis, stiffness, load):
 
 
 def draw_leapfrog(rng):
-    """Springs around points of rest that are a hundred times as far from the origin as they swing."""
+    """Springs around points of rest that are a thousand times as far from the origin as they swing."""
     mix = draw_orthogonal(rng, 16, 16)
-    springs = (mix * np.linspace(0.5, 2, 16) @ mix.T).astype(np.float32).astype(np.float64)
-    rest = rng.uniform(80, 120, size=16)
-    return springs, springs @ rest, rest, rest + rng.normal(size=16), rng.normal(size=16)
+    springs = mix * np.linspace(0.5, 2, 16) @ mix.T
+    # Given to seven digits: rounding them in each step alike would add up.
+    springs, pull = (np.float64(np.float32(a)) for a in (springs, springs @ rng.uniform(800, 1200, size=16)))
+    rest = np.linalg.solve(springs, pull)
+    return springs, pull, rest, rest + rng.normal(size=16), rng.normal(size=16)
 
 
 def integrate_by_leapfrog(springs, pull, rest, q, p):
@@ -228,7 +231,7 @@ PROGRAMS = {
     "leapfrog": Program(
         integrate_by_leapfrog,
         draw_leapfrog,
-        tolerance=1e-6,
+        tolerance=5e-5,
         kept=("energy",),
         low=("force",),
         needed=("drift", "energy"),
