@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # `test_float64.py` has one quick search
 
 @pytest.fixture(autouse=True)
 def _x64():
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):  # not TF32 on a GPU
         yield
 
 
