@@ -53,7 +53,7 @@ if _typing.TYPE_CHECKING:
     from ._origin import say_what_happened  # noqa: F401
     from ._remedies import reaches_pole  # noqa: F401
     from ._tune import check_budget, name_metric, tune  # noqa: F401
-    from ._tune_search import Ranking, Subject, Trial, TrialLog, find_smallest_set, is_loss  # noqa: F401
+    from ._tune_search import Ranking, Subject, Trial, TrialLog, find_smallest_set, is_loss, wrap_narrow  # noqa: F401
     from ._tuning import CHOSEN, Tuning  # noqa: F401
     from ._widened import list_half_scopes, widen  # noqa: F401
     # fmt: on
@@ -87,7 +87,7 @@ else:  # `optim` uses one of these and should not load the others
         "_origin": "say_what_happened",
         "_remedies": "reaches_pole",
         "_tune": "check_budget name_metric tune",
-        "_tune_search": "Ranking Subject Trial TrialLog find_smallest_set is_loss",
+        "_tune_search": "Ranking Subject Trial TrialLog find_smallest_set is_loss wrap_narrow",
         "_tuning": "CHOSEN Tuning",
         "_widened": "list_half_scopes widen",
     }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ...numerics import wrap_narrow
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy, make_map
 from ...report import REFERENCE_LINE, Plain, Report, Table, make_columns, make_figure, make_finite, make_plain
 from ._measure import NOISE, Measured, Worst, combine, describe_worst, measure_cosine
@@ -167,7 +168,8 @@ class Divergence(Report):
         Args:
           tolerance: the largest introduced error of a scope that stays in low precision.
           policy: the policy of all other scopes. If None, it computes in float16 or bfloat16, or in float32 if
-            `f` is in float64, as `g` does, and returns what `f` is in.
+            `f` is in float64, as `g` does, and returns what `f` is in. If `f` is in float64, `"float32"` stands for all
+            operations in float32, not matmuls alone.
 
         Raises:
           ValueError: the tolerance is not positive, or the policy is a map.
@@ -180,6 +182,10 @@ class Divergence(Report):
         scopes = list(dict.fromkeys(row.path for row in self.rows()))
         kept = {row.path for row in self.rows() if row.introduced > tolerance}
         changed: Any = {"quantization": None} if low.quantization is not None else {"compute_dtype": low.full_dtype}
+        if low.quantization is None and low.compute_dtype == low.full_dtype == "float32" and self._is_from_float64():
+            if not kept:
+                return wrap_narrow(low)
+            changed = {"param_dtype": "float64", "compute_dtype": "float64"}
         return make_map(scopes, kept, low, low.replace(**changed))
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,11 +273,14 @@ class Divergence(Report):
         return tuple(_read_row(record, calls[key], calls.get((key[0], "forward"), ())) for key in _sort(shown))
 
     def _guess_policy(self) -> str:
-        of_f, of_g = ({row.dtypes[i] for row in self.layout.rows} for i in (0, 1))
-        full = "float64" if "float64" in of_f else "float32"
+        of_g = {row.dtypes[1] for row in self.layout.rows}
+        full = "float64" if self._is_from_float64() else "float32"
         lows = ("float16", "bfloat16", "float32") if full == "float64" else ("float16", "bfloat16")
         low = next((name for name in lows if name in of_g), "bfloat16")
         return f"params={full},compute={low},output={full}"
+
+    def _is_from_float64(self) -> bool:
+        return any(row.dtypes[0] == "float64" for row in self.layout.rows)
 
 
 _LOG_PROBABILITY = 0.02

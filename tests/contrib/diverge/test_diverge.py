@@ -239,6 +239,26 @@ def test_policy_map_keeps_scopes_with_large_introduced_errors(low):
     assert int8["first"].quantization is None is not int8["second"].quantization
 
 
+def test_a_map_of_float32_for_a_float64_function_keeps_what_needs_float64():
+    def fun(x):
+        with jax.named_scope("cancel"):
+            difference = (jnp.exp(x) + 1e-6) - jnp.exp(x)
+        with jax.named_scope("rest"):
+            return jnp.sin(1e6 * difference)
+
+    with jax.enable_x64(True):
+        x = np.random.default_rng().normal(size=8)
+        low = jmp.PolicyMap({"": "params=float32,compute=float32,output=none"}, "float64")
+        found = diverge(fun, jmp.autocast(fun, low))(x)
+        kept, nothing = (found.policy_map(tolerance, low[""]) for tolerance in (1e-5, 10))
+        errors = [np.abs(jmp.autocast(fun, policy_map)(x) - fun(x)).max() for policy_map in (kept, nothing)]
+    assert kept["cancel"].compute_dtype == np.float64
+    assert kept["rest"].compute_dtype == np.float32
+    # A few roundings of sin in float32, and of a difference of 1e-6 between numbers near 1.
+    assert 0 < errors[0] < 2.0**-21
+    assert errors[1] > 1e-4
+
+
 def read_inside_jit(w, x):
     divergence = diverge(MODEL, LOW)(w, x)
     assert str(divergence).startswith("<Divergence: ")
