@@ -6,6 +6,7 @@ from ._measure import NOISE as NOISE, Worst as Worst
 from ._positions import Positions as Positions, Target as Target, align_steps as align_steps
 from ._recording import Recording as Recording, group_arrays as group_arrays
 from ._steps import (
+    ComparedSteps as ComparedSteps,
     ScopeFacts as ScopeFacts,
     Steps as Steps,
     diverge_from_steps as diverge_from_steps,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._layers import list_families, pair_layers
 from ._measure import Measured, compare
 
 
@@ -108,16 +109,50 @@ def align_steps(
     found: dict[str, list[Any]] = {}
     problems: list[str] = []
     known = positions.length
+    stacked, split = pair_steps(recording, targets)
+    numbered = {path for paths in stacked.values() for path in paths}
+    paired = numbered | split.keys()
     for path, arrays in recording.items():
-        if path not in targets:
+        # The output of a layer is the output of a scope in it, or only one of the sides has it.
+        if (path not in targets or path in split) and any(name.startswith(f"{path}/") for name in paired):
+            continue
+        wanted = targets.get(path, ())
+        if path in split:
+            wanted = [Target((len(split[path]), *target.shape), 1) for target in targets[split[path][0]]]
+        if path in numbered:
+            [whole] = [name for name, paths in stacked.items() if path in paths]
+            wanted = [Target(target.shape[1:]) for target in targets[whole]]
+        if not wanted:
             found[path] = [*arrays]  # `match` reports it
             continue
-        made, problem = _align_scope(arrays, targets[path], positions)
+        made, problem = _align_scope(arrays, wanted, positions)
         problems += [f"{path!r} of the sampler {problem}"] * bool(problem)
         if made:
             found[path] = [array for array, _ in made]
             known = min(known, *(count for _, count in made))
+    for path, paths in split.items():
+        for i, name in enumerate(paths):
+            found |= {name: [array[i] for array in found[path]]} if path in found else {}
+        found.pop(path, None)
+    for path, paths in stacked.items():
+        layers = [found.pop(name) for name in paths if name in found]
+        if len(layers) == len(paths):
+            found[path] = [jnp.stack(values) for values in zip(*layers, strict=True)]
     return found, problems, known
+
+
+def pair_steps(
+    recorded: Iterable[str], targets: Mapping[str, Sequence[Target]]
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Pairs layers in a scan with numbered ones: those that the trainer scans, and those that the sampler scans."""
+    others = [path for path in recorded if path not in targets]
+    missing = [path for path in targets if path not in recorded]
+    scanned = {path: targets[path][0].shape[0] for path in missing if all(t.loops == 1 for t in targets[path])}
+    counts = [len(family) for family in list_families(missing).values()]
+    split = {}
+    for count in dict.fromkeys(counts):
+        split |= pair_layers(dict.fromkeys(others, count), missing)
+    return pair_layers(scanned, others), split
 
 
 class Piece(NamedTuple):

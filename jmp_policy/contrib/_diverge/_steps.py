@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..._base import hide_frames
@@ -12,10 +13,10 @@ from ..._jaxpr import sub_jaxprs, walk
 from ...report import list_places
 from ._compare import compare_recorded, record_traced
 from ._divergence import Divergence
-from ._positions import Positions, Target, align_steps, number_names
+from ._positions import Positions, Target, align_steps, number_names, pair_steps
 from ._recording import Level, Recording, group_arrays
 from ._run import RowLayout, find_narrowest
-from ._scopes import Flat, Node
+from ._scopes import Flat, Node, is_inside
 from ._trace import Traced
 
 
@@ -40,6 +41,22 @@ class Steps(NamedTuple):
     closed: Sequence[Any] = ()
 
 
+class ComparedSteps(NamedTuple):
+    """A teacher-forced pass that was compared with a decode loop.
+
+    Attributes:
+      divergence: the errors; None if no value was aligned.
+      unaligned: the parts that could not be aligned, as sentences.
+      trainer: facts of the trainer's scopes.
+      sampler: facts of the sampler's scopes, by their names in the trainer.
+    """
+
+    divergence: Divergence | None
+    unaligned: tuple[str, ...]
+    trainer: Mapping[str, ScopeFacts]
+    sampler: Mapping[str, ScopeFacts]
+
+
 def record_steps(sampler: Callable[..., Any]) -> Callable[..., Steps]:
     """Like `record`, with facts of the traced function."""
 
@@ -54,15 +71,11 @@ def record_steps(sampler: Callable[..., Any]) -> Callable[..., Steps]:
 
 def diverge_from_steps(
     trainer: Callable[..., Any], steps: Steps, names: Mapping[str, str], positions: Positions
-) -> Callable[..., tuple[Divergence | None, tuple[str, ...], Mapping[str, ScopeFacts]]]:
-    """Compares a teacher-forced pass with a decode loop.
-
-    Also returns the parts that could not be aligned, as sentences, and facts of the trainer's scopes. Without any
-    aligned value the first one is None.
-    """
+) -> Callable[..., ComparedSteps]:
+    """Compares a teacher-forced pass with a decode loop."""
 
     @hide_frames
-    def compare_run(*args: Any) -> tuple[Divergence | None, tuple[str, ...], Mapping[str, ScopeFacts]]:
+    def compare_run(*args: Any) -> ComparedSteps:
         traced = Traced(trainer, args, {})
         top = Level(traced.flat, [True] * len(traced.types))
         targets: dict[str, list[Target]] = {}
@@ -77,23 +90,45 @@ def diverge_from_steps(
                 targets.pop(name)
                 arrays.pop(name, None)
         aligned, problems, known = align_steps(arrays, targets, positions)
-        missing = [path for path in targets if path not in arrays]
+        found = {*arrays, *aligned}
+        missing = [path for path in targets if path not in found and not any(is_inside(name, path) for name in found)]
+        scopes = _rename(steps.scopes, names, *pair_steps(arrays, targets))
         problems += [f"the sampler has no values of {list_places(missing)}"] * bool(missing)
         facts = _list_facts(traced.flat)
         if targets.keys().isdisjoint(aligned):
             others = [f"{path!r} of the sampler is not a scope of the trainer" for path in aligned]
-            return None, (*problems, *others), facts
+            return ComparedSteps(None, (*problems, *others), facts, scopes)
         located, titles = positions.cut(known), ("the sampler", "the trainer")
         divergence = compare_recorded(traced, top, number_names(aligned), {}, titles, located)
         problems += [_name_sides(line) for line in divergence.unaligned]
         layout = dataclasses.replace(
             divergence.layout,
-            rows=tuple(_tell_dtype(row, steps.scopes) for row in divergence.layout.rows),
+            rows=tuple(_tell_dtype(row, scopes) for row in divergence.layout.rows),
             unaligned=tuple(dict.fromkeys(problems)),
         )
-        return dataclasses.replace(divergence, layout=layout), layout.unaligned, facts
+        divergence = dataclasses.replace(divergence, layout=layout)
+        return ComparedSteps(divergence, layout.unaligned, facts, scopes)
 
     return compare_run
+
+
+def _rename(
+    scopes: Mapping[str, ScopeFacts],
+    names: Mapping[str, str],
+    stacked: Mapping[str, Sequence[str]],
+    split: Mapping[str, Sequence[str]],
+) -> dict[str, ScopeFacts]:
+    """Returns facts of the sampler's scopes by the trainer's names. A scan has the narrowest dtype of its layers."""
+    found = {names.get(path, path): known for path, known in scopes.items()}
+    for path, paths in split.items():
+        found |= dict.fromkeys(paths, found[path]) if path in found else {}
+    for path, paths in stacked.items():
+        layers = [found[name] for name in paths if name in found]
+        dtypes = sorted((known.dtype for known in layers if known.dtype), key=lambda name: jnp.dtype(name).itemsize)
+        if layers:
+            primitives = frozenset().union(*(known.primitives for known in layers))
+            found[path] = ScopeFacts(dtypes[0] if dtypes else "", primitives)
+    return found
 
 
 def _bring(arrays: dict[str, list[Any]], leaves: Sequence[Any]) -> dict[str, list[Any]]:

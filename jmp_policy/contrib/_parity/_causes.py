@@ -1,7 +1,7 @@
 """Finds causes of a difference other than rounding: facts first, and suspicions that the errors suggest."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._base import is_floating, list_paths_to
-from .._diverge import NOISE, Divergence, ScopeErrors, ScopeFacts, Steps
+from .._diverge import NOISE, ComparedSteps, ScopeErrors
 from ._statistics import LogProbs
 
 
@@ -25,9 +25,8 @@ class Evidence(NamedTuple):
     """All that is known of a difference."""
 
     found: LogProbs
-    divergence: Divergence | None
-    steps: Steps
-    facts: Mapping[str, ScopeFacts]  # of the scopes of the trainer
+    compared: ComparedSteps
+    closed: Sequence[Any]  # the arrays that the sampler closes over
     reach: Reach | None
     params: Any
 
@@ -70,7 +69,7 @@ def _read_reach(evidence: Evidence) -> Iterator[str]:
     if reach is None:
         return
     # The scale of an int8 tensor reaches all positions, too, but moves them by rounding errors.
-    scopes = [*evidence.facts.values(), *evidence.steps.scopes.values()]
+    scopes = [*evidence.compared.trainer.values(), *evidence.compared.sampler.values()]
     limit = max((_ROUNDINGS * _find_unit(known.dtype) for known in scopes if known.dtype), default=_UNKNOWN)
     limit = max(limit, NOISE)
     runs = {"trainer": reach.trainer, "sampler": reach.sampler}
@@ -93,7 +92,7 @@ def _read_reach(evidence: Evidence) -> Iterator[str]:
 
 
 def _read_random(evidence: Evidence) -> Iterator[str]:
-    for name, facts in (("sampler", evidence.steps.scopes), ("trainer", evidence.facts)):
+    for name, facts in (("sampler", evidence.compared.sampler), ("trainer", evidence.compared.trainer)):
         for path, known in facts.items():
             if known.primitives & _RANDOM:
                 place = path or "code outside of all scopes"
@@ -106,7 +105,7 @@ def _read_random(evidence: Evidence) -> Iterator[str]:
 def _read_weights(evidence: Evidence) -> Iterator[str]:
     """Compares the arrays that the sampler closes over with the parameters that it was given."""
     given = [leaf for leaf in jax.tree.leaves(evidence.params) if is_floating(leaf) and np.size(leaf) > 1]
-    closed = [leaf for leaf in evidence.steps.closed if is_floating(leaf) and np.ndim(leaf) > 0]
+    closed = [leaf for leaf in evidence.closed if is_floating(leaf) and np.ndim(leaf) > 0]
     for array in closed:
         alike = [leaf for leaf in given if leaf.shape == array.shape]
         sizes = [_measure_distance(leaf, array) for leaf in alike]
@@ -125,14 +124,14 @@ def _measure_distance(given: Any, closed: Any) -> float:
 
 def _read_rows(evidence: Evidence) -> Iterator[str]:
     """Suspects scopes whose error is larger than their dtype explains."""
-    if evidence.divergence is None:
+    if evidence.compared.divergence is None:
         return
-    rows = [row for row in evidence.divergence.rows() if not math.isnan(row.introduced)]
+    rows = [row for row in evidence.compared.divergence.rows() if not math.isnan(row.introduced)]
     limits = {row.path: _find_limit(row.path, evidence) for row in rows}
     large = [row for row in rows if row.introduced > limits[row.path]]
     if not large:
         return
-    primitives = {path: known.primitives for path, known in evidence.facts.items()}
+    primitives = {path: known.primitives for path, known in evidence.compared.trainer.items()}
     has = lambda row, names: bool(primitives.get(row.path, frozenset()) & names)
     weighted = [row for row in rows if has(row, _WEIGHTED)]
     changed = [row for row in weighted if row in large]
@@ -158,11 +157,11 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
 
 def _find_limit(path: str, evidence: Evidence) -> float:
     """Returns the largest error that rounding is likely to introduce in a scope, or in code around it."""
-    if not evidence.steps.scopes:
+    if not evidence.compared.sampler:
         return _ROUNDINGS * _find_unit("int8")  # a recording does not tell in which dtypes it was computed
     names = [
         scopes[outer].dtype
-        for scopes in (evidence.facts, evidence.steps.scopes)
+        for scopes in (evidence.compared.trainer, evidence.compared.sampler)
         for outer in list_paths_to(path)
         if outer in scopes and scopes[outer].dtype
     ]

@@ -12,7 +12,17 @@ from jax import lax
 
 from ..._base import describe, hide_frames
 from ..._jaxpr import check_function
-from .._diverge import Positions, Recording, Steps, Target, align_steps, diverge_from_steps, group_arrays, record_steps
+from .._diverge import (
+    ComparedSteps,
+    Positions,
+    Recording,
+    Steps,
+    Target,
+    align_steps,
+    diverge_from_steps,
+    group_arrays,
+    record_steps,
+)
 from ._causes import Evidence, find_causes, find_reach
 from ._report import Parity
 from ._search import Pair, Run
@@ -38,8 +48,8 @@ def parity(
 
     The values of the scopes (Flax modules and `jax.named_scope`s) of the sampler are then recorded, and their steps are
     aligned with the positions of the trainer. Each scope of the trainer runs on recorded values, and *introduces* the
-    error that it makes there, as in `diverge` with a recording. Scopes of the same path are compared; `unaligned` lists
-    the others.
+    error that it makes there, as in `diverge` with a recording. Scopes of the same path are compared, and layers in a
+    scan with layers in a Python loop, such as `layers_0`. `unaligned` lists the others.
 
     Args:
       trainer: `(params, tokens) -> logits`. The logits are floats of shape `(batch, length, vocabulary)`; the last
@@ -110,16 +120,16 @@ def parity(
             sampled = _check_logits(run_sampler(args), ids, "sampler")
             found = score(logits, sampled, ids, counted)
             reach = find_reach((run_trainer, run_sampler), args, (logits, sampled), real)
-        divergence, unaligned, facts, steps = None, (), {}, Steps({})
+        steps, compared = Steps({}), ComparedSteps(None, (), {}, {})
         if scopes:
             steps = Steps(_without_log_probs(decode, names or {})) if is_recording else record_steps(decode)(*args)
             if steps.arrays:
-                divergence, unaligned, facts = diverge_from_steps(trainer, steps, names or {}, positions)(*args)
-        causes = find_causes(Evidence(found, divergence, steps, facts, reach, params))
-        half = next(((known.dtype, path) for path, known in facts.items() if known.dtype in _HALF), None)
+                compared = diverge_from_steps(trainer, steps, names or {}, positions)(*args)
+        causes = find_causes(Evidence(found, compared, steps.closed, reach, params))
+        half = next(((known.dtype, path) for path, known in compared.trainer.items() if known.dtype in _HALF), None)
         kept = (None, found.sampler) if is_recording else (decode, None)
         pair = Pair(trainer, kept[0], args, counted, kept[1], half)
-        shown = {"causes": causes, "unaligned": unaligned, "divergence": divergence, "pair": pair}
+        shown = {"unaligned": compared.unaligned, "divergence": compared.divergence, "causes": causes, "pair": pair}
         return Parity(**vars(summarize(found)), **shown)
 
     return compare_runs

@@ -1,5 +1,7 @@
 """`contrib.parity` puts the steps of a decode loop at their positions, and says where it cannot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,6 +187,64 @@ def test_layers_in_a_scan_are_aligned():
     [row] = [row for row in found.rows() if row.path == "layers/wave"]
     assert np.argmax(row.iterations) == 3
     assert len(row.iterations) == 5
+
+
+WEIGHTS = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 4)), jnp.float32)
+
+
+def run_layers(params, tokens, is_scan, dtypes=(jnp.float32,) * 3, name="layers_{}"):
+    """A model of three layers, in a scan or a Python loop."""
+
+    def layer(x, weight, dtype=jnp.float32):
+        with jax.named_scope("mlp"):
+            return jnp.tanh((x.astype(dtype) @ weight.astype(dtype)).astype(jnp.float32)), None
+
+    with jax.named_scope("embed"):
+        x = jnp.sin(spread(tokens))
+    if is_scan:
+        with jax.named_scope("layers"):
+            x = jax.lax.scan(functools.partial(layer, dtype=dtypes[0]), x, WEIGHTS)[0]
+    else:
+        for i, weight in enumerate(WEIGHTS):
+            with jax.named_scope(name.format(i)):
+                x, _ = layer(x, weight, dtypes[i])
+    with jax.named_scope("head"):
+        return x @ params
+
+
+@pytest.mark.parametrize("name", ["layers_{}", "layer/{}"])
+def test_numbered_layers_of_a_sampler_are_those_of_a_scan(name):
+    dtypes = (jnp.float32, HALF, jnp.float32)
+    step = lambda params, cache, token: (run_layers(params, token, False, dtypes, name), cache)
+    trainer = lambda params, tokens: run_layers(params, tokens, True)
+    found = parity(trainer, step, cache=())(WEIGHT, make_tokens(length=5) % 6)
+    first, second = found.rows()[:2]
+    assert (first.path, first.dtype) == ("layers/mlp", "bfloat16 → float32")
+    assert first.introduced > 1000 * second.introduced
+    assert (found.unaligned, found.causes) == ((), ())
+
+
+def test_a_sampler_with_a_scan_has_the_numbered_layers_of_the_trainer():
+    trainer = lambda params, tokens: run_layers(params, tokens, False, (jnp.float32, jnp.float32, HALF))
+    step = lambda params, cache, token: (run_layers(params, token[:, None], True), cache)
+    found = parity(trainer, step, cache=())(WEIGHT, make_tokens(length=5) % 6)
+    first, second = found.rows()[:2]
+    assert (first.path, first.dtype) == ("layers_2/mlp", "float32 → bfloat16")
+    assert first.introduced > 1000 * second.introduced
+    assert (found.unaligned, found.causes) == ((), ())
+
+
+def test_layers_of_another_number_are_not_aligned():
+    def two(params, cache, token):
+        with jax.named_scope("layers_0"), jax.named_scope("mlp"):
+            x = jnp.tanh(spread(token))
+        with jax.named_scope("layers_1"), jax.named_scope("mlp"):
+            return jnp.tanh(2 * x) @ params, cache
+
+    trainer = lambda params, tokens: run_layers(params, tokens, True)
+    found = parity(trainer, two, cache=())(WEIGHT, make_tokens(length=5) % 6)
+    assert found.unaligned[0] == "the sampler has no values of embed, layers, head and 1 more"
+    assert any(line.startswith("'layers_0/mlp' of the sampler is not a scope") for line in found.unaligned)
 
 
 def prefill(params, tokens, options=FAULT, count=3):
