@@ -76,6 +76,18 @@ def test_steps_are_put_at_their_positions(layout):
     assert by_path["embed"].introduced < 1e-6
 
 
+def test_rounding_in_a_recording_whose_dtypes_are_unknown_is_no_cause():
+    tokens = make_tokens(length=SHAPE[1]) % 6
+    recording = record_toy(tokens)
+    rounded = {name: np.asarray(jnp.asarray(x).astype(HALF).astype(jnp.float32)) for name, x in recording.items()}
+    found = parity(toy, rounded)(WEIGHT, tokens)
+    assert found.rows()[0].introduced > 1e-3
+    assert found.causes == ()
+    [cause] = parity(toy, record_toy(tokens, 1.5))(WEIGHT, tokens).causes
+    assert cause.startswith("mix introduces 0.2")
+    assert "more than rounding in its dtypes explains (0.06): it computes something else" in cause
+
+
 def test_several_values_of_a_scope_are_told_apart():
     def two(params, tokens):
         with jax.named_scope("two"):
