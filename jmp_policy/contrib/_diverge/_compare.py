@@ -19,7 +19,7 @@ from ._positions import Positions
 from ._recording import Comparisons, Level, Recording, Run, match, name_values
 from ._run import TableLayout, make_layout, make_plan, run_aligned
 from ._scopes import has_floats, has_values
-from ._trace import Traced
+from ._trace import FlatFunction
 
 
 def diverge(
@@ -90,7 +90,7 @@ def diverge(
     @hide_frames
     @functools.wraps(f)
     def compare_runs(*args: Any, **kwargs: Any) -> Divergence:
-        mine, theirs = (Traced(fun, args, kwargs) for fun in (f, g))
+        mine, theirs = (FlatFunction(fun, args, kwargs) for fun in (f, g))
         results = _pair_results(mine, theirs)
         labels = [*range(len(mine.types))], [results.get(i, "unpaired") for i in range(len(theirs.types))]
         by_id = {id(leaf): value for leaf, value in zip(mine.leaves, mine.flat.inputs, strict=True)}
@@ -155,13 +155,13 @@ def record(fun: Callable[..., Any]) -> Callable[..., dict[str, jax.Array]]:
     @hide_frames
     @functools.wraps(fun)
     def run_and_record(*args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        traced = Traced(fun, args, kwargs)
+        traced = FlatFunction(fun, args, kwargs)
         return record_traced(traced, Level(traced.flat, [True] * len(traced.types)))
 
     return run_and_record
 
 
-def record_traced(traced: Traced, top: Level) -> dict[str, jax.Array]:
+def record_traced(traced: FlatFunction, top: Level) -> dict[str, jax.Array]:
     """Runs a traced function, and returns the values that leave its scopes, and its outputs."""
 
     def collect(leaves: list[Any]) -> Any:
@@ -183,7 +183,7 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
     @hide_frames
     @functools.wraps(f)
     def compare_run(*args: Any, **kwargs: Any) -> Divergence:
-        traced = Traced(f, args, kwargs)
+        traced = FlatFunction(f, args, kwargs)
         top = Level(traced.flat, [True] * len(traced.types))
         return compare_recorded(traced, top, g, names, ("the recording", _name_function(f)))
 
@@ -191,7 +191,7 @@ def _compare_recording(f: Callable[..., Any], g: Recording, names: Mapping[str, 
 
 
 def compare_recorded(
-    traced: Traced,
+    traced: FlatFunction,
     top: Level,
     recording: Recording,
     names: Mapping[str, str],
@@ -225,7 +225,7 @@ def compare_recorded(
     return Divergence(record, compared, totals, TableLayout(tuple(rows), tuple(shapes), unaligned, titles))
 
 
-def _pair_results(mine: Traced, theirs: Traced) -> dict[int, int]:
+def _pair_results(mine: FlatFunction, theirs: FlatFunction) -> dict[int, int]:
     """Pairs outputs of `g` with outputs of `f`: of the same position and shape, or else the next one of that shape."""
     pairs: dict[int, int] = {}
     for i, other in enumerate(theirs.types):

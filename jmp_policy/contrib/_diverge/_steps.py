@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._base import hide_frames
-from ..._jaxpr import sub_jaxprs, walk
+from ..._jaxpr import Fact, having, sub_jaxprs, walk
 from ...report import list_places
 from ._compare import compare_recorded, record_traced
 from ._divergence import Divergence
@@ -17,7 +17,7 @@ from ._positions import Positions, Target, align_steps, number_names, pair_steps
 from ._recording import Level, Recording, group_arrays
 from ._run import RowLayout, find_narrowest
 from ._scopes import Flat, Node, is_inside
-from ._trace import Traced
+from ._trace import FlatFunction
 
 
 class ScopeFacts(NamedTuple):
@@ -62,9 +62,9 @@ def record_steps(sampler: Callable[..., Any]) -> Callable[..., Steps]:
 
     @hide_frames
     def run_and_record(*args: Any) -> Steps:
-        traced = Traced(sampler, args, {})
+        traced = FlatFunction(sampler, args, {})
         top = Level(traced.flat, [True] * len(traced.types))
-        return Steps(record_traced(traced, top), _list_facts(traced.flat), traced.closed)
+        return Steps(record_traced(traced, top), _list_facts(traced), traced.closed)
 
     return run_and_record
 
@@ -76,7 +76,7 @@ def diverge_from_steps(
 
     @hide_frames
     def compare_run(*args: Any) -> ComparedSteps:
-        traced = Traced(trainer, args, {})
+        traced = FlatFunction(trainer, args, {})
         top = Level(traced.flat, [True] * len(traced.types))
         targets: dict[str, list[Target]] = {}
         for key, shape, level, value in top.list_exits():
@@ -94,7 +94,7 @@ def diverge_from_steps(
         missing = [path for path in targets if path not in found and not any(is_inside(name, path) for name in found)]
         scopes = _rename(steps.scopes, names, *pair_steps(arrays, targets))
         problems += [f"the sampler has no values of {list_places(missing)}"] * bool(missing)
-        facts = _list_facts(traced.flat)
+        facts = _list_facts(traced)
         if targets.keys().isdisjoint(aligned):
             others = [f"{path!r} of the sampler is not a scope of the trainer" for path in aligned]
             return ComparedSteps(None, (*problems, *others), facts, scopes)
@@ -150,12 +150,17 @@ def _tell_dtype(row: RowLayout, scopes: Mapping[str, ScopeFacts]) -> RowLayout:
     return row if known is None else row._replace(dtypes=(known.dtype, row.dtypes[1]))
 
 
-def _list_facts(flat: Flat) -> dict[str, ScopeFacts]:
+def _list_facts(traced: FlatFunction) -> dict[str, ScopeFacts]:
     nodes: dict[str, list[Node]] = {}
-    for node in _list_nodes(flat):
+    for node in _list_nodes(traced.flat):
         if node.scope is not None:
             nodes.setdefault(node.scope.path, []).append(node)
-    return {path: _read_facts(found) for path, found in nodes.items()}
+    # A sampler may draw its tokens: random numbers that no output depends on.
+    drawn = {step.name for step in walk(traced.program, live_only=True, all_results=False)} & _RANDOM
+    return {path: _read_facts(found, _RANDOM - drawn) for path, found in nodes.items()}
+
+
+_RANDOM = having(Fact.RANDOM)
 
 
 def _list_nodes(flat: Flat) -> Iterator[Node]:
@@ -166,9 +171,9 @@ def _list_nodes(flat: Flat) -> Iterator[Node]:
             yield from _list_nodes(node.body)
 
 
-def _read_facts(nodes: Sequence[Node]) -> ScopeFacts:
+def _read_facts(nodes: Sequence[Node], unused: frozenset[str]) -> ScopeFacts:
     inner = [step for node in nodes for body in sub_jaxprs(node.eqn) for step in walk(body.program)]
-    avals = [var.aval for node in nodes for var in node.eqn.outvars]
+    avals = [atom.aval for node in nodes for atom in (*node.eqn.invars, *node.eqn.outvars)]
     avals += [var.aval for step in inner for var in step.results]
     names = {node.eqn.primitive.name for node in nodes} | {step.name for step in inner}
-    return ScopeFacts(find_narrowest(avals), frozenset(names))
+    return ScopeFacts(find_narrowest(avals), frozenset(names - unused))

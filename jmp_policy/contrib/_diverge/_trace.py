@@ -21,7 +21,7 @@ from ...modules import find_lifting_adapter
 from ._scopes import Flat, has_floats
 
 
-class Traced:
+class FlatFunction:
     """A flattened jaxpr with the arrays that it takes, and the names of its outputs."""
 
     def __init__(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs):
@@ -33,6 +33,7 @@ class Traced:
         pure = lambda arrays, kwargs: watched(closed, rebuild(arrays), kwargs)
         traced = trace_call("diverge", register, pure, (arrays, kwargs), {})
         _refuse_effects(traced.program.jaxpr)
+        self.program = traced.program.jaxpr
         self.flat = Flat(traced.program, ModulePaths(traced.modules))
         self.closed = [*self.flat.constants.values()]
         self.leaves = [*traced.leaves, *self.closed]

@@ -38,30 +38,55 @@ def find_reach(
     params, tokens = args
     where, vocabulary = tokens.shape[1] // 2, logits[0].shape[-1]
     changed = tokens.at[:, where].set((tokens[:, where] + 1) % vocabulary)
-    reached = []
+    reached, largest = [], 1e-30
     for run, before in zip(runs, logits, strict=True):
         after = np.asarray(run((params, changed)).astype(before.dtype))
-        chosen = real[:, where, None, None] & real[:, : before.shape[1], None] & np.isfinite(before)
+        likely = before > before.max(-1, keepdims=True) - 100.0  # not padding of the vocabulary
+        chosen = real[:, where, None, None] & real[:, : before.shape[1], None] & np.isfinite(before) & likely
         with np.errstate(invalid="ignore"):
             sizes = np.max(np.abs(after - before), axis=(0, 2), initial=0.0, where=chosen)
-        reached.append(sizes / max(float(np.max(np.abs(before), initial=0.0, where=chosen)), 1e-30))
+        reached.append(sizes)
+        largest = max(largest, float(np.max(np.abs(before), initial=0.0, where=chosen)))
     count = min(map(len, reached))
-    return Reach(where, reached[0][:count], reached[1][:count])
+    return Reach(where, reached[0][:count] / largest, reached[1][:count] / largest)
 
 
 def find_causes(evidence: Evidence) -> tuple[str, ...]:
-    """Lists causes as sentences, facts first."""
+    """Lists causes as sentences, facts first, unless the log-probabilities are equal but for rounding of float32."""
+    found = evidence.found
+    for name, own in (("trainer", found.trainer), ("sampler", found.sampler)):
+        broken = np.argwhere(np.isnan(own) & found.counted)
+        if len(broken):
+            row, position = broken[0]
+            return (f"The {name}'s logits are not finite for sequence {row}, position {position + 1}.",)
+    sizes = np.abs(found.trainer - found.sampler)[found.counted]
+    if sizes.mean() <= NOISE:
+        return ()
+    truncated = int(np.isposinf(found.trainer - found.sampler)[found.counted].sum())
+    if truncated:
+        return (
+            f"The sampler gives a probability of 0 to {truncated} of {sizes.size} tokens, as top-k or top-p sampling "
+            "does. This is not a rounding error.",
+        )
     reach = [*_read_reach(evidence)]
-    facts = [*_read_temperature(evidence.found), *_read_random(evidence), *_read_weights(evidence)]
+    facts = [*_read_temperature(evidence), *_read_random(evidence), *_read_weights(evidence)]
     return (*reach, *facts, *(() if facts else _read_rows(evidence)))
 
 
-def _read_temperature(found: LogProbs) -> Iterator[str]:
-    if found.slope is not None and found.unexplained < _UNEXPLAINED and abs(found.slope - 1) > NOISE:
-        yield (
-            f"The sampler's logits are {found.slope:.4g} times the trainer's, as with a temperature of "
-            f"{1 / found.slope:.4g}: not a rounding error."
-        )
+def _read_temperature(evidence: Evidence) -> Iterator[str]:
+    slope = evidence.found.slope
+    if slope is None or evidence.found.unexplained > _UNEXPLAINED or abs(slope - 1) < _SMALLEST_FACTOR:
+        return
+    rows = [] if evidence.compared.divergence is None else evidence.compared.divergence.rows()
+    scaled = max((row for row in rows if row.path and row.introduced > abs(slope - 1) / 4), key=_rank, default=None)
+    why = f"as with a temperature of {1 / slope:.4g}"
+    if scaled is not None:
+        why = f"and {scaled.path} introduces {scaled.introduced:.2g}: its scale is another one"
+    yield f"The sampler's logits are {slope:.4g} times the trainer's, {why}: not a rounding error."
+
+
+def _rank(row: ScopeErrors) -> float:
+    return row.introduced
 
 
 def _read_reach(evidence: Evidence) -> Iterator[str]:
@@ -74,19 +99,23 @@ def _read_reach(evidence: Evidence) -> Iterator[str]:
     limit = max(limit, NOISE)
     runs = {"trainer": reach.trainer, "sampler": reach.sampler}
     for name, changes in runs.items():
-        if (changes[: reach.where] > limit).any():
-            first = int(np.argmax(changes > limit))
+        other = runs["sampler" if name == "trainer" else "trainer"]
+        early = ((changes > limit) & (np.abs(changes - other) > limit))[: reach.where]
+        if early.any():
             yield (
-                f"The {name}'s logits at position {first} change with the token at position {reach.where}: its mask is "
-                "not causal. This is not a rounding error."
+                f"The {name}'s logits at position {int(np.argmax(early))} change with the token at position "
+                f"{reach.where}: its mask is not causal, or it norms over positions. This is not a rounding error."
             )
             return
     for name, other in (("trainer", "sampler"), ("sampler", "trainer")):
         found = np.flatnonzero((runs[name] > limit) & (runs[other] == 0))
         if len(found):
+            end = "a mask, a window or a cache"
+            if found[0] == reach.where and (runs[other][reach.where + 1 :] > limit).any():
+                end = "its logits are those of the next position, or its mask leaves out the token itself"
             yield (
                 f"The {name}'s logits at position {found[0]} change with the token at position {reach.where}, and the "
-                f"{other}'s do not: a mask, a window or a cache. This is not a rounding error."
+                f"{other}'s do not: {end}. This is not a rounding error."
             )
             return
 
@@ -106,15 +135,29 @@ def _read_weights(evidence: Evidence) -> Iterator[str]:
     """Compares the arrays that the sampler closes over with the parameters that it was given."""
     given = [leaf for leaf in jax.tree.leaves(evidence.params) if is_floating(leaf) and np.size(leaf) > 1]
     closed = [leaf for leaf in evidence.closed if is_floating(leaf) and np.ndim(leaf) > 0]
-    for array in closed:
-        alike = [leaf for leaf in given if leaf.shape == array.shape]
-        sizes = [_measure_distance(leaf, array) for leaf in alike]
-        if sizes and 0 < min(sizes) < 0.5:
-            yield (
-                f"The sampler closes over weights of shape {array.shape} that differ from the given ones by "
-                f"{min(sizes):.2g}: from another update. This is not a rounding error."
-            )
-            return
+    rounded, stale = set[str](), list[float]()
+    for leaf in given:
+        alike = [array for array in closed if leaf.shape == array.shape]
+        names = [_find_rounding(leaf, array) for array in alike]
+        sizes = [_measure_distance(leaf, array) for array in alike]
+        if any(names):
+            rounded.update(filter(None, names))
+        elif sizes and 0 < min(sizes) < 0.5:
+            stale.append(min(sizes))
+    if stale and 2 * len(stale) >= len(given):
+        yield (
+            f"The sampler closes over {len(stale)} arrays of weights that differ from the given ones, by up to "
+            f"{max(stale):.2g}: from another update, which is not a rounding error, unless they are quantized."
+        )
+    elif rounded:
+        yield f"The sampler closes over the given weights, rounded to {' and '.join(sorted(rounded))}."
+
+
+def _find_rounding(given: Any, closed: Any) -> str:
+    """Returns the half-precision dtype in which an array is another one, or ""."""
+    own = np.asarray(closed.astype(jnp.float32))
+    same = lambda name: np.array_equal(np.asarray(given.astype(name).astype(jnp.float32)), own)
+    return next((name for name in ("bfloat16", "float16") if same(name) and not same("float32")), "")
 
 
 def _measure_distance(given: Any, closed: Any) -> float:
@@ -148,8 +191,9 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
     if has(worst, _CHOOSING):
         text += ": it chooses experts or tokens, and a near tie is decided the other way by any rounding."
     elif has(worst, {"exp"}) and has(worst, {"dot_general"}):
-        early = ", and that at the first position, too" if _begins_early(worst, limits[worst.path]) else ""
-        text += f"{early}: it attends to other positions, as with another mask, window or slot of the cache."
+        early = _begins_early(worst, limits[worst.path])
+        text += ", and that at the first position, too: it has other heads, keys or values, or" if early else ": it"
+        text += " attends to other positions, as with another mask, window or slot of the cache."
     else:
         text += ": it computes something else, such as another epsilon, axis, mask or position."
     yield text
@@ -180,6 +224,7 @@ def _begins_early(row: ScopeErrors, limit: float) -> bool:
     return bool(row.iterations) and row.iterations[0] > limit
 
 
+_SMALLEST_FACTOR = 0.01  # a scale of logits that is rounded to bfloat16 differs by up to 0.004
 _UNKNOWN = 2.0**-5  # the limit of changes, without scopes
 _UNEXPLAINED = 0.05
 _ROUNDINGS = 16

@@ -1,6 +1,7 @@
 """`contrib.parity`: compares the log-probabilities of a trainer and a sampler, and finds why they differ."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ..._base import describe, hide_frames
 from ..._jaxpr import check_function
@@ -25,7 +27,7 @@ from .._diverge import (
 )
 from ._causes import Evidence, find_causes, find_reach
 from ._report import Parity
-from ._search import Pair, Run
+from ._search import ComparedFunctions, CompiledFunction
 from ._statistics import LogProbs, score, score_given, summarize
 
 _EXAMPLE = "For example: parity(trainer, sampler)(params, tokens)."
@@ -69,9 +71,10 @@ def parity(
       on the left or right; both functions must mask it out, too.
 
     Raises:
-      TypeError: the trainer is not a function, or the sampler neither a function nor a recording.
-      ValueError: there is a cache for a recording. When called: tokens, mask, logits or log-probabilities do not have
-        the shapes above, or no token counts.
+      TypeError: the trainer is not a function, the sampler neither a function nor a recording, `names` not a mapping;
+        or it was called inside of `jax.jit`, or with arguments in another order.
+      ValueError: there is a cache for a recording, or none for one step. When called: tokens, mask, logits or
+        log-probabilities do not have the shapes above, or no token counts.
 
     Source: Schulman, Approximating KL Divergence, 2020 (k3).
 
@@ -103,6 +106,13 @@ def parity(
         )
     if not is_recording:
         check_function(sampler, "parity", ", trainer")
+        if cache is None and _count_arguments(sampler) == 3:
+            raise ValueError(
+                f"{describe(sampler)} takes three arguments, as one step of a sampler does: pass its cache. "
+                "For example: parity(trainer, step, cache=cache)(params, tokens)."
+            )
+    if names is not None and not isinstance(names, Mapping):
+        raise TypeError(f"names={names!r} is not a dictionary. For example: names={{'lm_head': 'head'}}.")
     decode: Any = sampler if is_recording or cache is None else _repeat(sampler, cache)
 
     @hide_frames
@@ -110,25 +120,38 @@ def parity(
         ids = _check_tokens(tokens)
         real = _check_mask(mask, ids)
         args, counted = (params, jnp.asarray(tokens)), real[:, :-1] & real[:, 1:]
-        run_trainer = Run(trainer, args)
+        run_trainer = CompiledFunction(trainer, args)
         logits = _check_logits(run_trainer(args), ids, "trainer")
         positions = Positions(len(ids), ids.shape[1], None if real.all() else real)
         if is_recording:
             found, reach = _score_recording(logits, decode, names or {}, ids, counted, positions), None
         else:
-            run_sampler = Run(decode, args)
+            run_sampler = CompiledFunction(decode, args)
             sampled = _check_logits(run_sampler(args), ids, "sampler")
+            if sampled.shape[-1] != logits.shape[-1]:
+                least = min(sampled.shape[-1], logits.shape[-1])
+                raise ValueError(
+                    f"The trainer has logits of {logits.shape[-1]} tokens, and the sampler of {sampled.shape[-1]}. "
+                    f"Compare those that both have. For example: logits[..., :{least}]."
+                )
             found = score(logits, sampled, ids, counted)
             reach = find_reach((run_trainer, run_sampler), args, (logits, sampled), real)
         steps, compared = Steps({}), ComparedSteps(None, (), {}, {})
-        if scopes:
-            steps = Steps(_without_log_probs(decode, names or {})) if is_recording else record_steps(decode)(*args)
-            if steps.arrays:
-                compared = diverge_from_steps(trainer, steps, names or {}, positions)(*args)
+        if scopes and is_recording:
+            steps = Steps(_without_log_probs(decode, names or {}))
+        elif scopes:
+            steps = record_steps(decode)(*args)
+        if steps.arrays:
+            compared = diverge_from_steps(trainer, steps, names or {}, positions)(*args)
+        if compared.divergence is None and not is_recording and scopes and logits.shape[1] < ids.shape[1]:
+            # The trainer may compute without the last token: `model(tokens[:, :-1])`.
+            steps = record_steps(lambda params, tokens: decode(params, tokens[:, :-1]))(*args)
+            shorter = Positions(len(ids), logits.shape[1], None if real.all() else real[:, :-1])
+            compared = diverge_from_steps(trainer, steps, names or {}, shorter)(*args)
         causes = find_causes(Evidence(found, compared, steps.closed, reach, params))
         half = next(((known.dtype, path) for path, known in compared.trainer.items() if known.dtype in _HALF), None)
         kept = (None, found.sampler) if is_recording else (decode, None)
-        pair = Pair(trainer, kept[0], args, counted, kept[1], half)
+        pair = ComparedFunctions(trainer, kept[0], args, counted, kept[1], half)
         shown = {"unaligned": compared.unaligned, "divergence": compared.divergence, "causes": causes, "pair": pair}
         return Parity(**vars(summarize(found)), **shown)
 
@@ -150,7 +173,24 @@ def _repeat(step: Callable[..., Any], cache: Any) -> Callable[..., Any]:
     return decode
 
 
+def _count_arguments(fun: Callable[..., Any]) -> int:
+    """Counts the positional arguments without a default; 0 if they are not known."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters)
+
+
 def _check_tokens(tokens: Any) -> np.ndarray:
+    if isinstance(tokens, Tracer):
+        raise TypeError(
+            f"parity compiles both functions and compares them on the host, got traced tokens {tokens.aval}. Call it "
+            f"outside of jax.jit. {_EXAMPLE}"
+        )
+    if isinstance(tokens, Mapping) or not hasattr(tokens, "__len__"):
+        raise TypeError(f"parity takes params, then tokens, got {describe(tokens)} as tokens. {_EXAMPLE}")
     ids = np.asarray(tokens)
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.shape[1] < 2 or not len(ids):
         raise ValueError(
@@ -167,6 +207,11 @@ def _check_mask(mask: Any, ids: np.ndarray) -> np.ndarray:
             f"The mask has shape {real.shape}, and the tokens {ids.shape}. "
             "For example: jnp.arange(length) < lengths[:, None]."
         )
+    if real.dtype != bool and not np.isin(real, (0, 1)).all():
+        raise ValueError(
+            f"The mask of {real.dtype} has other values than True and False, or 1 and 0, such as "
+            f"{real[~np.isin(real, (0, 1))][0]}. For example: jnp.arange(length) < lengths[:, None]."
+        )
     real = real.astype(bool)
     if not (real[:, :-1] & real[:, 1:]).any():
         raise ValueError(
@@ -181,7 +226,8 @@ def _check_logits(logits: Any, ids: np.ndarray, name: str) -> np.ndarray:
     count = ids.shape[1]
     is_right = len(shape) == 3 and shape[0] == len(ids) and shape[1] in (count, count - 1)
     if not is_right or not jnp.issubdtype(logits.dtype, jnp.floating):
-        found = f"{logits.dtype}{list(shape)}" if hasattr(logits, "dtype") else describe(logits)
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(logits) if hasattr(x, "dtype"))
+        found = found if hasattr(logits, "dtype") else f"a {type(logits).__name__} of {found or 'no arrays'}"
         raise ValueError(
             f"The {name} returns {found}, not floating logits of shape (batch, length, vocabulary), here "
             f"({len(ids)}, {count}, ...). For example: lambda params, tokens: model.apply(params, tokens)."
@@ -202,6 +248,7 @@ def _without_log_probs(recording: Recording, names: Mapping[str, str]) -> Record
 
 
 _LOG_PROBS = "log_probs"
+_ROUNDED = 1e-2  # of a log-probability 0 in half precision
 _HALF = ("float16", "bfloat16")
 
 
@@ -228,10 +275,15 @@ def _score_recording(
             f"The recording has neither logits, 'result', nor log-probabilities of the tokens, {_LOG_PROBS!r}. It has "
             f"{', '.join(map(repr, arrays)) or 'nothing'}. For example: names={{'logits': 'result'}}."
         )
-    [given] = arrays[_LOG_PROBS]
+    given = np.asarray(arrays[_LOG_PROBS][0] if len(arrays[_LOG_PROBS]) == 1 else arrays[_LOG_PROBS])
     if np.shape(given) not in ((batch, length), (batch, length - 1)):
         raise ValueError(
             f"'log_probs' of the recording has shape {np.shape(given)}. It has the log-probability of each token, "
             f"for example: {(batch, length)}."
+        )
+    if (given[np.isfinite(given)] > _ROUNDED).any():
+        raise ValueError(
+            f"'log_probs' of the recording has {given.max():.3g}, and a log-probability is at most 0. For example: "
+            "np.log(probabilities)."
         )
     return score_given(logits, np.asarray(given, np.float64)[:, 1 - length :], ids, counted)

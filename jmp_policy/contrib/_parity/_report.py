@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...policy import PolicyMap, PolicySpec
 from ...report import Report, Table, make_columns, make_figure, make_finite, make_plain
 from .._diverge import NOISE, Divergence, ScopeErrors
-from ._search import Pair
+from ._search import ComparedFunctions
 from ._statistics import CLIP
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Parity(Report):
     causes: tuple[str, ...]
     unaligned: tuple[str, ...]
     divergence: Divergence | None
-    pair: Pair | None = None
+    pair: ComparedFunctions | None = None
 
     @property
     def perplexity_gap(self) -> float:
@@ -93,13 +95,15 @@ class Parity(Report):
           percentile_99: the largest accepted 99th percentile.
 
         Raises:
-          ValueError: no bound is given.
+          ValueError: no bound is given, or one is not a number above 0.
           AssertionError: a bound is exceeded. The text is the report.
         """
         given = {"mean": mean, "largest": largest, "percentile_99": percentile_99}
         bounds = {name: bound for name, bound in given.items() if bound is not None}
         if not bounds:
             raise ValueError("assert_within() has no bound. For example: assert_within(mean=0.01, largest=0.1).")
+        for name, bound in bounds.items():
+            _check_number(bound, name, "assert_within(mean=0.01)")
         exceeded = [
             f"The {_TITLES[name]} is {format_number(getattr(self, name))}, more than {bound:g}."
             for name, bound in bounds.items()
@@ -126,11 +130,7 @@ class Parity(Report):
           ValueError: the tolerance is not positive, the policy is another one or a map, the trainer computes in half
             precision already, no map meets the tolerance, or the report was pickled.
         """
-        if not 0 < tolerance < math.inf:
-            raise ValueError(
-                f"The tolerance is a difference of log-probabilities, and must be above 0, got {tolerance!r}. "
-                "For example: 0.01."
-            )
+        _check_number(tolerance, "tolerance", "policy_map(0.01)")
         if self.pair is None:
             raise ValueError(
                 "A pickled Parity has no functions to run. For example: parity(trainer, sampler)(params, ids)."
@@ -202,7 +202,9 @@ class Parity(Report):
                 f"{first.path or '(outside)'} introduces the largest error: {format_number(first.introduced)}."
             )
         elif known:
-            notes.append(f"No scope introduces more than rounding errors of float32 ({format_number(NOISE)}).")
+            is_whole = len(known) == len(self.rows()) and not self.unaligned
+            which = "No scope" if is_whole else f"None of the {len(known)} scopes that could be compared"
+            notes.append(f"{which} introduces more than rounding errors of float32 ({format_number(NOISE)}).")
         notes += self.causes
         notes += self._note_left_out(self._list_shown(), "rows with smaller introduced errors", ".rows()")
         if self.unaligned:
@@ -210,6 +212,14 @@ class Parity(Report):
             rest = f"; and {others} more" if others > 0 else ""
             notes.append(f"Not aligned: {'; '.join(self.unaligned[:_MOST_UNALIGNED])}{rest}.")
         return notes
+
+
+def _check_number(bound: Any, name: str, example: str) -> None:
+    is_number = isinstance(bound, int | float | np.number) and not isinstance(bound, bool)
+    if not is_number or not 0 < bound < math.inf:
+        raise ValueError(
+            f"{name} is a difference of log-probabilities, a number above 0, got {bound!r}. For example: {example}."
+        )
 
 
 def _find_worst_position(row: ScopeErrors) -> str:

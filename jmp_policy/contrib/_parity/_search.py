@@ -18,7 +18,7 @@ from .._diverge import diverge
 from ._statistics import score
 
 
-class Run:
+class CompiledFunction:
     """A compiled function of arguments that may have nnx modules."""
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]):
@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pair:
+class ComparedFunctions:
     """A trainer and a sampler with their arguments, to run again under policy maps.
 
     Attributes:
@@ -99,7 +99,7 @@ class Pair:
         return max(math.inf if math.isnan(size) else float(size) for size in sizes)
 
     def _score(self, fun: Callable[..., Any]) -> np.ndarray:
-        logits = np.asarray(Run(fun, self.args)(self.args).astype(jnp.float32))
+        logits = np.asarray(CompiledFunction(fun, self.args)(self.args).astype(jnp.float32))
         return score(logits, logits, np.asarray(self.args[1]), self.counted).trainer
 
 

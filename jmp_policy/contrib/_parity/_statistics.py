@@ -34,17 +34,22 @@ def score(trainer: Any, sampler: Any, tokens: np.ndarray, counted: np.ndarray) -
     """Scores tokens with the logits of both runs, `(batch, length - 1 or length, vocabulary)`, sequence by sequence."""
     made: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     sums = np.zeros(3)  # of squares of the trainer's logits, of products with the difference, and of its squares
+    numbers = 0
     count = tokens.shape[1] - 1
     for row in range(len(tokens)):
         p, q = (_normalize(np.asarray(x[row, :count], np.float64)) for x in (trainer, sampler))
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isneginf(q), 0.0, np.exp(q) * (q - p))
-            a, b = (x - x.mean(-1, keepdims=True) for x in (p[counted[row]], q[counted[row]]))
-            sums += np.sum(a * a), np.sum(a * (b - a)), np.sum((b - a) ** 2)
+        # Tokens without a probability, such as padding of the vocabulary, may have any logit.
+        p_known, q_known = p[counted[row]], q[counted[row]]
+        known = np.isfinite(p_known) & np.isfinite(q_known) & (np.maximum(p_known, q_known) > _LEAST)
+        a, b = (_center(x, known) for x in (p_known, q_known))
+        sums += np.sum(a * a), np.sum(a * (b - a)), np.sum((b - a) ** 2)
+        numbers += int(known.sum()) - len(known)
         index = np.arange(count), tokens[row, 1:]
         made.append((p[index], q[index], terms.sum(-1)))
     square, product, difference = sums
-    is_known = bool(np.isfinite(sums).all()) and square > 0 and difference > 0
+    is_known = numbers >= _FEWEST and square > 0 and difference > 0
     slope = float(1 + product / square) if is_known else None
     unexplained = float(1 - product**2 / square / difference) if is_known else 1.0
     p, q, divergence = (np.stack(found) for found in zip(*made, strict=True))
@@ -62,9 +67,22 @@ def score_given(trainer: Any, sampler: np.ndarray, tokens: np.ndarray, counted: 
     return LogProbs(np.stack(made), np.asarray(sampler, np.float64), None, counted)
 
 
+_LEAST = -100.0
+_FEWEST = 16
+"""A factor between fewer numbers may be chance."""
+
+
+def _center(x: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Subtracts the mean of the known elements; the others become 0."""
+    kept = np.where(known, x, 0.0)
+    mean = kept.sum(-1, keepdims=True) / np.maximum(known.sum(-1, keepdims=True), 1)
+    return np.where(known, kept - mean, 0.0)
+
+
 def _normalize(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # infinite logits make nan
+        shifted = logits - logits.max(-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +111,18 @@ def summarize(found: LogProbs) -> Statistics:
         counts, totals = found.counted.sum(0), np.where(found.counted, sizes, 0.0).sum(0)
         place = np.unravel_index(np.argmax(np.where(found.counted, sizes, -1.0)), sizes.shape)
         chosen, log_ratio = sizes[found.counted], log_ratios[found.counted]
-        weights = np.exp(log_ratio - log_ratio.max())
+        is_finite = bool(np.isfinite(chosen).all())
+        weights = np.exp(log_ratio - log_ratio.max()) if log_ratio.max() < np.inf else np.isinf(log_ratio) * 1.0
         perplexities = [float(np.exp(-x[found.counted].mean())) for x in (found.trainer, found.sampler)]
         return Statistics(
             count=chosen.size,
             mean=float(chosen.mean()),
             median=float(np.median(chosen)),
-            percentile_99=float(np.percentile(chosen, 99)),
+            percentile_99=float(np.percentile(chosen, 99, method="linear" if is_finite else "higher")),
             largest=float(chosen.max()),
             kl=None if found.divergence is None else float(found.divergence[found.counted].mean()),
             k3=float((np.expm1(log_ratio) - log_ratio).mean()),
-            outside=float((np.abs(np.expm1(log_ratio)) > CLIP).mean()),
+            outside=float((~(np.abs(np.expm1(log_ratio)) <= CLIP)).mean()),
             effective_sample_size=float(weights.sum() ** 2 / (weights**2).sum()),
             perplexities=(perplexities[0], perplexities[1]),
             where=(int(place[0]), int(place[1]) + 1),

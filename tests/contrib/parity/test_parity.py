@@ -199,7 +199,7 @@ CASES = {  # a call, the error, and the beginning of its text
     "a tolerance of 0": (
         lambda: PAIR()(None, TOKENS).policy_map(0),
         ValueError,
-        "The tolerance is a difference of log-probabilities, and must be above 0, got 0. For example: 0.01.",
+        "tolerance is a difference of log-probabilities, a number above 0, got 0. For example: policy_map(0.01).",
     ),
     "a policy in float32": (
         lambda: PAIR()(None, TOKENS).policy_map(0.1, "float32"),
