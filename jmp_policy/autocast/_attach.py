@@ -215,12 +215,12 @@ class _Autocast:
         found = _find_uncast(rule, program, policy, casts=is_mixed(*all_policies))
         if found is not None:
             step, why, example = found
+            low = min((each.compute_dtype for each in all_policies if each.compute_dtype), key=lambda d: d.itemsize)
             line = find_line(find_origin(step))
             first = f"{step.name} of {line}" if line else step.name
             warn_once(
                 self,
-                f"autocast casts no matmul to {policy.compute_dtype}: each one is {why}; the first is {first}. "
-                f"For example: {example}.",
+                f"autocast casts no matmul to {low}: each one is {why}; the first is {first}. For example: {example}.",
             )
         bias = _find_bias_of_one(program) if is_batched(traced) else None
         if bias is not None:
@@ -252,7 +252,7 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bo
             why, example = f"in {min(map(str, dtypes))} as it is", f"get_policy({policy.name!r}).cast_to_param(params)"
         elif casts and not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
-            example = f"autocast(fun, {policy.name!r}, custom_rules='inside')"
+            example = "autocast(fun, policy, custom_rules='inside')"
         else:
             return None
         found = found or (step, why, example)

@@ -133,7 +133,7 @@ def test_matmuls_that_are_all_inside_custom_derivatives_are_a_warning(name):
     text = (
         r"^autocast casts no matmul to bfloat16: each one is inside a jax.custom_vjp or jax.custom_jvp function, which "
         r"runs as written; the first is dot_general of .*test_autocast_errors.py:\d+ \(.*\)\. For example: "
-        r"autocast\(fun, 'mixed_bfloat16', custom_rules='inside'\)\.$"
+        r"autocast\(fun, policy, custom_rules='inside'\)\.$"
     )
     with pytest.warns(UserWarning, match=text) as found:
         jax.eval_shape(fun, X)

@@ -42,11 +42,11 @@ class Parity(Report):
       divergence: the errors of the scopes; None without scopes.
       pair: both functions with their arguments, for `policy_map`. A pickle and `to_dict` do not have it.
 
-    >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> logits = jnp.array([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]])
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> logits, tokens = jax.random.normal(jax.random.key(0), (1, 8, 4)), jnp.zeros((1, 8), int)
     >>> trainer = lambda params, tokens: params * logits
     >>> sampler = lambda params, tokens: params * logits / 0.8
-    >>> parity = jmp.contrib.parity(trainer, sampler)(jnp.float32(1), jnp.array([[0, 1, 0]]))
+    >>> parity = jmp.contrib.parity(trainer, sampler)(jnp.float32(1), tokens)
     >>> print(parity.causes[0])
     The sampler's logits are 1.25 times the trainer's, as with a temperature of 0.8: not a rounding error.
     >>> parity.assert_within(mean=0.2)
