@@ -291,8 +291,16 @@ def _parity(arguments: argparse.Namespace) -> Any:
 
 
 def _exceeds(parity: Any, arguments: argparse.Namespace) -> bool:
-    bounds = {name: getattr(arguments, name) for name in ("mean", "largest")}
-    return any(not getattr(parity, name) <= bound for name, bound in bounds.items() if bound is not None)
+    given = {name: getattr(arguments, name) for name in ("mean", "largest")}
+    bounds = {name: bound for name, bound in given.items() if bound is not None}
+    try:
+        if bounds:
+            parity.assert_within(**bounds)
+    except AssertionError:
+        return True
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    return False
 
 
 def _tune(arguments: argparse.Namespace) -> Any:

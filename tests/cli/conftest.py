@@ -57,7 +57,7 @@ def sampler(params, tokens):
         return 1.25 * params[tokens]
 
 def tokens():
-    return jnp.arange(12.0).reshape(4, 3) / 8, jnp.array([[0, 1, 2], [2, 0, 1]])
+    return jnp.sin(jnp.arange(32.0)).reshape(4, 8), jnp.array([[0, 1, 2], [2, 0, 1]])
 
 def mask():
     return jnp.array([[True, True, True], [False, True, True]])

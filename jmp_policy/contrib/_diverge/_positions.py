@@ -206,7 +206,7 @@ def _join(arrays: Sequence[Any], target: Target, count: int, positions: Position
     if all(np.shape(array) == whole for _, _, groups in sure for group in groups for array, _ in group):
         sure = sure[:1]  # as a whole it needs no axis
     if len(options) > 1 and len(sure) != 1:
-        return f"does not tell which axis of {shape} in the trainer has the positions"
+        return f"does not tell which axis of {shape} in the trainer has the positions: use another number of tokens"
     if not options:
         shapes = " and ".join(map(str, dict.fromkeys(np.shape(array) for array in arrays)))
         many = f"{len(arrays)} values of shape" if len(arrays) > 1 else "shape"

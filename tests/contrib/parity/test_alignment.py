@@ -150,7 +150,8 @@ def test_two_axes_that_may_be_the_positions_are_not_guessed():
     steps = {"square": np.ones((4, 3, 4), np.float32), "head": recording["head"], "result": recording["result"]}
     found = parity(square, steps)(WEIGHT, tokens)
     assert found.unaligned[0] == (
-        "'square' of the sampler does not tell which axis of (3, 4, 4) in the trainer has the positions"
+        "'square' of the sampler does not tell which axis of (3, 4, 4) in the trainer has the positions: use another "
+        "number of tokens"
     )
 
 

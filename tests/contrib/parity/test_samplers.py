@@ -115,6 +115,40 @@ def test_nnx_model_is_an_argument():
     assert (found.causes, found.unaligned) == ((), ())
 
 
+class NnxDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.norm = nnx.Embed(24, 16, rngs=rngs), nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.head = nnx.Linear(16, 24, rngs=rngs)
+
+    def __call__(self, tokens, decode=False):
+        x = self.embed(tokens)
+        mask = None if decode else nnx.make_causal_mask(tokens)
+        x = x + self.attention(self.norm(x), mask=mask, decode=decode)
+        return self.head(x.astype(HALF if decode else x.dtype).astype(jnp.float32))
+
+    def decode_in_python(self, tokens):
+        self.attention.init_cache((*tokens.shape, 16))
+        return jnp.concatenate([self(token[:, None], decode=True) for token in tokens.T], 1)
+
+    def decode_in_scan(self, tokens):
+        self.attention.init_cache((*tokens.shape, 16))
+        step = nnx.scan(lambda model, token: (model, model(token[:, None], decode=True)[:, 0]))
+        return step(self, tokens.T)[1].swapaxes(0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode", [NnxDecoder.decode_in_python, NnxDecoder.decode_in_scan])
+def test_cache_of_nnx_attention(decode):
+    found = parity(lambda model, tokens: model(tokens), decode)(NnxDecoder(nnx.Rngs(0)), TOKENS)
+    first, *others = found.rows()
+    assert (first.path, found.causes, found.unaligned) == ("head", (), ())
+    assert 1e-4 < first.introduced < 1e-2
+    assert len(first.iterations) == TOKENS.shape[1]
+    assert {row.path for row in others} > {"embed", "norm", "attention/query", "attention/out"}
+    assert max(row.introduced for row in others) < 1e-6
+
+
 MESH = make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
 SPECS = {"query": (None, "model"), "key": (None, "model"), "value": (None, "model"), "out": ("model",)}
 SPECS |= {"head": (None, "model"), "experts": ("model",)}
