@@ -170,7 +170,7 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
     if evidence.compared.divergence is None:
         return
     rows = [row for row in evidence.compared.divergence.rows() if not math.isnan(row.introduced)]
-    limits = {row.path: _find_limit(row.path, evidence) for row in rows}
+    limits = {row.path: _find_limit(row, evidence) for row in rows}
     large = [row for row in rows if row.introduced > limits[row.path]]
     if not large:
         return
@@ -199,22 +199,21 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
     yield text
 
 
-def _find_limit(path: str, evidence: Evidence) -> float:
-    """Returns the largest error that rounding is likely to introduce in a scope, or in code around it."""
+def _find_limit(row: ScopeErrors, evidence: Evidence) -> float:
+    """Returns the largest error that rounding is likely to introduce in a scope, in code around it and inside."""
     if not evidence.compared.sampler:
         return _ROUNDINGS * _find_unit("int8")  # a recording does not tell in which dtypes it was computed
-    names = [
-        scopes[outer].dtype
-        for scopes in (evidence.compared.trainer, evidence.compared.sampler)
-        for outer in list_paths_to(path)
-        if outer in scopes and scopes[outer].dtype
-    ]
+    outer, names = list_paths_to(row.path), [name for name in row.dtype.split(" → ") if name]
+    for scopes in (evidence.compared.trainer, evidence.compared.sampler):
+        near = (path for path in scopes if path in outer or path.startswith(f"{row.path}/"))
+        names += [scopes[path].dtype for path in near if scopes[path].dtype]
     return max([NOISE, *(_ROUNDINGS * _find_unit(name) for name in names)])
 
 
 def _find_unit(name: str) -> float:
     """Returns the unit roundoff of a dtype; of integers, of the largest one."""
-    dtype = jnp.dtype(name)
+    # TPUs round operands of float32 matmuls to bfloat16, and GPUs to TF32, which has the mantissa of float16.
+    dtype = jnp.dtype(_FLOAT32_ON.get(jax.default_backend(), name) if name == "float32" else name)
     if jnp.issubdtype(dtype, jnp.floating):
         return float(jnp.finfo(dtype).eps) / 2
     return 0.5 / jnp.iinfo(dtype).max
@@ -225,6 +224,7 @@ def _begins_early(row: ScopeErrors, limit: float) -> bool:
 
 
 _SMALLEST_FACTOR = 0.01  # a scale of logits that is rounded to bfloat16 differs by up to 0.004
+_FLOAT32_ON = {"tpu": "bfloat16", "gpu": "float16"}
 _UNKNOWN = 2.0**-5  # the limit of changes, without scopes
 _UNEXPLAINED = 0.05
 _ROUNDINGS = 16

@@ -103,6 +103,22 @@ def test_weights_that_enter_in_int8_are_rounding():
     assert not any("more than rounding" in cause for cause in found.causes)
 
 
+def test_rounding_of_scopes_inside_of_a_scope_is_no_cause_of_it():
+    def run(params, x, dtype):
+        with jax.named_scope("block"):
+            for name in ("up", "down"):
+                with jax.named_scope(name):
+                    x = jnp.tanh(x.astype(dtype) @ params.astype(dtype)).astype(jnp.float32)
+        with jax.named_scope("head"):
+            return x @ params
+
+    weights = jnp.asarray(draw(11, 11)) / 3
+    trainer = lambda params, tokens: run(params, params[tokens], jnp.float32)
+    step = lambda params, cache, token: (run(params, params[token], jnp.bfloat16), cache)
+    found = parity(trainer, step, cache=jnp.zeros(()))(weights, np.arange(24).reshape(3, 8) % 11)
+    assert found.causes == ()
+
+
 def test_another_scale_inside_of_a_scope_is_no_temperature():
     def step(params, cache, token):
         with jax.named_scope("head"):
