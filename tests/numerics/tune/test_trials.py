@@ -36,10 +36,8 @@ def count_up(start=0.0):
 PHRASES = [
     ({"policy": "mixed_float61"}, "'float61' is not half precision in policy 'mixed_float61'."),
     ({"policy": "float32"}, "Nothing to tune: the policy 'float32' computes in float32. For example: tune(loss_fn, "),
-    (
-        {"policy": "float64"},
-        "For a function of float64 arrays: 'params=float64,compute=float32,output=float64'.",
-    ),
+    ({"policy": "float32"}, "For a function of float64 arrays: 'params=float64,compute=float32,output=float64'."),
+    ({"policy": "float64"}, "The policy 'float64' needs jax.config.update('jax_enable_x64', True): without it, JAX"),
     ({"policy": "infer"}, "Nothing to tune: the policy 'infer' has no compute dtype."),
     ({"policy": jmp.PolicyMap({"a": "float32"}, "float16")}, "tune takes one policy and finds the map, got PolicyMap("),
     ({"policy": "int8_from_float32"}, "The policy 'int8_from_float32' quantizes the weights of modules, but "),
