@@ -14,11 +14,19 @@ from ._statistics import LogProbs
 
 
 class Reach(NamedTuple):
-    """The largest change of the logits at each position with the token at `where`, in units of the largest logit."""
+    """The largest change of the logits with one token, in units of the largest logit.
+
+    Attributes:
+      where: the position of the token.
+      trainer: the change at each position of its sequence.
+      sampler: the same of the sampler.
+      others: the change in other sequences, of the trainer and the sampler.
+    """
 
     where: int
     trainer: np.ndarray
     sampler: np.ndarray
+    others: tuple[float, float]
 
 
 class Evidence(NamedTuple):
@@ -34,21 +42,23 @@ class Evidence(NamedTuple):
 def find_reach(
     runs: Sequence[Callable[..., Any]], args: tuple[Any, Any], logits: Sequence[np.ndarray], real: np.ndarray
 ) -> Reach:
-    """Runs the trainer and the sampler again with another token in the middle."""
+    """Runs the trainer and the sampler again with another token in the middle of a sequence."""
     params, tokens = args
     where, vocabulary = tokens.shape[1] // 2, logits[0].shape[-1]
-    changed = tokens.at[:, where].set((tokens[:, where] + 1) % vocabulary)
+    row = int(np.argmax(real[:, where]))
+    changed = tokens.at[row, where].set((tokens[row, where] + 1) % vocabulary)
     reached, largest = [], 1e-30
     for run, before in zip(runs, logits, strict=True):
         after = np.asarray(run((params, changed)).astype(before.dtype))
         likely = before > before.max(-1, keepdims=True) - 100.0  # not padding of the vocabulary
-        chosen = real[:, where, None, None] & real[:, : before.shape[1], None] & np.isfinite(before) & likely
+        chosen = real[:, : before.shape[1], None] & np.isfinite(before) & likely
         with np.errstate(invalid="ignore"):
-            sizes = np.max(np.abs(after - before), axis=(0, 2), initial=0.0, where=chosen)
-        reached.append(sizes)
+            reached.append(np.max(np.abs(after - before), axis=2, initial=0.0, where=chosen))
         largest = max(largest, float(np.max(np.abs(before), initial=0.0, where=chosen)))
-    count = min(map(len, reached))
-    return Reach(where, reached[0][:count] / largest, reached[1][:count] / largest)
+    count = min(sizes.shape[1] for sizes in reached)
+    trainer, sampler = (sizes[:, :count] / largest for sizes in reached)
+    others = [float(np.delete(sizes, row, 0).max(initial=0.0)) for sizes in (trainer, sampler)]
+    return Reach(where, trainer[row], sampler[row], (others[0], others[1]))
 
 
 def find_causes(evidence: Evidence) -> tuple[str, ...]:
@@ -98,6 +108,13 @@ def _read_reach(evidence: Evidence) -> Iterator[str]:
     limit = max((_ROUNDINGS * _find_unit(known.dtype) for known in scopes if known.dtype), default=_UNKNOWN)
     limit = max(limit, NOISE)
     runs = {"trainer": reach.trainer, "sampler": reach.sampler}
+    if abs(reach.others[0] - reach.others[1]) > limit:
+        name = "trainer" if reach.others[0] > reach.others[1] else "sampler"
+        yield (
+            f"The {name}'s logits change with a token of another sequence: statistics of the batch, as of a batch norm "
+            "in training mode, or experts with a capacity. This is not a rounding error."
+        )
+        return
     for name, changes in runs.items():
         other = runs["sampler" if name == "trainer" else "trainer"]
         early = ((changes > limit) & (np.abs(changes - other) > limit))[: reach.where]
@@ -207,6 +224,9 @@ def _find_limit(row: ScopeErrors, evidence: Evidence) -> float:
     for scopes in (evidence.compared.trainer, evidence.compared.sampler):
         near = (path for path in scopes if path in outer or path.startswith(f"{row.path}/"))
         names += [scopes[path].dtype for path in near if scopes[path].dtype]
+    # A scope of the sampler alone, such as a cache in 8 bits, may feed any other one.
+    alone = (known for path, known in evidence.compared.sampler.items() if path not in evidence.compared.trainer)
+    names += [known.dtype for known in alone if known.dtype]
     return max([NOISE, *(_ROUNDINGS * _find_unit(name) for name in names)])
 
 

@@ -119,6 +119,29 @@ def test_rounding_of_scopes_inside_of_a_scope_is_no_cause_of_it():
     assert found.causes == ()
 
 
+def test_statistics_of_the_batch_are_no_mask():
+    logits = jnp.asarray(draw(11, 11))
+    batch_norm = lambda params, tokens: params[tokens] - params[tokens].mean((0, 1), keepdims=True)
+    running = lambda params, tokens: params[tokens]
+    tokens = np.arange(24).reshape(3, 8) % 11
+    found = parity(batch_norm, running, scopes=False)(logits, tokens)
+    assert found.causes[0].startswith("The trainer's logits change with a token of another sequence: statistics of")
+    assert not any("causal" in cause for cause in found.causes)
+
+
+def test_a_cache_in_8_bits_in_a_scope_of_the_sampler_alone_is_rounding():
+    def step(params, cache, token):
+        with jax.named_scope("kv_cache"):
+            cache = jax.tree.map(
+                lambda leaf: leaf.astype(jnp.float8_e4m3fn).astype(leaf.dtype) if leaf.ndim > 1 else leaf, cache
+            )
+        return make_step()(params, cache, token)
+
+    found = parity(make_trainer(), step, cache=make_cache())(PARAMS, TOKENS)
+    assert found.mean > 1e-4
+    assert not any("attends to other positions" in cause for cause in found.causes)
+
+
 def test_another_scale_inside_of_a_scope_is_no_temperature():
     def step(params, cache, token):
         with jax.named_scope("head"):

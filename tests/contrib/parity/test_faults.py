@@ -37,7 +37,11 @@ FAULTS = {  # the options of the sampler, the guilty scope, and a part of the fi
     "a cache in int8": ({"cache_dtype": jnp.int8}, "attention", None),
     "a head in half precision": ({"head_dtype": HALF}, "head", None),
     "ties of experts": ({"has_last_ties": True}, "router", "it chooses experts or tokens, and a near tie"),
-    "a norm of another axis": ({"norm_axis": 0}, "norm", "computes something else, such as another epsilon, axis"),
+    "a norm of another axis": (
+        {"norm_axis": 0},
+        "norm",
+        "change with a token of another sequence: statistics of the batch",
+    ),
     "dropout": ({"dropout": 0.2}, None, "In the sampler, dropout draws random numbers"),
     "another temperature": ({"temperature": 0.7}, "", "as with a temperature of 0.7: not a rounding error."),
     "quantized experts": ({"expert_dtype": jnp.int8}, "experts", None),
