@@ -205,6 +205,8 @@ def _join(arrays: Sequence[Any], target: Target, count: int, positions: Position
     sure = [option for option in options if option[0]]
     if all(np.shape(array) == whole for _, _, groups in sure for group in groups for array, _ in group):
         sure = sure[:1]  # as a whole it needs no axis
+    if len(options) > 1 and len(sure) != 1 and len(whole) - loops == 3:
+        sure = options[:1]  # of as many features as positions: the features come last
     if len(options) > 1 and len(sure) != 1:
         return f"does not tell which axis of {shape} in the trainer has the positions: use another number of tokens"
     if not options:

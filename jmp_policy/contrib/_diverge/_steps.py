@@ -1,7 +1,7 @@
 """Compares a teacher-forced pass with a recorded decode loop, scope by scope and at each position."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from ...report import list_places
 from ._compare import compare_recorded, record_traced
 from ._divergence import Divergence
 from ._positions import Positions, Target, align_steps, number_names, pair_steps
-from ._recording import Level, Recording, group_arrays
+from ._recording import Level, group_arrays
 from ._run import RowLayout, find_narrowest
 from ._scopes import Flat, Node, is_inside
 from ._trace import FlatFunction
@@ -36,7 +36,7 @@ class Steps(NamedTuple):
       closed: the arrays that the function closes over.
     """
 
-    arrays: Recording
+    arrays: Mapping[str, Any]
     scopes: Mapping[str, ScopeFacts] = {}
     closed: Sequence[Any] = ()
 
@@ -83,8 +83,10 @@ def diverge_from_steps(
             if key[1] == "forward":
                 targets.setdefault(key[0], []).append(Target(shape, len(shape) - len(level.flat.types[value].shape)))
         outputs = {traced.names[i]: traced.types[i].shape for i in traced.list_floats()}
+        outer, matched = _match_outer_scope(steps.arrays, targets)
+        renamed, recorded = matched | {**names}, {name: x for name, x in steps.arrays.items() if name != outer}
         targets |= {name: [Target(shape, is_output=True)] for name, shape in outputs.items()}
-        arrays = _bring(group_arrays(steps.arrays, names, targets), traced.leaves)
+        arrays = _bring(group_arrays(recorded, renamed, targets), traced.leaves)
         for name, shape in outputs.items():
             if positions.find_axis(shape) is None:  # without the last position
                 targets.pop(name)
@@ -92,7 +94,7 @@ def diverge_from_steps(
         aligned, problems, known = align_steps(arrays, targets, positions)
         found = {*arrays, *aligned}
         missing = [path for path in targets if path not in found and not any(is_inside(name, path) for name in found)]
-        scopes = _rename(steps.scopes, names, *pair_steps(arrays, targets))
+        scopes = _rename(steps.scopes, renamed, *pair_steps(arrays, targets))
         problems += [f"the sampler has no values of {list_places(missing)}"] * bool(missing)
         facts = _list_facts(traced)
         if targets.keys().isdisjoint(aligned):
@@ -110,6 +112,21 @@ def diverge_from_steps(
         return ComparedSteps(divergence, layout.unaligned, facts, scopes)
 
     return compare_run
+
+
+def _match_outer_scope(recorded: Iterable[str], targets: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """If one side has a scope around all of its own, returns it if it is the sampler's, and the trainer's names."""
+    bases, known = dict.fromkeys(name.partition(":")[0] for name in recorded), {*targets}
+    paths = {name.replace(".", "/"): name for name in bases}
+    if not known.isdisjoint(paths.keys() - {""}):
+        return "", {}
+    [outer, *others] = {path.partition("/")[0] for path in paths if path not in ("result", "")} or {""}
+    inner = {name: path.partition("/")[2] for path, name in paths.items()}
+    if not others and not known.isdisjoint(inner.values()):
+        return outer, {name: path for name, path in inner.items() if path in known}
+    [outer, *others] = {path.partition("/")[0] for path in known if path} or {""}
+    around = {name: f"{outer}/{path}" for path, name in paths.items()}
+    return "", {} if others else {name: path for name, path in around.items() if path in known}
 
 
 def _rename(

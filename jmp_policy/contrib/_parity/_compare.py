@@ -241,7 +241,7 @@ def _check_logits(logits: Any, ids: np.ndarray, name: str) -> np.ndarray:
     return np.asarray(logits if logits.dtype.itemsize > 2 else logits.astype(jnp.float32))
 
 
-def _without_log_probs(recording: Recording, names: Mapping[str, str]) -> Recording:
+def _without_log_probs(recording: Recording, names: Mapping[str, str]) -> dict[str, Any]:
     """Returns the values of scopes, and the logits."""
     arrays = group_arrays(recording, {}, ())
     return {name: found for name, found in arrays.items() if names.get(name, name) != _LOG_PROBS}

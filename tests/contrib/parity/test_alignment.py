@@ -138,21 +138,42 @@ def test_a_batch_of_as_many_sequences_as_steps_is_not_guessed():
     assert parity(toy, steps | {"result": recording["result"]})(WEIGHT, tokens).unaligned == ()
 
 
-def test_two_axes_that_may_be_the_positions_are_not_guessed():
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_positions_come_before_as_many_features_and_heads_are_not_guessed(has_heads):
     def square(params, tokens):
         with jax.named_scope("square"):
-            x = jnp.sin(spread(tokens))
+            x = jnp.sin(spread(tokens))[..., None] if has_heads else jnp.sin(spread(tokens))
         with jax.named_scope("head"):
-            return x @ params
+            return (x[..., 0] if has_heads else x) @ params
 
-    tokens = make_tokens(length=4) % 6
+    tokens = make_tokens(length=4) % 6  # as many positions as elements in a scope
     recording = record(square)(WEIGHT, tokens)
-    steps = {"square": np.ones((4, 3, 4), np.float32), "head": recording["head"], "result": recording["result"]}
+    steps = {name: np.moveaxis(np.asarray(x), 1, 0) for name, x in recording.items()} | {"result": recording["result"]}
     found = parity(square, steps)(WEIGHT, tokens)
-    assert found.unaligned[0] == (
-        "'square' of the sampler does not tell which axis of (3, 4, 4) in the trainer has the positions: use another "
-        "number of tokens"
-    )
+    problem = "'square' of the sampler does not tell which axis of (3, 4, 4, 1) in the trainer has the positions: use"
+    if has_heads:
+        assert found.unaligned[0].startswith(problem)
+    else:
+        assert found.unaligned == ()
+        assert max(row.introduced for row in found.rows()) < 1e-6
+
+
+@pytest.mark.parametrize("is_sampler", [False, True])
+def test_a_scope_around_all_of_one_side_is_passed_over(is_sampler):
+    def wrapped(params, tokens, scale=1.0):
+        with jax.named_scope("model"):
+            return toy(params, tokens, scale)
+
+    tokens = make_tokens(length=5) % 6
+    trainer, sampler = (toy, wrapped) if is_sampler else (wrapped, toy)
+    recorded = {**record(sampler)(WEIGHT, tokens, 1.5)}
+    twice = next(name for name in recorded if name.endswith("embed"))
+    steps = np.asarray(recorded.pop(twice))
+    recorded |= {f"{twice}:{i}" if i else twice: steps[:, i] for i in range(5)}  # numbered, as of a loop in Python
+    found = parity(trainer, recorded)(WEIGHT, tokens)
+    assert found.unaligned == ()
+    assert found.rows()[0].path == ("mix" if is_sampler else "model/mix")
+    assert [row.introduced > 1e-6 for row in found.rows()] == [True, False, False]
 
 
 def test_a_value_that_is_recorded_as_a_whole_needs_no_axis():
