@@ -222,6 +222,13 @@ class _Autocast:
                 self,
                 f"autocast casts no matmul to {low}: each one is {why}; the first is {first}. For example: {example}.",
             )
+        inputs = {float_dtype(var) for var in program.invars} - {None}
+        if found is None and inputs == {FLOAT64} and FLOAT64 not in rule.castable and policy.compute_dtype == FLOAT32:
+            warn_once(
+                self,
+                f"autocast leaves float64 under {policy.name!r}, and all floating arguments are float64: nothing runs "
+                "in float32. For example: autocast(fun, PolicyMap({'': 'float32'}, 'float64')).",
+            )
         bias = _find_bias_of_one(program) if is_batched(traced) else None
         if bias is not None:
             warn_once(

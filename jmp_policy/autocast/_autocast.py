@@ -93,8 +93,8 @@ def autocast(
     Warns:
       UserWarning: no policy was given and the default one computes in float32; a rule decides for no operation; no
         matmul is cast, as all are in float64 under a policy without it, in a narrower dtype already, or inside
-        functions with custom derivatives, which run as traced; or the function is inside `jax.vmap`, where a bias
-        cannot be told from other arrays: write `autocast(vmap(f))`.
+        functions with custom derivatives, which run as traced; all arguments are in float64 under `"float32"`; or the
+        function is inside `jax.vmap`, where a bias cannot be told from other arrays: write `autocast(vmap(f))`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 

@@ -172,6 +172,15 @@ def test_a_policy_without_float64_warns_that_it_leaves_float64(policy):
     assert found == {("", "dot_general"): "float64"}
 
 
+def test_a_float64_function_without_matmuls_is_left_with_a_warning_too():
+    x = np.ones(3)
+    with pytest.warns(UserWarning, match=r"leaves float64 under 'float32', and all .*: autocast\(fun, PolicyMap\(\{''"):
+        jax.eval_shape(autocast(jnp.sin, "float32"), x)
+    found = jax.make_jaxpr(autocast(jnp.sin, PolicyMap({"": "float32"}, "float64")))(x)
+    assert re.search(r":f32\[3\] = sin", str(found))
+    jax.eval_shape(autocast(jnp.sin, "float32"), x.astype(np.float32))  # no warning
+
+
 def test_a_loop_in_a_float32_scope_keeps_its_float64_state():
     def integrate(x):
         with jax.named_scope("steps"):
