@@ -102,12 +102,12 @@ def _add_uncast(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        check_x64(dtype, f"A cast to {str(dtype)!r}", "cast_floating(tree, 'float32')")
-        is_array = isinstance(leaf, jax.Array)
-        return lax.convert_element_type(leaf, dtype) if is_array else leaf.update(dtype=dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # as JAX does
-        return leaf.astype(dtype)
+    if isinstance(leaf, np.ndarray | np.generic):
+        with np.errstate(over="ignore", invalid="ignore"):  # as JAX does
+            return leaf.astype(dtype)
+    check_x64(dtype, f"A cast to {str(dtype)!r}", "cast_floating(tree, 'float32')")
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    return leaf.update(dtype=dtype) if is_abstract else lax.convert_element_type(leaf, dtype)
 
 
 def list_paths_to(path: str) -> list[str]:

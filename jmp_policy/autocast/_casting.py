@@ -151,7 +151,7 @@ class CastingRule(EquationWriter):
             values = [round_sum(value, self._compute_dtype_in(context), eqn, body) for value in values]
         if context.treatment not in ("full", "wide", "narrow"):
             return values
-        # Cast once, outside the jitted parts of a loss or norm. Casts inside would sum the gradients in half precision.
+        # Cast once, outside the jitted parts of a loss or norm. Casts inside would sum the gradients before the upcast.
         return [self._upcast(value, eqn, body, context) for value in values]
 
     def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder, place: EquationPlace) -> Value:
@@ -171,7 +171,7 @@ class CastingRule(EquationWriter):
         contexts: Sequence[EquationPlace],
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
-        # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
+        # A gradient that leaves the backward pass is summed in the full dtype. Later equations show whether it leaves.
         if eqn.primitive.name == "add_any" and is_gradient_sum(program, start) and self._casts(eqn):
             results = self._rule_in(place)._write_full(eqn, [*map(read, eqn.invars)], body)
             return 1, [self._mark_place(result, place, ()) for result in results]
@@ -293,7 +293,7 @@ class CastingRule(EquationWriter):
         return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
 
     def _is_cast_in(self, eqn: JaxprEqn) -> bool:
-        """True if a matmul runs in the compute dtype, unless its author wrote another half-precision dtype."""
+        """True if a matmul runs in the compute dtype, unless its author wrote another narrow dtype."""
         dtypes = [float_dtype(atom) for atom in (*eqn.invars[:2], *eqn.outvars)]
         return not self.wide.isdisjoint(dtypes[:2]) or all(dtype == self.compute_dtype for dtype in dtypes)
 
@@ -356,7 +356,7 @@ class CastingRule(EquationWriter):
         if output_dtype in self.castable:
             kind = AbstractValue(output_dtype, FULL if output_dtype in self.wide else LOW)
             return cast_value(value, kind, eqn, body)
-        # Outputs of a narrow function are cast down unless this operation needs float32.
+        # Outputs of a narrow function are cast down unless this operation needs the full dtype.
         is_steep = bool(place.steep) or is_steep_in(eqn, position)
         stays = is_steep or place.treatment in _NARROW or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
@@ -377,7 +377,7 @@ class CastingRule(EquationWriter):
         return Value(result.atom, AbstractValue(dtype, marked))
 
     def _find_narrow(self, place: EquationPlace, values: Sequence[Value]) -> str:
-        """Says why the next operation casts a float32 output of a function down: a half-precision input, or a rule."""
+        """Says why the next operation casts a full output of a function down: a low input, or a rule."""
         if place.treatment not in _NARROW:
             return ""
         if place.treatment == "wide":

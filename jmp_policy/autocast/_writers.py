@@ -188,7 +188,7 @@ class EquationWriter(Rule):
 
     def _widest(self, kinds: Sequence[AbstractValue]) -> np.dtype:
         wide = (kind.dtype for kind in kinds if kind.dtype in self.wide)
-        return max(self.full_dtype, *wide, self.full_dtype, key=lambda dtype: dtype.itemsize)
+        return max([self.full_dtype, *wide], key=lambda dtype: dtype.itemsize)
 
     def _dtype_of(self, level: int) -> np.dtype:
         return self.compute_dtype if level < SUM_LEVEL else FLOAT32 if level is SUM_LEVEL else self.full_dtype

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from .._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
-from ..autocast import is_mixed
 from ..loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, check_policy_x64, get_policy, make_map
@@ -24,10 +23,11 @@ from ._tune_search import (
     Subject,
     Trial,
     TrialLog,
-    find_full_dtype,
     find_low_format,
     find_smallest_set,
     is_loss,
+    make_kept_policy,
+    narrows_all,
     rank_scopes,
     wrap_narrow,
 )
@@ -119,7 +119,7 @@ def tune(
     _check_tolerance(tolerance)
     check_budget(budget)
     subject = _make_subject(fun_or_module, args, given, gradients, has_aux, seed)
-    if not subject.is_module and (subject.differentiates or not is_mixed(given)):
+    if not subject.is_module and (subject.differentiates or narrows_all(given)):
         given = given.replace(output_dtype=None)
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
@@ -152,10 +152,8 @@ class _Tuner:
     def __init__(self, subject: Subject, policy: Policy, metric: Any, ranking: Ranking, log: TrialLog):
         self._subject, self._policy, self._metric, self._log = subject, policy, metric, log
         self._scopes, self._loss_scale = ranking
-        is_quantized, self._full = policy.quantization is not None, find_full_dtype(policy)
-        wide = dict.fromkeys(("compute_dtype",) if is_mixed(policy) else ("param_dtype", "compute_dtype"), self._full)
-        self._kept_policy = policy.replace(**{"quantization": None} if is_quantized else wide)
-        self._base = self._kept_policy if is_quantized else None
+        self._kept_policy = make_kept_policy(policy)
+        self._base = None if policy.quantization is None else self._kept_policy
         self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
         self._compare = jax.jit(measure_largest_error)
@@ -166,7 +164,7 @@ class _Tuner:
         observe = self._make_observation(self._base, NoOpLossScale())
         self._reference = observe()
         name = name_metric(self._metric) if self._metric else self._subject.name
-        before = "before quantization" if self._base else f"in {self._full}"
+        before = "before quantization" if self._base else f"in {self._kept_policy.compute_dtype}"
         if not list_numbers(self._reference):
             raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
@@ -208,7 +206,7 @@ class _Tuner:
             noise=noise,
             name=self._subject.name,
             low=find_low_format(self._policy).name,
-            kept=str(self._full) if self._base is None else "unquantized",
+            kept=str(self._kept_policy.compute_dtype) if self._base is None else "unquantized",
             by="with_policy" if self._subject.is_module else "autocast",
         )
 
@@ -240,8 +238,7 @@ class _Tuner:
 
     def _make_map(self, kept: Sequence[str], policy: Policy) -> PolicyMap:
         found = make_map(sorted(self._scopes), kept, policy, self._kept_policy)
-        # Only beside float64 does the policy "float32" apply to float64.
-        return found if kept or is_mixed(policy) or self._base else wrap_narrow(policy)
+        return wrap_narrow(policy) if narrows_all(policy) and not kept else found
 
     def _name(self, indices: frozenset[int]) -> tuple[str, ...]:
         return tuple(self._scopes[index] for index in sorted(indices))
@@ -283,7 +280,7 @@ def _check_policy(spec: PolicySpec, target: Any, args: Any) -> Policy:
     check_policy_x64(policy)
     arrays = [] if find_adapter(target) is not None else filter(is_floating, jax.tree.leaves(args))
     is_narrow = policy.compute_dtype == np.float32 and any(array.dtype == np.float64 for array in arrays)
-    if policy.quantization is None and not is_mixed(policy) and not is_narrow:
+    if narrows_all(policy) and not is_narrow:
         computes = f"computes in {policy.compute_dtype}" if policy.compute_dtype else "has no compute dtype"
         raise ValueError(f"Nothing to tune: the policy {policy.name!r} {computes}. {_EXAMPLE} {_IN_FLOAT64}")
     return policy

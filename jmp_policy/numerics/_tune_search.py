@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_paths_to
@@ -142,7 +141,7 @@ class Ranking(NamedTuple):
 
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
     """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
-    low, is_narrow = find_low_format(policy), policy.quantization is None and not is_mixed(policy)
+    low, narrows = find_low_format(policy), narrows_all(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
@@ -153,16 +152,15 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
-    scopes = list_scopes(stats, is_narrow) if modules is None else modules
+    scopes = list_scopes(stats, narrows) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or is_narrow or row.primitive not in FULL:  # autocast always runs these in the full dtype
+        if subject.is_module or narrows or row.primitive not in FULL:  # autocast always runs these in the full dtype
             by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
-        prediction = predict(
-            stats, wrap_narrow(policy) if is_narrow else policy, by="with_policy" if subject.is_module else "autocast"
-        )
+        tried = wrap_narrow(policy) if narrows else policy
+        prediction = predict(stats, tried, by="with_policy" if subject.is_module else "autocast")
         predicted, scale = prediction.culprits, prediction.loss_scale or 1.0
     culprits = [scope for scope in predicted if scope in by_scope]
     scores = _score(by_scope, low)
@@ -196,27 +194,33 @@ def find_low_format(policy: Policy) -> NumberFormat:
     return parse_format(policy.compute_dtype) if quantization is None else find_operand_format(quantization)
 
 
-def find_full_dtype(policy: Policy) -> np.dtype:
-    """Returns the dtype of scopes that are kept: float64 also for the policy `"float32"`, tried on float64."""
-    is_known = is_mixed(policy) or policy.quantization is not None
-    return policy.full_dtype if is_known else np.dtype(np.float64)
+def narrows_all(policy: Policy) -> bool:
+    """True for the policy `"float32"`, under which all operations of a float64 function are tried in float32."""
+    return policy.quantization is None and not is_mixed(policy)
+
+
+def make_kept_policy(policy: Policy) -> Policy:
+    """Returns the policy of scopes that are kept out of one."""
+    if policy.quantization is not None:
+        return policy.replace(quantization=None)
+    if narrows_all(policy):
+        return policy.replace(param_dtype="float64", compute_dtype="float64")
+    return policy.replace(compute_dtype=policy.full_dtype)
 
 
 def wrap_narrow(policy: Policy) -> PolicyMap:
-    """Makes the map with which all operations of a float64 program run in float32."""
-    return PolicyMap(
-        [("", policy.replace(output_dtype=None))], policy.replace(param_dtype="float64", compute_dtype="float64")
-    )
+    """Makes the map with which all operations of a float64 function run in float32, as only beside float64 they do."""
+    return PolicyMap([("", policy.replace(output_dtype=None))], make_kept_policy(policy))
 
 
-def list_scopes(stats: Stats, is_narrow: bool) -> list[str]:
+def list_scopes(stats: Stats, narrows: bool) -> list[str]:
     """Lists the root and the paths of all ops that autocast may run in a lower dtype, measured or not."""
     observed = find_program(stats.layout)
     if observed is None:
         return [""]
     read = ModulePaths(observed.modules).read_stack
     steps = walk(observed.program, live_only=True)
-    steps = [step for step in steps if step.name in _LOW or (is_narrow and any(map(float_dtype, step.results)))]
+    steps = [step for step in steps if step.name in _LOW or (narrows and any(map(float_dtype, step.results)))]
     return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
 
 

@@ -179,7 +179,7 @@ class Policy:
 
     @property
     def full_dtype(self) -> np.dtype:
-        """The dtype of what needs a wide one: float64 if parameters or the compute dtype are, else float32.
+        """The dtype of operations that need a wide one: float64 if parameters or the compute dtype are, else float32.
 
         >>> import jmp_policy as jmp
         >>> jmp.get_policy("params=float64,compute=float32,output=float64").full_dtype

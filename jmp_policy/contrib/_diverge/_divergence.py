@@ -228,7 +228,7 @@ class Divergence(Report):
                 _name(row),
                 row.direction,
                 row.dtype,
-                *map(_format, (row.introduced, row.incoming, row.outgoing, row.amplification)),
+                *map(format_number, (row.introduced, row.incoming, row.outgoing, row.amplification)),
                 f"{row.cosine:.4f}",
             )
             for row in self._keep_largest(self.rows(), _rank)
@@ -243,17 +243,21 @@ class Divergence(Report):
             first = _find_cause(rows)
             largest = "the largest error: " if first is rows[0] else ""
             alone = f"if {g} replaces {f} there alone"
-            notes = [f"{_name(first)} introduces {largest}{_format(first.introduced)} ({first.direction}), {alone}."]
+            notes = [
+                f"{_name(first)} introduces {largest}{format_number(first.introduced)} ({first.direction}), {alone}."
+            ]
             if not largest:
-                notes[0] += f" {_name(rows[0])} introduces {_format(rows[0].introduced)}: it only computes wider there."
+                notes[0] += (
+                    f" {_name(rows[0])} introduces {format_number(rows[0].introduced)}: it only computes wider there."
+                )
         else:
-            notes = [f"No scope introduces more than rounding errors of float32 ({_format(NOISE)})."]
+            notes = [f"No scope introduces more than rounding errors of float32 ({format_number(NOISE)})."]
         if rows and not any(row.path for row in rows):
             notes.append('No module or scope was found. Name the parts: with jax.named_scope("encoder"): ...')
         for output in sorted(self.outputs(), key=lambda output: output.error)[-1:]:
-            notes.append(f"Of the outputs, {output.path} differs most: by {_format(output.error)}.")
+            notes.append(f"Of the outputs, {output.path} differs most: by {format_number(output.error)}.")
         if self.log_probability_gap is not None:
-            notes.append(f"Log-probabilities differ by {_format(self.log_probability_gap)} (root mean square).")
+            notes.append(f"Log-probabilities differ by {format_number(self.log_probability_gap)} (root mean square).")
         notes += self._note_left_out(rows, "rows with smaller introduced errors", ".rows()")
         if self.unaligned:
             others = len(self.unaligned) - _MOST_UNALIGNED
@@ -353,5 +357,5 @@ def _name(row: ScopeErrors) -> str:
     return row.path or "(outside)"
 
 
-def _format(number: float) -> str:
+def format_number(number: float) -> str:
     return "0" if number == 0 else "-" if math.isnan(number) else f"{number:.2g}"

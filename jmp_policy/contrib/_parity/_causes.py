@@ -88,15 +88,11 @@ def _read_temperature(evidence: Evidence) -> Iterator[str]:
     if slope is None or evidence.found.unexplained > _UNEXPLAINED or abs(slope - 1) < _SMALLEST_FACTOR:
         return
     rows = [] if evidence.compared.divergence is None else evidence.compared.divergence.rows()
-    scaled = max((row for row in rows if row.path and row.introduced > abs(slope - 1) / 4), key=_rank, default=None)
+    size, path = max(((row.introduced, row.path) for row in rows if row.path and row.introduced > 0), default=(0.0, ""))
     why = f"as with a temperature of {1 / slope:.4g}"
-    if scaled is not None:
-        why = f"and {scaled.path} introduces {scaled.introduced:.2g}: its scale is another one"
+    if size > abs(slope - 1) / 4:
+        why = f"and {path} introduces {size:.2g}: its scale is another one"
     yield f"The sampler's logits are {slope:.4g} times the trainer's, {why}: not a rounding error."
-
-
-def _rank(row: ScopeErrors) -> float:
-    return row.introduced
 
 
 def _read_reach(evidence: Evidence) -> Iterator[str]:

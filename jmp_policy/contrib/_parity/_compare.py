@@ -122,9 +122,8 @@ def parity(
         args, counted = (params, jnp.asarray(tokens)), real[:, :-1] & real[:, 1:]
         run_trainer = CompiledFunction(trainer, args)
         logits = _check_logits(run_trainer(args), ids, "trainer")
-        positions = Positions(len(ids), ids.shape[1], None if real.all() else real)
         if is_recording:
-            found, reach = _score_recording(logits, decode, names or {}, ids, counted, positions), None
+            found, reach = _score_recording(logits, decode, names or {}, ids, counted, _make_positions(real)), None
         else:
             run_sampler = CompiledFunction(decode, args)
             sampled = _check_logits(run_sampler(args), ids, "sampler")
@@ -137,25 +136,35 @@ def parity(
             found = score(logits, sampled, ids, counted)
             reach = find_reach((run_trainer, run_sampler), args, (logits, sampled), real)
         steps, compared = Steps({}), ComparedSteps(None, (), {}, {})
-        if scopes and is_recording:
-            steps = Steps(_without_log_probs(decode, names or {}))
-        elif scopes:
-            steps = record_steps(decode)(*args)
-        if steps.arrays:
-            compared = diverge_from_steps(trainer, steps, names or {}, positions)(*args)
-        if compared.divergence is None and not is_recording and scopes and logits.shape[1] < ids.shape[1]:
+        if scopes:
+            steps, compared = _compare_scopes(trainer, decode, names or {}, args, real)
+        if scopes and compared.divergence is None and not is_recording and logits.shape[1] < ids.shape[1]:
             # The trainer may compute without the last token: `model(tokens[:, :-1])`.
-            steps = record_steps(lambda params, tokens: decode(params, tokens[:, :-1]))(*args)
-            shorter = Positions(len(ids), logits.shape[1], None if real.all() else real[:, :-1])
-            compared = diverge_from_steps(trainer, steps, names or {}, shorter)(*args)
+            shorter = lambda params, tokens: decode(params, tokens[:, :-1])
+            steps, compared = _compare_scopes(trainer, shorter, names or {}, args, real[:, :-1])
         causes = find_causes(Evidence(found, compared, steps.closed, reach, params))
         half = next(((known.dtype, path) for path, known in compared.trainer.items() if known.dtype in _HALF), None)
         kept = (None, found.sampler) if is_recording else (decode, None)
         pair = ComparedFunctions(trainer, kept[0], args, counted, kept[1], half)
         shown = {"unaligned": compared.unaligned, "divergence": compared.divergence, "causes": causes, "pair": pair}
-        return Parity(**vars(summarize(found)), **shown)
+        return Parity(**summarize(found), **shown)
 
     return compare_runs
+
+
+def _compare_scopes(
+    trainer: Callable[..., Any], sampler: Any, names: Mapping[str, str], args: tuple[Any, Any], real: np.ndarray
+) -> tuple[Steps, ComparedSteps]:
+    """Records a sampler, unless it is a recording, and compares its steps with the trainer."""
+    steps = record_steps(sampler)(*args) if callable(sampler) else Steps(_without_log_probs(sampler, names))
+    if not steps.arrays:
+        return steps, ComparedSteps(None, (), {}, {})
+    return steps, diverge_from_steps(trainer, steps, names, _make_positions(real))(*args)
+
+
+def _make_positions(real: np.ndarray) -> Positions:
+    batch, length = real.shape
+    return Positions(batch, length, None if real.all() else real)
 
 
 def _repeat(step: Callable[..., Any], cache: Any) -> Callable[..., Any]:

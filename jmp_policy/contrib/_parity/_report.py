@@ -9,7 +9,7 @@ import numpy as np
 
 from ...policy import PolicyMap, PolicySpec
 from ...report import Report, Table, make_columns, make_figure, make_finite, make_plain
-from .._diverge import NOISE, Divergence, ScopeErrors
+from .._diverge import NOISE, Divergence, ScopeErrors, format_number
 from ._search import ComparedFunctions
 from ._statistics import CLIP
 
@@ -226,10 +226,6 @@ def _find_worst_position(row: ScopeErrors) -> str:
     if not row.iterations or math.isnan(row.introduced):
         return ""
     return str(max(range(len(row.iterations)), key=lambda i: row.iterations[i]))
-
-
-def format_number(number: float) -> str:
-    return "0" if number == 0 else "-" if math.isnan(number) else f"{number:.2g}"
 
 
 _TITLES = {

@@ -85,26 +85,8 @@ def _normalize(logits: np.ndarray) -> np.ndarray:
         return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Statistics of the difference of log-probabilities, of tokens that count."""
-
-    count: int
-    mean: float
-    median: float
-    percentile_99: float
-    largest: float
-    kl: float | None
-    k3: float
-    outside: float
-    effective_sample_size: float
-    perplexities: tuple[float, float]
-    where: tuple[int, int]
-    by_position: tuple[float, ...]
-
-
-def summarize(found: LogProbs) -> Statistics:
-    """Summarizes the tokens that count. A difference that is not a number is infinite."""
+def summarize(found: LogProbs) -> dict[str, Any]:
+    """Returns the statistics of a `Parity`, of the tokens that count. A difference that is not a number is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = found.trainer - found.sampler
         sizes = np.where(np.isnan(log_ratios), np.inf, np.abs(log_ratios))
@@ -114,17 +96,17 @@ def summarize(found: LogProbs) -> Statistics:
         is_finite = bool(np.isfinite(chosen).all())
         weights = np.exp(log_ratio - log_ratio.max()) if log_ratio.max() < np.inf else np.isinf(log_ratio) * 1.0
         perplexities = [float(np.exp(-x[found.counted].mean())) for x in (found.trainer, found.sampler)]
-        return Statistics(
-            count=chosen.size,
-            mean=float(chosen.mean()),
-            median=float(np.median(chosen)),
-            percentile_99=float(np.percentile(chosen, 99, method="linear" if is_finite else "higher")),
-            largest=float(chosen.max()),
-            kl=None if found.divergence is None else float(found.divergence[found.counted].mean()),
-            k3=float((np.expm1(log_ratio) - log_ratio).mean()),
-            outside=float((~(np.abs(np.expm1(log_ratio)) <= CLIP)).mean()),
-            effective_sample_size=float(weights.sum() ** 2 / (weights**2).sum()),
-            perplexities=(perplexities[0], perplexities[1]),
-            where=(int(place[0]), int(place[1]) + 1),
-            by_position=tuple(float(t / n) if n else float("nan") for t, n in zip(totals, counts, strict=True)),
-        )
+        return {
+            "count": chosen.size,
+            "mean": float(chosen.mean()),
+            "median": float(np.median(chosen)),
+            "percentile_99": float(np.percentile(chosen, 99, method="linear" if is_finite else "higher")),
+            "largest": float(chosen.max()),
+            "kl": None if found.divergence is None else float(found.divergence[found.counted].mean()),
+            "k3": float((np.expm1(log_ratio) - log_ratio).mean()),
+            "outside": float((~(np.abs(np.expm1(log_ratio)) <= CLIP)).mean()),
+            "effective_sample_size": float(weights.sum() ** 2 / (weights**2).sum()),
+            "perplexities": (perplexities[0], perplexities[1]),
+            "where": (int(place[0]), int(place[1]) + 1),
+            "by_position": tuple(float(t / n) if n else float("nan") for t, n in zip(totals, counts, strict=True)),
+        }
