@@ -2,15 +2,18 @@
 
 import base64
 import doctest
+import html
 import importlib
 import json
 import pathlib
 import re
 import tomllib
 
+import jax
 import levels
 import links
 import notebook_page
+import pictures
 import pytest
 import test_doors
 import yaml
@@ -152,3 +155,18 @@ def test_the_hook_adds_notebooks_files_of_the_root_and_results(tmp_path):
     results.write_text("# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n", encoding="utf-8")
     shown = "\n## Bytes\n\n![bytes](images/benchmarks/bytes.png) of [steps](benchmarks-notes.md)\n"
     assert hook.read_results(results) == shown
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_home_page_show_what_its_program_does():
+    with jax.numpy_dtype_promotion("standard"):  # as a user runs it
+        names, printed = pictures.run_home_page()
+    number = re.compile(r"-?\d+\.\d+")  # ranges of operands, which differ with the machine
+    picture = (ROOT / "docs" / "images" / "nan.svg").read_text(encoding="utf-8")
+    title = html.unescape(re.search("<title>(.*)</title>", picture)[1])
+    assert number.sub("#", title) == number.sub("#", printed)
+    losses, scales, taken = zip(*names["history"], strict=True)
+    assert [step for step, loss in enumerate(losses) if loss != loss] == [80]
+    assert not taken[80]
+    assert max(scales) == 2.0**19
+    assert 4 <= taken.count(False) <= 6
