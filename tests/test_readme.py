@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 
 import jax
 import pytest
@@ -46,7 +47,7 @@ def test_every_python_block_runs(dtype, capsys):
     for state in (names["opt_state"], names["optimizer"]):
         assert jmp.metrics(state)["loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
     assert names["loss"].dtype == "float32"
-    assert jmp.explain(names["model"], names["x"])["head"].compute_dtypes == ("float32",)
+    assert jmp.explain(names["model"], names["x"])["layers/3"].compute_dtypes == ("float32",)
 
 
 def test_there_are_two_commands_each_complete_on_a_fresh_machine():
@@ -57,6 +58,47 @@ def test_there_are_two_commands_each_complete_on_a_fresh_machine():
     ]
 
 
+def count_lines(paths: Iterable[pathlib.Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def test_the_size_is_that_of_the_package():
+    core, contrib = (
+        int(figure.replace(",", "")) for figure in re.search(r"core has (\S+) lines, contrib (\S+);", TEXT).groups()
+    )
+    package = README.parent / "jmp_policy"
+    in_contrib = count_lines((package / "contrib").rglob("*.py"))
+    assert contrib == pytest.approx(in_contrib, rel=0.03)
+    assert core == pytest.approx(count_lines(package.rglob("*.py")) - in_contrib, rel=0.03)
+
+
+LOADED = """
+import pathlib, sys
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+def count_lines():
+    paths = [module.__file__ for name, module in list(sys.modules.items()) if name.split(".")[0] == "jmp_policy"]
+    return sum(len(pathlib.Path(path).read_text(encoding="utf-8").splitlines()) for path in paths)
+import jmp_policy as jmp
+print(count_lines())
+net = jmp.with_policy(nn.Dense(3), "params=float32,compute=float16,output=float32")
+params = net.init(jax.random.key(0), jnp.ones((1, 3)))
+print(count_lines())
+tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale())
+step = jmp.optim.minimize(lambda params, x: net.apply(params, x).sum(), tx)
+jax.eval_shape(step, params, tx.init(params), jnp.ones((1, 3)))
+print(count_lines())
+"""
+
+
+@pytest.mark.slow
+def test_no_more_is_loaded_than_it_says():
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=300)
+    pattern = r"loads (\S+) of them, a linen model with a policy (\S+), a float16 train step (\S+) \|"
+    figures = [int(figure.replace(",", "")) for figure in re.search(pattern, TEXT).groups()]
+    assert [int(line) for line in done.stdout.split()] == pytest.approx(figures, rel=0.03)
+
+
 def test_links_lead_somewhere():
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", TEXT)
     assert links
@@ -64,7 +106,7 @@ def test_links_lead_somewhere():
 
 
 def test_a_reader_is_through_in_five_minutes():
-    assert len(TEXT.splitlines()) <= 110
+    assert len(TEXT.splitlines()) <= 100
     assert TEXT.count("![") == 1
 
 
