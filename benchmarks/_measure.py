@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,27 @@ def cost_of(lowered: Any, compiled: Any) -> Cost:
     """The cost of a program that was compiled for this machine."""
     found = figures(compiled)
     return Cost(count_operations(lowered.as_text()), found.flops, found.bytes_accessed, found.temporaries)
+
+
+def count_calls(trace: Callable[[], Any], *, clear: bool = True) -> int:
+    """The number of functions, of Python and of C, that are called; by default with JAX's caches cleared."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    if clear:
+        jax.clear_caches()
+    gc.collect()
+    gc.disable()  # finalizers are functions as well, and nobody knows when they run
+    sys.setprofile(count)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return sum(counts.values())
 
 
 def count_operations(stablehlo: str) -> int:

@@ -9,7 +9,6 @@ SUITES = {
     "float8": "What does training in float8 and in blocks cost and lose?",
     "quant": "What do int8 and int4 cost, lose and hold?",
     "autocast": "What does `autocast` make of a train step, over dtypes written by hand?",
-    "many_modules": "What does a policy add to tracing a model of 1,000 modules?",
     "host": "What does the package cost on the host, and how does that grow?",
     "numerics": "What do the statistics of `numerics.collect` cost?",
 }

@@ -6,6 +6,7 @@ Run from the root of the repository:
 """
 
 import contextlib
+import functools
 import gc
 import time
 import warnings
@@ -16,21 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from benchmarks import _peer_problems, _peer_steps
+from benchmarks._measure import count_calls
 from benchmarks._quant_contestants import GPT, LAYERS, SCHEMES, gpt_params, ours, with_qwix
 from benchmarks._results import ResultTable, run_alone
 from benchmarks.autocast import unrolled
-from benchmarks.many_modules import POLICY, LinenStack, NnxStack, X, count_calls
 from examples.gpt.model import GPTConfig
 
 ADAMW = optax.adamw(1e-3)
-MAPS = {
-    "a map of 10 rules, linen": {f"layer_{i}": POLICY for i in range(10)},
-    "a map of 64 rules, linen": {f"layer_{i}": POLICY for i in range(64)},
-    "a map of 200 rules that match nothing, linen": {f"none_{i}": POLICY for i in range(200)},
+POLICY = jmp.get_policy("params=float32,compute=bfloat16,output=none")
+X = jnp.ones((2, 4))
+RULES = {
+    "a map of 10 rules": {f"layers/{i}": POLICY for i in range(10)},
+    "a map of 64 rules": {f"layers/{i}": POLICY for i in range(64)},
+    "a map of 200 rules that match nothing": {f"none/{i}": POLICY for i in range(200)},
 }
 OBSERVERS = {
     "numerics.audit": lambda fun: jmp.numerics.audit(fun)(X),
@@ -47,13 +50,48 @@ def over(ours: Callable[[], Any], theirs: Callable[[], Any], **options: Any) -> 
         return f"{count_calls(ours, **options) / count_calls(theirs, **options):.2f}"
 
 
-def trace_with_map(rules: dict[str, Any], layers: int) -> str:
+class LinenChain(nn.Module):
+    """So many layers one after the other."""
+
+    layers: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = nn.Dense(4, dtype=self.dtype, name=f"layers/{i}")(x)
+        return x
+
+
+class NnxChain(nnx.Module):
+    """The same in nnx; its kernels are zeros, because drawing them would take most of the time."""
+
+    def __init__(self, layers: int, dtype: Any = None):
+        make = functools.partial(nnx.Linear, 4, 4, kernel_init=nnx.initializers.zeros, dtype=dtype, rngs=nnx.Rngs(0))
+        self.layers = nnx.List([make() for _ in range(layers)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trace_linen(rules: dict[str, Any], layers: int) -> str:
     """Traces a chain of linen layers under a map, over the same with `dtype=` in each layer."""
-    by_hand = LinenStack((layers,), POLICY.compute_dtype)
-    mapped = jmp.with_policy(LinenStack((layers,)), jmp.PolicyMap(rules, POLICY))
+    by_hand = LinenChain(layers, POLICY.compute_dtype)
+    mapped = jmp.with_policy(LinenChain(layers), jmp.PolicyMap(rules, POLICY))
     variables = jax.eval_shape(by_hand.init, jax.random.key(0), X)
-    ours, theirs = (lambda model=model: jax.make_jaxpr(model.apply)(variables, X) for model in (mapped, by_hand))
-    return over(ours, theirs)
+    return over(*(lambda model=model: jax.make_jaxpr(model.apply)(variables, X) for model in (mapped, by_hand)))
+
+
+def trace_nnx(rules: dict[str, Any], layers: int) -> str:
+    """Traces a chain of nnx layers, from its constructor on, as `trace_linen` does."""
+    make = lambda: jmp.with_policy(NnxChain(layers), jmp.PolicyMap(rules, POLICY))
+    makers = make, lambda: NnxChain(layers, POLICY.compute_dtype)
+    return over(*(lambda make=make: jax.make_jaxpr(lambda x: make()(x))(X) for make in makers))
+
+
+CHAINS = {"linen": trace_linen, "nnx": trace_nnx}
 
 
 def trace_autocast(layers: int, transform: Callable[..., Any] = lambda fun: fun) -> str:
@@ -92,15 +130,15 @@ def dispatch(tx: optax.GradientTransformation) -> str:
 
 def run_nnx(transform: Callable[..., Any]) -> str:
     """Calls an nnx model of four layers under a policy, over the same with `dtype=` in each layer and a cast input."""
-    by_hand = NnxStack((4,), POLICY.compute_dtype, rngs=nnx.Rngs(0))
+    by_hand = NnxChain(4, POLICY.compute_dtype)
     call = transform(lambda model, x: model(x))
-    mapped = jmp.with_policy(NnxStack((4,), rngs=nnx.Rngs(0)), POLICY)
+    mapped = jmp.with_policy(NnxChain(4), POLICY)
     return over(lambda: call(mapped, X), lambda: call(by_hand, X.astype(jnp.bfloat16)), clear=False)
 
 
 def run_linen() -> str:
     """Calls a linen model of four layers outside of `jit`, as `run_nnx` does."""
-    by_hand, mapped = LinenStack((4,), POLICY.compute_dtype), jmp.with_policy(LinenStack((4,)), POLICY)
+    by_hand, mapped = LinenChain(4, POLICY.compute_dtype), jmp.with_policy(LinenChain(4), POLICY)
     variables = by_hand.init(jax.random.key(0), X)
     cast_and_call = lambda: by_hand.apply(variables, X.astype(jnp.bfloat16))
     return over(lambda: mapped.apply(variables, X), cast_and_call, clear=False)
@@ -140,7 +178,11 @@ def calibrate(depth: int) -> str:
 def tables(quick: bool) -> Iterator[ResultTable]:
     """Yields the tables of growth, and of single calls."""
     layers = (4, 16) if quick else (4, 16, 64, 256)
-    rows = [[name, *(trace_with_map(rules, n) for n in layers)] for name, rules in MAPS.items()]
+    rows = [
+        [f"{name}, {api}", *(trace(rules, n) for n in layers)]
+        for api, trace in CHAINS.items()
+        for name, rules in RULES.items()
+    ]
     rows += [["autocast, plain JAX", *map(trace_autocast, layers)]]
     rows += [["autocast, its gradient", *(trace_autocast(n, jax.value_and_grad) for n in layers)]]
     header = ["traced", *(f"{n} layers" for n in layers)]

@@ -9,8 +9,8 @@ from flax import linen as nn, nnx
 from programs import products
 
 import jmp_policy as jmp
+from benchmarks._measure import count_calls
 from benchmarks.autocast import unrolled
-from benchmarks.many_modules import count_calls
 from jmp_policy import PolicyMap, autocast
 
 LOW = "params=float32,compute=bfloat16,output=none"

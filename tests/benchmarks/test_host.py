@@ -9,7 +9,11 @@ from benchmarks import host
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 BOUNDS = {
-    **{name: (lambda rules=rules: host.trace_with_map(rules, 16), 1.1) for name, rules in host.MAPS.items()},
+    **{
+        f"{name}, {api}": (lambda trace=trace, rules=rules: trace(rules, 16), 1.2)
+        for api, trace in host.CHAINS.items()
+        for name, rules in host.RULES.items()
+    },
     "autocast": (lambda: host.trace_autocast(16), 1.45),
     "minimize": (lambda: host.lower_minimize(1), 1.08),
     "dispatch of loss_scaled": (lambda: host.dispatch(jmp.optim.loss_scaled(host.ADAMW, jmp.DynamicLossScale())), 10),

@@ -12,7 +12,7 @@ import pytest
 from optimizer_registry import bits
 from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params
 
-from benchmarks.many_modules import count_calls
+from benchmarks._measure import count_calls
 from jmp_policy import optim
 
 # The noise of a step never leaves it.
