@@ -78,7 +78,7 @@ if _typing.TYPE_CHECKING:
     from .checkpoints import convert_state as convert_state
     from .numerics import Trial as Trial, Tuning as Tuning, explain as explain, tune as tune
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # Most of them import Flax or optax.
 _LAZY = ("compat", "contrib", "linen", "nnx", "numerics", "optim", "quant", "sharding")
