@@ -267,9 +267,12 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bo
 
 
 def _find_bias_of_one(program: Jaxpr) -> Step | None:
-    """Finds the addition of an argument to one vector that a matmul made."""
-    arguments, vectors = set(program.invars), set[Any]()
+    """Finds the addition of an argument, or of an array that is closed over, to one vector that a matmul made."""
+    arguments, vectors = {*program.invars, *program.constvars}, set[Any]()
     for step in walk(program):
+        if step.name == "constant":  # of a jitted function
+            arguments.update(step.results)
+            continue
         read = set(list_variables(step.operands))
         if step.name == "dot_general" and step.results[0].aval.ndim == 1:
             vectors.update(step.results)

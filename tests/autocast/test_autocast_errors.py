@@ -169,6 +169,15 @@ def test_a_bias_of_one_example_is_a_warning(outer):
         outer(jax.vmap(cast, (None, None, 0)))(X, X[0], X)
 
 
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_a_bias_of_one_example_that_is_closed_over_is_a_warning(wrap):
+    bias = X[0]
+    cast = autocast(lambda x: wrap(lambda x: dense(X, bias, x))(x), "mixed_bfloat16")
+    with pytest.warns(UserWarning, match=r"inside jax\.vmap sees one .*\(dense\)\."):
+        jax.eval_shape(jax.vmap(cast), X)
+    jax.eval_shape(jax.vmap(autocast(lambda x: wrap(lambda x: x * bias)(x), "mixed_bfloat16")), X)
+
+
 @pytest.mark.parametrize(
     "fun", [lambda w, b, x: jnp.tanh(x @ w) * b, lambda w, b, x: jnp.tanh(x @ w - b), lambda w, b, x: (x @ w).sum() + b]
 )
