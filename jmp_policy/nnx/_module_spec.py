@@ -142,7 +142,7 @@ def make_dtype_attributes(base: type, attributes: Attributes, policy: Policy, is
     if issubclass(base, WRAPPERS):
         dtype = policy.param_dtype
         # An open dtype would upcast a half-precision weight to float32.
-        if dtype is None or attributes["dtype"] is not None or dtype == at_least_float32(dtype):
+        if dtype is None or attributes.get("dtype", dtype) is not None or dtype == at_least_float32(dtype):
             return {}
         return {"dtype": dtype}
     new = {}

@@ -50,7 +50,7 @@ def make_product_attributes(
     """Returns the attributes by which a layer promotes and multiplies under its plan, if it changes."""
     if issubclass(base, nnx.MultiHeadAttention):
         attention = attention_format_of(policy.quantization)
-        is_open = attributes["attention_fn"] is nnx.dot_product_attention and attributes["precision"] is None
+        is_open = attributes.get("attention_fn") is nnx.dot_product_attention and attributes["precision"] is None
         return {"attention_fn": Attend(attention)} if attention is not None and is_open else {}
     layer = facts.layer
     if layer is None or facts.weight is None or (plan.format is None and plan.accumulate is None):

@@ -239,3 +239,16 @@ def test_intermediates_are_captured():
     out, captured = nnx.capture(jmp.with_policy(Sower(rngs=rngs()), BF16_INSIDE), nnx.Intermediate)(X)
     assert captured["hidden"].get_value()[0].dtype == jnp.bfloat16
     assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("layer", [nnx.Linear, nnx.Einsum, nnx.Conv, nnx.Embed, nnx.MultiHeadAttention, nnx.WeightNorm])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "int8(attention=true)_from_mixed_bfloat16"])
+def test_subclass_of_a_layer_may_make_other_attributes(layer, policy):
+    class Own(layer):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x):
+            return x @ self.kernel
+
+    assert jax.eval_shape(jmp.with_policy(Own(), policy), X).dtype == jnp.bfloat16
