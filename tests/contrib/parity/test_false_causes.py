@@ -139,7 +139,7 @@ def test_a_cache_in_8_bits_in_a_scope_of_the_sampler_alone_is_rounding():
 
     found = parity(make_trainer(), step, cache=make_cache())(PARAMS, TOKENS)
     assert found.mean > 1e-4
-    assert not any("attends to other positions" in cause for cause in found.causes)
+    assert not any("weighs positions differently" in cause for cause in found.causes)
 
 
 def test_another_scale_inside_of_a_scope_is_no_temperature():
