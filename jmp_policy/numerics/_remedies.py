@@ -85,6 +85,7 @@ def find_op_roles(program: Jaxpr) -> dict[int, str]:
     roles = {id(eqn): GUARDED for eqn in _list_guarded(steps, makers)}
     logarithms = {id(step.operands[0]) for step in steps if step.name == "log"}
     divisors = {id(step.operands[1]) for step in steps if step.name == "div"}
+    sines = {id(step.operands[0]) for step in steps if step.name in ("acos", "asin")}
     for step in steps:
         if "jvp(" not in step.scope:  # name stacks of the backward pass contain it too
             continue
@@ -93,6 +94,8 @@ def find_op_roles(program: Jaxpr) -> dict[int, str]:
             role = _find_role_of_power(step, makers, divisors)
         elif step.name == "div":
             role = _find_role_of_quotient(step, makers, logarithms)
+        elif step.name == "rsqrt" and _is_cosine(step.operands[0], makers, sines):
+            role = "acos"
         if role:
             roles[id(step.eqn)] = role
     return roles
@@ -114,6 +117,13 @@ def _find_role_of_quotient(step: Step, makers: dict[int, list[Step]], logarithms
     if is_transposed and id(divisor) in logarithms:
         return "log"
     return _find_decomposition(divisor, makers, of_differences=not is_transposed)
+
+
+def _is_cosine(atom: Any, makers: dict[int, list[Step]], sines: set[int]) -> bool:
+    """True if an atom is one minus the square of an operand of `acos` or `asin`."""
+    squares = [operand for step in makers.get(id(atom), ()) for operand in step.operands]
+    bases = [operand for square in squares for step in makers.get(id(square), ()) for operand in step.operands]
+    return any(id(base) in sines for base in (*squares, *bases))
 
 
 def _find_decomposition(atom: Any, makers: dict[int, list[Step]], *, of_differences: bool = True) -> str:
@@ -224,6 +234,8 @@ _DERIVATIVES = {
     "sqrt": _DERIVATIVE.format("a square root") + "Add an epsilon under the root, as in `jnp.sqrt(x + 1e-6)`, and of a "
     "norm in `jnp.sqrt(jnp.sum(x * x) + 1e-6)`. " + _TRAP,
     "cbrt": _DERIVATIVE.format("a cube root") + _EPSILON.format("operand of the root") + " " + _TRAP,
+    "acos": "This is the derivative of an arccosine or arcsine, which is infinite at -1 and 1. Keep the operand "
+    "between them, as in `jnp.clip(x, -1 + 1e-6, 1 - 1e-6)`. " + _TRAP,
     "div": "This is the derivative of a division, which is infinite where it divides by zero. " + _BY_ZERO,
     "eigh": _VECTORS.format("eigenvectors", "eigenvalues are equal", "`jnp.linalg.eigvalsh(a)`"),
     "svd": _VECTORS.format(
@@ -258,6 +270,8 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
             "It is a constant of the program, such as a mask. A softmax over only masked values is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
+    if dtype.startswith("float8") and _find_largest(operands) > (limit := float(jnp.finfo(dtype).max)):
+        return f"{dtype} ends at {limit:g}: scale the values first, or clip them with `jnp.clip`."
     if words.role == GUARDED and is_cause:
         return _GUARD
     if words.role in _DERIVATIVES and reaches_pole(primitive, operands, dtype):
@@ -307,8 +321,11 @@ def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     """
     if primitive in _OVERFLOWING:
         return not reaches_pole(primitive, operands, dtype)
-    largest = max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
-    return primitive not in REMEDIES and largest > float(jnp.finfo(dtype).max) ** 0.25
+    return primitive not in REMEDIES and _find_largest(operands) > float(jnp.finfo(dtype).max) ** 0.25
+
+
+def _find_largest(operands: Sequence[Range]) -> float:
+    return max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
 
 
 def reaches_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:

@@ -48,6 +48,12 @@ SUGGESTIONS = {
     "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
     "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),
     "gradient of log at zero": (grad_of(lambda x: x * jnp.log(x)), ZERO, "the derivative of a logarithm, which is inf"),
+    "gradient of an angle": (
+        jax.value_and_grad(lambda x: jnp.sum(jnp.arccos(jnp.clip(x, -1, 1)))), ZERO + 5, "of an arccosine or arcsine"
+    ),
+    "cast to float8": (
+        lambda x: x.astype(jnp.float8_e4m3fn), np.float32([700]), "float8_e4m3fn ends at 448: scale the values first"
+    ),
     "digamma at zero in float16": (digamma, ZERO.astype(HALF), "poles at zero and at the negative integers"),
     "solution of a singular system": (lambda a: jnp.linalg.solve(a, jnp.ones(2)), ONES[:2], "The matrix is singular"),
     "eigenvectors of equal eigenvalues in a batch": (
