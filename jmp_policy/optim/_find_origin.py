@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._base import PyTree, is_array, split_state, warn_user
 from ..gradients import value_and_grad
 from ..loss_scale import (
+    DynamicLossScale,
     LossScale,
     NoOpLossScale,
     find_nodes,
@@ -25,7 +26,7 @@ from ..loss_scale import (
 )
 from ..modules import find_adapter
 from ._input_ranges import Range, join_range, name_leaves
-from ._skipped_step import BadGradient, SkippedStep, count_nonfinite, is_search, list_names, read_counts
+from ._skipped_step import BadGradient, SkippedStep, count_nonfinite, list_names, read_counts
 from ._skipping import find_inner
 from ._step import list_trained
 from ._transformation import LossScaledState, Transformation, check_transformation
@@ -159,15 +160,17 @@ class OriginFinder:
             # XLA:CPU compiles the search in three quarters of the time without optimizations.
             options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
             self._searches[everywhere] = jax.jit(self._search, out_shardings=everywhere, compiler_options=options)
-        found, param_counts, grad_counts = self._searches[everywhere](given)
+        search = self._searches[everywhere]
+        found, param_counts, grad_counts = search(given)
         origin = NonfiniteOrigin(*map(np.asarray, found))  # pyright: ignore[reportArgumentType]
         if not origin.found:
             _warn_of_other_scale(old_state, given.scale)
             return None
+        lowest = _find_lowest(given.scale)
         return SkippedStep(
             count_steps(old_state),
             origin,
-            is_search(origin, given.scale.adjust(jnp.bool_(False))),
+            lowest is not None and not NonfiniteOrigin(*search(given._replace(scale=lowest))[0]).found,
             read_counts(param_counts),
             self._list_bad_gradients(given, read_counts(grad_counts)),
         )
@@ -243,6 +246,20 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
     """
     check_transformation(tx)
     return OriginFinder(loss_fn, tx, has_aux)
+
+
+def _find_lowest(scale: LossScale) -> LossScale | None:
+    """Returns a dynamic scale at its floor, or None if the scale cannot fall."""
+    if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
+        return None
+    return replace_value(scale, jnp.minimum(scale.loss_scale, scale.min_loss_scale))
+
+
+def replace_value(scale: LossScale, value: Any) -> LossScale:
+    if not isinstance(scale, DynamicLossScale):
+        return dataclasses.replace(scale, loss_scale=value)  # pyright: ignore[reportArgumentType]
+    leaves, structure = jax.tree.flatten(scale)
+    return structure.unflatten([jnp.float32(value), *leaves[1:]])
 
 
 def _order_outputs(program: Any) -> list[tuple[int, ...]]:

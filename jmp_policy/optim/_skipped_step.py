@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._base import PyTree, is_array, split_state
-from ..loss_scale import DynamicLossScale, LossScale, strip_variables
+from ..loss_scale import strip_variables
 
 if TYPE_CHECKING:
     from ..numerics import NonfiniteOrigin
@@ -57,8 +56,7 @@ class SkippedStep:
       step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count. `None` if
         the optimizer does not count its steps.
       origin: the origin of its infinities.
-      is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
-        overflowed, under a dynamic scale that can still fall.
+      is_search: whether it is part of the search for a loss scale: the step is finite at the floor of a dynamic scale.
       bad_params: the parameters that are not finite themselves, by path, with the number of elements that are not
         finite and of all elements.
       parameters: those whose gradients are not finite, in the order of the backward pass.
@@ -128,14 +126,3 @@ def _join(listed: list[str], most: int) -> str:
 def describe_bad_params(counts: Counts) -> str:
     listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
     return f"Parameters that are not finite themselves: {_join(listed, _MOST_LISTED)}. {NO_STEP_REPAIRS}"
-
-
-def is_search(origin: "NonfiniteOrigin", scale: LossScale) -> bool:
-    """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
-    if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
-        return False
-    from ..numerics import reaches_pole
-
-    root = origin.cause or origin
-    overflowed = root.kind == "inf" and not reaches_pole(root.primitive, root.operands, root.dtype)
-    return overflowed and root.direction == "backward"

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import PyTree, cast_floating, is_floating, is_half, split_state
-from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, find_nodes, stays_finite, strip_variables
+from ..loss_scale import DynamicLossScale, NoOpLossScale, find_nodes, stays_finite, strip_variables
 from ..modules import force_full_precision
 from ..policy import PolicyMap, get_policy, make_map
 from ..report import make_finite, make_plain
-from ._find_origin import Given, OriginFinder, count_steps, unwrap
+from ._find_origin import Given, OriginFinder, count_steps, replace_value, unwrap
 from ._gradients import global_norm
 from ._input_ranges import Suspects, find_suspects, name_leaves
 from ._replay import (
@@ -235,7 +235,7 @@ class _Case:
         if isinstance(scale, NoOpLossScale):
             return
         floor = float(np.float32(scale.min_loss_scale)) if isinstance(scale, DynamicLossScale) else 0.0
-        is_finite = lambda x: bool(self._replay(self._given._replace(scale=_replace_value(scale, x))).finite)
+        is_finite = lambda x: bool(self._replay(self._given._replace(scale=replace_value(scale, x))).finite)
         least = (max(floor, 1.0), _SMALLEST_SCALE) if halvings is None else (max(floor, value / 2.0**halvings),)
         lowest = next((x for x in least if x < value and is_finite(x)), None)
         if lowest is None:
@@ -337,13 +337,6 @@ def _keep_nans(x: Any) -> Any:
     """Replaces infinities by zeros."""
     has_infinities = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.where(jnp.isinf(x), jnp.zeros_like(x), x) if has_infinities else x
-
-
-def _replace_value(scale: LossScale, value: float) -> LossScale:
-    if not isinstance(scale, DynamicLossScale):
-        return dataclasses.replace(scale, loss_scale=value)  # pyright: ignore[reportArgumentType]
-    leaves, structure = jax.tree.flatten(scale)
-    return structure.unflatten([jnp.float32(value), *leaves[1:]])
 
 
 def _find_limit(dtype: str) -> float | None:

@@ -51,10 +51,20 @@ def divide_by_zero_backward(params):
     return jnp.sum(jnp.sqrt(params - 1))
 
 
+@jax.custom_vjp
+def overflow_in_rule(x):
+    """The infinity of the backward pass is there at any loss scale."""
+    return x
+
+
+overflow_in_rule.defvjp(lambda x: (x, x), lambda x, g: (g * jnp.exp(100 * x),))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "scale", "is_search"),
     [
+        (lambda params: jnp.sum(overflow_in_rule(params)), SCALE, False),
         (overflow_backward, SCALE, True),
         (overflow_forward, SCALE, False),
         (divide_by_zero_backward, SCALE, False),
