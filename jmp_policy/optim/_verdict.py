@@ -270,6 +270,10 @@ class _Case:
             yield self._blame_format(origin.cause or origin, self._find_map(scopes, origin))
         elif origin.argument and not origin.argument.startswith("a constant"):
             yield self._make("data", f"the data: {origin.describe()}", place=origin.argument)
+        root = origin.cause or origin
+        if root.primitive == "convert_element_type" and root.dtype.startswith("float8"):
+            fields = {"source": root.source, "limit": _find_limit(root.dtype)}
+            yield self._make("format", f"the format: {origin.describe()}", place=_name_place(root), **fields)
         text = f"the model: the step is not finite in float32 either. {origin.describe()}"
         yield self._make("model", text, place=_name_place(origin), source=origin.source)
 
@@ -305,7 +309,7 @@ class _Case:
 
         def measure(given: Given) -> Any:
             args, kwargs = unwrap(given.arguments)
-            differentiated = widen(self._finder.differentiate(given.params, given.scale))
+            differentiated = widen(force_full_precision(self._finder.differentiate(given.params, given.scale)))
             return collect(differentiated, **options)(given.params, *args, **kwargs)[1]
 
         try:
@@ -320,10 +324,16 @@ class _Case:
         value, limit = self._measure_in_float32(origin) if origin.primitive else None, _find_limit(origin.dtype)
         text = f"the format: the step is finite in float32. {_say_where(origin)}"
         if value is not None and limit is not None:
-            text += f" In float32 its largest result is {value:.4g}, and {origin.dtype} ends at {limit:g}."
+            text += f" In float32 its largest result is {value:.4g}, "
+            if value > limit:
+                text += f"and {origin.dtype} ends at {limit:g}."
+            else:
+                text += f"within the range of {origin.dtype}: an operand was rounded too far, as an epsilon to zero."
         if policy_map is not None and policy_map.rules:
             rules = {rule.key: str(rule.policy.compute_dtype) for rule in policy_map.rules}
-            text += f" It is finite with PolicyMap({rules}, policy)."
+            is_wide = policy_map.default is not None and policy_map.default.compute_dtype == "float32"
+            default = "'float32'" if is_wide else "policy"
+            text += f" It is finite with PolicyMap({rules}, {default})."
         elif policy_map is not None:
             text += " Nothing less than float32 everywhere makes it finite: compute in bfloat16, or scale the inputs."
         fields = {"place": _name_place(origin), "source": origin.source, "policy_map": policy_map}

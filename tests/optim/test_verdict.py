@@ -304,6 +304,38 @@ def test_an_epsilon_that_half_precision_loses_is_of_the_format():
 
 
 @pytest.mark.slow
+def test_a_mask_that_half_precision_makes_infinite_is_measured_in_float32():
+    model = jmp.with_policy(lambda w, x: w * x + (1 - x) * (jnp.asarray(-6e4, x.dtype) * 4), POLICY)  # 0 * -inf
+    find = optim.find_origin(
+        lambda w, x: jnp.sum(jax.nn.sigmoid(model(w, x))), tx := optim.skip_nonfinite(optax.sgd(1))
+    )
+    found = find.verdict(params := jnp.ones(2), tx.init(params), jnp.float32([1.0, 0.0]))
+    assert (found.kind, found.place, found.value) == ("format", "mul", 2.4e5), str(found)
+
+
+@pytest.mark.slow
+def test_a_probability_that_half_precision_rounds_to_zero_is_no_overflow():
+    def loss_fn(w, x):
+        with jax.named_scope("head"):
+            h = x.astype(jnp.float16) * w.astype(jnp.float16)
+        return -jnp.sum(jnp.log(jax.nn.softmax(h)).astype(jnp.float32))  # a probability is rounded to zero
+
+    find = optim.find_origin(loss_fn, tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    found = find.verdict(params := jnp.ones(2), tx.init(params), jnp.float32([20.0, 0.0]))
+    assert "result is 20, within the range of float16: an operand was rounded too far" in str(found)
+    assert str(found).endswith("It is finite with PolicyMap({'head': 'float16'}, 'float32').")
+
+
+@pytest.mark.slow
+def test_a_cast_to_float8_is_of_the_format():
+    loss_fn = lambda w, x: jnp.sum((w * x).astype(jnp.float8_e4m3fn).astype(jnp.float32))
+    find = optim.find_origin(loss_fn, tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    found = find.verdict(params := jnp.ones(2), tx.init(params), jnp.float32([700.0, 1.0]))
+    assert (found.kind, found.place, found.limit) == ("format", "convert_element_type", 448.0)
+    assert str(found).endswith("float8_e4m3fn ends at 448: scale the values first, or clip them with `jnp.clip`.")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "inner", "place"),
     [
