@@ -246,8 +246,9 @@ def _find_masks(observed: ObservedProgram, rows: Sequence[Row], largest: float, 
             # The arrays of a program are not kept: they may be masks.
             unknown = _Value(sign=-1 if not isinstance(atom, Var) or float_dtype(atom) else 0)
             return known.get(atom, unknown) if isinstance(atom, Var) else unknown
-        size = abs(atom.val) if float_dtype(atom) and np.ndim(atom.val) == 0 and np.isfinite(atom.val) else 0
-        is_large = bool(size > largest)
+        is_number = float_dtype(atom) and np.ndim(atom.val) == 0 and np.isfinite(atom.val)
+        size = abs(float(atom.val)) if is_number else 0.0  # NumPy would round `largest` to the dtype of the number
+        is_large = size > largest
         return _Value(is_large, int(np.sign(atom.val)) if is_large else 0, clamps or size >= _LIMIT, size == 0)
 
     def measure(indices: Sequence[int]) -> _Value:

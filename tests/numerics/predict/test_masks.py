@@ -57,6 +57,11 @@ def test_only_masks_may_overflow_under_autocast():
     assert {name for name, value in values.items() if not np.isfinite(value).all()} == named
 
 
+def test_constants_in_float16_are_compared_with_limits_beyond_its_range():
+    stats = observe(lambda x: jnp.where(x > 0, x, jnp.float16(-6e4)) * jnp.float16(0.5), X.astype("float16"))
+    assert not predict(stats, "mixed_bfloat16").reasons  # NumPy's warnings are errors here
+
+
 class ShiftedAndMasked(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
