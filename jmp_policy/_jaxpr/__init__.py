@@ -111,6 +111,7 @@ from ._source import (
     is_called_by_loss as is_called_by_loss,
     is_from_custom_rule as is_from_custom_rule,
     is_traced_in_loss as is_traced_in_loss,
+    list_callers as list_callers,
     list_functions as list_functions,
     split_line as split_line,
 )

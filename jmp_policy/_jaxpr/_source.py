@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import itertools
 import os
 import re
 import sys
@@ -42,6 +43,13 @@ def find_line(eqn: JaxprEqn) -> str:
 def find_calling_line(eqn: JaxprEqn) -> str:
     """Finds the innermost frame outside JAX; returns the empty string without one."""
     return next((_spell_frame(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
+
+
+def list_callers(eqn: JaxprEqn) -> list[tuple[Any, int]]:
+    """Lists the code outside JAX that called JAX, and where in it: the same for all equations of one call."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else zip(*traceback.raw_frames(), strict=True)
+    return [*itertools.dropwhile(lambda frame: _is_from(_JAX, frame[0].co_filename), frames)]
 
 
 def choose_line(frames: Sequence[Any]) -> str:

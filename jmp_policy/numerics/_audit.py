@@ -37,6 +37,7 @@ from .._jaxpr import (
     is_float,
     is_traced_in_loss,
     keep_changes,
+    list_callers,
     list_functions,
     multiplies_only,
     trace_call,
@@ -293,6 +294,8 @@ def _is_needlessly_wide(atom: Atom, fact: ValueFacts) -> bool:
 
 
 def _is_one_call(first: Step, second: Step) -> bool:
+    if second.name in ("concatenate", "stack"):  # their functions of jax.numpy cast in another line of JAX
+        return list_callers(find_origin(first)) == list_callers(find_origin(second))
     return find_origin(first).source_info.traceback == find_origin(second).source_info.traceback
 
 
@@ -349,7 +352,8 @@ def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -
 
 
 def _check_exponential(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
-    if float_dtype(step.operands[0]) == FLOAT16 and not backward:
+    is_small = facts[0].sign < 0 and step.name != "pow"  # at most 1, as in the derivative of gelu
+    if float_dtype(step.operands[0]) == FLOAT16 and not backward and not is_small:
         name = "float16-softmax" if list_functions(step) & {"softmax", "_softmax"} else "float16-exp"
         yield Suspicion(name, step, step.name, (FLOAT16,))
 

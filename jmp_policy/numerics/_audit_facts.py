@@ -1,5 +1,6 @@
 """The facts that an audit keeps of each value: its origin and its kind."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class ValueFacts(NamedTuple):
     # The step that added a value computed from gradients to an argument in half precision; it was at most moved since.
     updated: Step | None = None
     carried: Jaxpr | None = None  # the body of the loop that carries it
+    sign: int = 0  # 1 if it is known never to be negative, -1 never to be positive
 
 
 ARGUMENT, CONSTANT = "a parameter or argument", "a constant"
@@ -45,7 +47,8 @@ def is_lower(dtype: np.dtype | None, wide: np.dtype | None) -> bool:
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
     if isinstance(atom, Literal):
-        return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
+        sign = int(np.sign(atom.val)) if is_float(atom) and np.ndim(atom.val) == 0 and atom.val == atom.val else 0
+        return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else (), sign=sign)
     return environment.get(atom, UNKNOWN)
 
 
@@ -83,7 +86,25 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
         of_gradient=backward or any(fact.of_gradient for fact in facts),
         summed=_find_half_sum(step, facts) if backward and step.name in _SUMS else None,
         updated=step if not backward and _is_half_update(step, facts) else None,
+        sign=_SIGNS[step.name](step, [fact.sign for fact in facts]) if step.name in _SIGNS else 0,
     )
+
+
+def _keep_sign(step: Step, signs: Sequence[int]) -> int:
+    return signs[0] if len(set(signs)) == 1 else 0
+
+
+_SIGNS: dict[str, Callable[[Step, Sequence[int]], int]] = {
+    **dict.fromkeys(("abs", "exp", "exp2", "logistic", "sqrt", "square"), lambda step, signs: 1),
+    **dict.fromkeys(("add", "max", "min", "reduce_max", "reduce_min", "reduce_sum"), _keep_sign),
+    **dict.fromkeys(
+        ("mul", "div"), lambda step, signs: 1 if step.operands[0] is step.operands[1] else math.prod(signs)
+    ),
+    "integer_pow": lambda step, signs: signs[0] if step.eqn.params["y"] % 2 else 1,
+    "neg": lambda step, signs: -signs[0],
+    "sub": lambda step, signs: _keep_sign(step, [signs[0], -signs[1]]),
+}
+"""By primitive: the sign of its result, given those of its operands."""
 
 
 def find_narrowest_dtype(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
@@ -150,7 +171,14 @@ def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
         return floats[0]
     # Of several values that become one, a computed value says more than an argument.
     first = next((fact for fact in floats if not fact.given), floats[0])
-    return first._replace(given=_join_origins(floats), constants=_join_constants(floats))
+    # One that was wide already keeps the others from being narrow.
+    was_narrow = all(fact.widening is not None or fact.given == CONSTANT for fact in floats)
+    return first._replace(
+        given=_join_origins(floats),
+        constants=_join_constants(floats),
+        widening=first.widening if was_narrow else None,
+        sign=_keep_sign(step, [fact.sign for fact in floats]),
+    )
 
 
 def _join_origins(facts: Sequence[ValueFacts]) -> str:

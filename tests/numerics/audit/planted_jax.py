@@ -63,6 +63,17 @@ plant("where with a float32 branch", X, f32(4, 8))(
     faulty=lambda x, y: jnp.where(x > 0, x, y),  # fault: accidental-promotion
     clean=lambda x, y: jnp.where(x > 0, x, half(y)),
 )
+plant("join with a float32 array", X, f32(1, 8))(
+    faulty=lambda x, token: jnp.concatenate([token, x]),  # fault: accidental-promotion
+    clean=lambda x, token: (
+        jnp.concatenate([half(token), x]),
+        jnp.concatenate([token, wide(x)]).astype(x.dtype),  # no round trip: the token was float32
+    ),
+)
+plant("stack with a float32 array", X)(
+    faulty=lambda x: jnp.stack([x, jnp.ones_like(x, jnp.float32)]),  # fault: accidental-promotion
+    clean=lambda x: jnp.stack([x, jnp.ones_like(x)]),
+)
 plant("einsum that only sums", X)(
     faulty=lambda x: jnp.einsum("ij->j", x),  # fault: half-reduction
     clean=lambda x: jnp.einsum("ij->j", wide(x)),
@@ -205,7 +216,7 @@ plant("all reduce in half", bf16(1, 8))(
 )
 plant("exp in float16", X16)(
     faulty=lambda x: jnp.exp(x),  # fault: float16-exp
-    clean=lambda x: jnp.exp(wide(x)),
+    clean=lambda x: jnp.exp(wide(x)) + jnp.exp(-0.5 * x**2 - jnp.abs(x)) + jax.jvp(lax.erf, (x,), (x,))[1],  # at most 1
 )
 plant("log in float16", X16)(
     faulty=lambda x: jnp.log(x + 1e-3),  # fault: float16-log
