@@ -182,11 +182,13 @@ class _Case:
                 yield self._make("spike", text, value=norm)
             if not updates_finite:
                 yield from self._check_update(found)
+        outside = "".join(f" Of its inputs, {suspect.describe(name)}." for name, _, suspect in self._list_suspects())
         text = (
-            "something that is not reproduced: loss and gradients of the replay are finite. The gradients of the step "
-            "were taken with another scale, of another batch or loss, or on a machine that failed."
+            f"The replay of the step is taken: its loss, {float(found.loss):.4g}, and its gradients are finite. If the "
+            "step was skipped, its gradients were taken with another scale, of another batch or loss, or on a machine "
+            f"that failed. If its loss jumped, skip_spikes skips such steps.{outside}"
         )
-        yield self._make("not reproduced", text)
+        yield Verdict("not reproduced", self._step, text)
 
     def _check_update(self, found: Replay) -> Iterator[Verdict]:
         from ..numerics import search_nonfinite
@@ -214,13 +216,17 @@ class _Case:
         text = f"the optimizer: loss and gradients are finite, but its update is not. {origin.describe()}"
         yield self._make("model", text, **fields)
 
-    def _check_data(
-        self, heals: Callable[[Given], Any], is_meant: Callable[[Suspects], bool] = lambda suspect: True
-    ) -> Iterator[Verdict]:
+    def _list_suspects(self) -> list[tuple[str, Any, Suspects]]:
+        """Returns the inputs with suspicious elements: name, array and elements."""
         args, kwargs = unwrap(self._given.arguments)
         named = name_leaves(self._finder.loss_fn, args, kwargs)
         found = [(name, leaf, find_suspects(leaf, self._finder.ranges.get(name))) for name, leaf in named]
-        suspects = [(name, leaf, suspect) for name, leaf, suspect in found if suspect is not None and is_meant(suspect)]
+        return [(name, leaf, suspect) for name, leaf, suspect in found if suspect is not None]
+
+    def _check_data(
+        self, heals: Callable[[Given], Any], is_meant: Callable[[Suspects], bool] = lambda suspect: True
+    ) -> Iterator[Verdict]:
+        suspects = [each for each in self._list_suspects() if is_meant(each[-1])]
         for chosen in [*([each] for each in suspects), suspects][: len(suspects) + (len(suspects) > 1)]:
             repaired = {id(leaf): suspect.repaired for _, leaf, suspect in chosen}
             arguments = jax.tree.map(lambda x, new=repaired: new.get(id(x), x), self._given.arguments)

@@ -171,7 +171,7 @@ def test_a_planted_fault_of_each_kind_is_found(name):
     assert "1 of 64 elements of params/second/kernel are infinite, or more than 10,000 times as large" in str(found)
     found = _judge(family, *make(), _batch(), times=4)
     assert found.kind == "not reproduced"
-    assert "loss and gradients of the replay are finite" in str(found)
+    assert "The replay of the step is taken: its loss," in str(found)
     _assert_format_is_found(family, *make())
 
 
@@ -438,6 +438,14 @@ def test_finite_steps_of_any_optimizer_are_judged(tx, params, kind):
     loss_fn = _float8_loss if params is FLOAT8 else lambda params, x: jnp.sum(params["w"].astype(jnp.float32) * x)
     found = optim.find_origin(loss_fn, tx).verdict(params, tx.init(params), jnp.float32([1.0, 2.0]))
     assert found.kind == kind, str(found)
+
+
+def test_a_step_that_was_taken_is_not_called_skipped():
+    find = optim.find_origin(lambda w, x: jnp.mean(w * x), tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    find.watch(jnp.float32([1.0, -1.0, 0.5]))
+    found = find.verdict(jnp.float32(1.0), tx.init(jnp.float32(1.0)), jnp.float32([1.0, 50.0, 0.5]))
+    assert str(found).startswith("The replay of the step is taken: its loss, 17.17,")
+    assert "Of its inputs, 1 of 3 elements are outside of -1 to 1, such as 50, in x (row 1)." in str(found)
 
 
 @pytest.mark.slow
