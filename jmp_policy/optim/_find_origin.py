@@ -29,7 +29,7 @@ from ._input_ranges import Range, join_range, name_leaves
 from ._skipped_step import BadGradient, SkippedStep, count_nonfinite, list_names, read_counts
 from ._skipping import find_inner
 from ._step import list_trained
-from ._transformation import LossScaledState, Transformation, check_transformation
+from ._transformation import LossScaledState, Transformation, check_loss_first
 
 if TYPE_CHECKING:
     from ._verdict import Verdict
@@ -230,7 +230,7 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
       `None` if loss and gradients are finite. `find.verdict` has the same arguments.
 
     Raises:
-      TypeError: `tx` is not an optax transformation; or `find` is called inside `jax.jit`.
+      TypeError: `tx` is not an optax transformation, or is first; or `find` is called inside `jax.jit`.
       ValueError: `old_state` holds no loss scale, or several, or is of several models (`jax.vmap`); or arrays were
         donated.
 
@@ -244,7 +244,7 @@ def find_origin(loss_fn: Callable[..., Any], tx: Transformation, has_aux: bool =
     ...     print(skip.origin.primitive, skip.is_search, find.verdict(params, old_state, x).kind)
     div False model
     """
-    check_transformation(tx)
+    check_loss_first(loss_fn, tx, "find_origin")
     return OriginFinder(loss_fn, tx, has_aux)
 
 

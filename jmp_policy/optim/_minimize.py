@@ -16,7 +16,7 @@ from ..gradients import check_differentiable, scale_loss, search_reduce_dtype, v
 from ..loss_scale import NoOpLossScale, ScaledState, get_loss_scale, has_scaled_state, list_skipping
 from ._loss_scaled import LossScaledUpdate
 from ._step import Params, explain_step_errors, step
-from ._transformation import Transformation
+from ._transformation import Transformation, check_loss_first
 
 
 @overload
@@ -69,7 +69,8 @@ def minimize(
     Raises:
       ValueError: at the step, as `value_and_grad` and `optim.step`: `opt_state` holds no loss scale but `tx` is
         `loss_scaled`, or `loss_scaled` is inside a transformation that advances when it skips a step.
-      TypeError: `params` are an nnx module with state, such as BatchNorm or Dropout. Use `jmp_policy.nnx.Optimizer`.
+      TypeError: `tx` is not an optax transformation, or is first; or, at the step, `params` are an nnx module with
+        state, such as BatchNorm or Dropout. Use `jmp_policy.nnx.Optimizer`.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
@@ -80,6 +81,7 @@ def minimize(
     >>> params.tolist(), float(loss)
     ([0.0, 0.75], 1.25)
     """
+    check_loss_first(fun, tx, "minimize")
 
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

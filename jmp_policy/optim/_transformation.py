@@ -129,9 +129,21 @@ def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs
     return optax.with_extra_args_support(tx)
 
 
+def is_transformation(tx: object) -> bool:
+    """True for an optax transformation."""
+    return callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+
+
+def check_loss_first(loss_fn: object, tx: object, caller: str) -> None:
+    """Raises a `TypeError` unless a loss function comes first and its optax transformation second."""
+    if is_transformation(loss_fn):
+        raise TypeError(f"{caller} takes the loss function, then the optimizer. For example: {caller}(loss_fn, tx).")
+    check_transformation(tx, "tx")
+
+
 def check_transformation(tx: object, name: str = "inner") -> None:
     """Raises a `TypeError` if an argument of this name is not an optax transformation."""
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+    if not is_transformation(tx):
         called = f"{getattr(tx, '__name__', 'optax.adamw')}(1e-3)" if callable(tx) else "optax.adamw(1e-3)"
         raise TypeError(f"{name} must be an optax transformation, got {describe(tx)}. For example: {called}.")
 
