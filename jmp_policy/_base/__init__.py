@@ -65,6 +65,7 @@ from ._mesh import (
     vary_everywhere as vary_everywhere,
 )
 from ._messages import (
+    Check as Check,
     describe as describe,
     did_you_mean as did_you_mean,
     escape_controls as escape_controls,

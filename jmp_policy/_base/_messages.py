@@ -117,3 +117,36 @@ def _remove_frames(error: Exception) -> None:
     for outer, inner in zip(kept, [*kept[1:], None], strict=True):
         outer.tb_next = inner
     error.__traceback__ = kept[0]
+
+
+class Check:
+    """Checks a function once it is called with its arguments. It warns if it never is, and has no truth value.
+
+    >>> bool(Check(lambda x: x > 0, "certify(fun, ranges)"))
+    Traceback (most recent call last):
+    TypeError: certify(fun, ranges) checks nothing until it is called with the arguments of the function. For example: \
+certify(fun, ranges)(x).
+    """
+
+    def __init__(self, fun: Callable[..., Any], name: str):
+        functools.update_wrapper(self, fun)
+        self._fun, self._name, self._is_called = fun, name, False
+
+    @hide_frames
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_called = True
+        return self._fun(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        self._is_called = True
+        raise TypeError(self._explain())
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            warn_user(self._explain())
+
+    def _explain(self) -> str:
+        return (
+            f"{self._name} checks nothing until it is called with the arguments of the function. "
+            f"For example: {self._name}(x)."
+        )

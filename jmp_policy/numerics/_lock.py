@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._base import Args, KeyPath, Kwargs, Note, group_by_key, hide_frames, is_array, warn_user
+from .._base import Args, Check, KeyPath, Kwargs, Note, group_by_key, hide_frames, is_array, warn_user
 from .._jaxpr import (
     ModulePaths,
     ObservedCall,
@@ -171,7 +171,7 @@ def assert_locked(
       update: whether to write the file anew; by default if the environment variable `JMP_UPDATE_LOCKS` is 1.
 
     Returns:
-      A function of the arguments of `fun`.
+      A function of the arguments of `fun`. It warns if it is never called: then nothing was compared.
 
     Raises:
       AssertionError: a fact differs, or the file is missing. The message has the difference, with causes and fixes.
@@ -208,7 +208,7 @@ def assert_locked(
         elif locked is not None and (difference := locked.diff(now)):
             raise AssertionError(f"{file} differs.\n{difference}\nIf you meant to change it: {UPDATE}=1 pytest")
 
-    return run_assert
+    return Check(run_assert, f"assert_locked({str(path)!r}, {getattr(fun, '__name__', 'fun')})")
 
 
 def lock_like(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from ..._base import PyTree, Results, cast_floating, describe, escape_controls, hide_frames, is_array
+from ..._base import Check, PyTree, Results, cast_floating, describe, escape_controls, hide_frames, is_array
 from ..._jaxpr import check_function, find_running_line, find_unrepeatable, split_line, trace, walk
 from ...modules import with_policy
 from ...policy import Policy, PolicySpec, get_policy
@@ -107,7 +107,7 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
 
     Returns:
       A function of the same arguments that returns a `Certificate`. Arguments may be `jax.ShapeDtypeStruct`s: only
-      shapes and dtypes of arrays are used. Other objects are constants.
+      shapes and dtypes of arrays are used. Other objects are constants. The function has no truth value.
 
     Raises:
       TypeError: `fun` is not a function, or an argument is a Python number, which has no range.
@@ -144,7 +144,7 @@ def certify(fun: Callable[..., Any], ranges: PyTree, policy: PolicySpec = None) 
         found = _try_inputs(traced.program, given, analysis)
         return _report(faults[0], None) if found is None else _report(found[0], _put_back(args, found[1]))
 
-    return run_certify
+    return Check(run_certify, f"certify({getattr(fun, '__name__', 'fun')}, ranges)")
 
 
 Limits = tuple[float, float]
