@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_paths_to
-from .._jaxpr import MATMULS, ModulePaths, float_dtype, take_apart, walk
+from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_paths_to, warn_user
+from .._jaxpr import HALF, MATMULS, ModulePaths, float_dtype, take_apart, walk
 from ..autocast import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE, autocast, is_mixed
 from ..gradients import value_and_grad
 from ..loss_scale import LossScale, NoOpLossScale
@@ -144,7 +144,9 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     low, narrows = find_low_format(policy), narrows_all(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
-    where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
+    program = jax.make_jaxpr(plain)(arrays).jaxpr
+    _warn_of_half_reference(subject, policy, program)
+    where = _choose_operations(program)
     passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
     look = lambda fun: (
         lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge", sample=None)(*args)[1]
@@ -166,6 +168,17 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     scores = _score(by_scope, low)
     others = sorted(set(scopes) - set(culprits), key=lambda scope: (-scores[scope], scopes.index(scope)))
     return Ranking((*culprits, *others), scale if loss_scale is None else loss_scale)
+
+
+def _warn_of_half_reference(subject: Subject, policy: Policy, program: Jaxpr) -> None:
+    """Warns if the function has half-precision matmuls of its own: trials are compared with it."""
+    matmuls = (step for step in walk(program, live_only=True) if step.name in MATMULS)
+    half = next((dtype for step in matmuls for dtype in map(float_dtype, step.results) if dtype in HALF), None)
+    if half is not None and policy.quantization is None:
+        warn_user(
+            f"{subject.name} multiplies in {half} without the policy of tune, so they are not compared with float32: "
+            "does its model have a policy? Pass a model without one. For example: tune(model, (variables, x), ...)."
+        )
 
 
 def _choose_operations(program: Jaxpr) -> tuple[str, ...]:

@@ -200,3 +200,12 @@ def test_trials_of_an_edited_function_or_metric_are_refused(file):
         jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score_twice)
     assert file.read_text(encoding="utf-8") == before
     jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score)
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
+def test_a_model_that_has_a_policy_is_warned_of(is_module):
+    model = jmp.with_policy(nn.Dense(2), "p=f32,c=f16,o=f32")
+    variables, x = model.init(jax.random.key(0), jnp.ones((2, 4))), jnp.ones((2, 4))
+    target = model if is_module else (lambda variables, x: model.apply(variables, x).sum())
+    with pytest.warns(UserWarning, match=r"multiplies in float16 without the policy of tune.*Pass a model without one"):
+        jmp.tune(target, (variables, x), "mixed_bfloat16", tolerance=0.1)
