@@ -51,7 +51,15 @@ class Optimizer(nnx.Optimizer):
         Returns:
           `None` under `loss_scaled`, and with a transformation for half-precision parameters: the step makes no array
           of updates, which is cheaper and exact. With any other transformation the updates, as Flax's.
+
+        Raises:
+          TypeError: the gradients come first.
         """
+        if isinstance(model, nnx.State) and isinstance(grads, nnx.Module):  # Flax would change the gradients
+            raise TypeError(
+                f"update takes the model, then its gradients, got a State and a {type(grads).__name__}. "
+                "For example: optimizer.update(model, grads)."
+            )
         new = nnx.state(grads, Float8State, graph=self.graph)
         paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
         differentiated = nnx.All(Float8State, lambda path, _: path in paths)
