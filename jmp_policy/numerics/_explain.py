@@ -49,7 +49,7 @@ from ..modules import (
     read_path,
     widen_policy,
 )
-from ..policy import ODD_ROWS, Float8, Policy
+from ..policy import ODD_ROWS, Float8, Policy, PolicyMap
 from ._audit import find_in_program
 from ._explanation import Explanation, ModuleRow
 
@@ -334,6 +334,11 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
             raise TypeError(
                 "explain takes the inputs of a model and no variables, but the first input is a dictionary with "
                 f"'params', and the call failed: {error}. For example: explain(model, x)."
+            ) from error
+        if inputs and isinstance(inputs[0], Policy | PolicyMap):
+            raise TypeError(
+                "explain takes the inputs of a model, but the first input is a policy, and the call failed: "
+                f"{error}. For example: explain(with_policy(model, policy), x)."
             ) from error
         raise
     return build_explanation(examined, observation, [*weights.values()])

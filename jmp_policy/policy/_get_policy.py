@@ -113,8 +113,8 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
         dtype = find_dtype(spec)
         if dtype is None:
             raise ValueError(
-                f"{describe(spec)} is not a policy or a floating dtype. For example: "
-                "with_policy(model, 'mixed_bfloat16')."
+                f"{describe(spec)} is not a policy or a floating dtype. A policy comes after the function or model. "
+                "For example: with_policy(model, 'mixed_bfloat16')."
             )
         return Policy(dtype, dtype, dtype)
     if "rules" in spec:
@@ -122,8 +122,8 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
     if "param_dtype" in spec:
         return Policy.from_config(spec)
     raise ValueError(
-        f"{quote(spec)} is not the config of a policy or map. "
-        "For rules by path or type: PolicyMap({'head': 'float32'})."
+        f"{describe(spec)} is not the config of a policy or map. For rules by path or type: "
+        "PolicyMap({'head': 'float32'}). A policy comes after variables: quantize(variables, 'int8_from_float32')."
     )
 
 

@@ -52,7 +52,7 @@ def test_device_in_place_of_a_function_shows_a_policy(device):
     ],
 )
 def test_policy_before_its_target_shows_the_order(give):
-    text = r" is not a policy or a floating dtype\. For example: with_policy\(model, 'mixed_bfloat16'\)\.$"
+    text = r" is not a policy or a floating dtype\. A policy comes after .* with_policy\(model, 'mixed_bfloat16'\)\.$"
     with pytest.raises(ValueError, match=text) as error:
         give()
     assert len(str(error.value)) < 300
@@ -197,7 +197,8 @@ def test_a_map_is_no_container():
 
 def test_parameters_in_place_of_a_policy_are_quoted_in_short():
     params = {"dense": {"kernel": jnp.ones((64, 64))}}
-    with pytest.raises(ValueError, match=r"is not the config of a policy or map\.") as error:
+    text = r"is not the config of a policy or map\..* A policy comes after variables: quantize\(variables, 'int8"
+    with pytest.raises(ValueError, match=text) as error:
         jmp.quant.quantize("int8_from_float32", params)
     assert len(str(error.value)) < 400
 
@@ -241,3 +242,39 @@ def test_a_cache_in_the_policy_of_a_function_is_a_warning():
 def test_what_only_layers_do_in_the_policy_of_a_function_is_a_warning(policy, text):
     with pytest.warns(UserWarning, match=rf"^loss_fn is a function: {text}"):
         jmp.with_policy(loss_fn, policy)
+
+
+@pytest.mark.parametrize("make", [jmp.optim.minimize, jmp.optim.find_origin], ids=lambda make: make.__name__)
+def test_an_optimizer_in_the_place_of_the_loss_function_is_an_error(make):
+    text = f"{make.__name__} takes the loss function, then the optimizer. For example: {make.__name__}(loss_fn, tx)."
+    with pytest.raises(TypeError, match=re.escape(text)):
+        make(TX, loss_fn)
+
+
+@pytest.mark.parametrize("tx", [TX, optax.sgd(1.0)], ids=["loss_scaled", "sgd"])
+def test_gradients_in_the_place_of_the_model_are_an_error(tx):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"^update takes the model, then its gradients, got a State and a Linear\. For"):
+        optimizer.update(nnx.state(model, nnx.Param), model)
+
+
+def test_explain_of_a_policy_says_where_it_goes():
+    with pytest.raises(TypeError, match=r"first input is a policy.* explain\(with_policy\(model, policy\), x\)\.$"):
+        jmp.explain(nn.Dense(2), jmp.get_policy("mixed_bfloat16"), jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", ["assert_locked('numerics.lock', loss_fn)", "certify(loss_fn, ranges)"])
+def test_a_check_that_is_not_called_has_no_truth_value_and_warns(name):
+    make = lambda: (
+        jmp.contrib.certify(loss_fn, [(-1, 1)])
+        if name.startswith("certify")
+        else jmp.numerics.assert_locked("numerics.lock", loss_fn)
+    )
+    text = re.escape(
+        f"{name} checks nothing until it is called with the arguments of the function. For example: {name}(x)."
+    )
+    with pytest.raises(TypeError, match=text):
+        assert make()
+    with pytest.warns(UserWarning, match=text):
+        make()

@@ -53,7 +53,7 @@ def test_everything_that_stands_for_a_policy_is_read(spec, name):
 def test_anything_else_is_an_error_that_shows_a_policy(spec):
     assert not is_policy_spec(spec)
     with pytest.raises(
-        ValueError, match=r" is not a policy or a floating dtype\. For example: .* 'mixed_bfloat16'\)\.$"
+        ValueError, match=r" is not a policy or a floating dtype\. A policy comes after .* 'mixed_bfloat16'\)\.$"
     ):
         jmp.get_policy(spec)
 
