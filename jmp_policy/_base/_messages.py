@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import sys
 import types
 import warnings
 import weakref
@@ -141,8 +142,8 @@ certify(fun, ranges)(x).
         self._is_called = True
         raise TypeError(self._explain())
 
-    def __del__(self) -> None:
-        if not self._is_called:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be gone then
+        if not self._is_called and not is_finalizing():
             warn_user(self._explain())
 
     def _explain(self) -> str:

@@ -69,9 +69,8 @@ WRITTEN = "its author wrote the functions that it computes with"
 def read_layer(base: type, attributes: Attributes) -> LayerFacts:
     """Gathers the facts about a layer; `attributes` are those of its author."""
     layer, promotes = find_layer(base), attributes.get("promote_dtype") is DEFAULT_PROMOTE
-    if (
-        layer is None or "promote_dtype" not in attributes
-    ):  # the `__init__` of a subclass may not call that of the layer
+    is_made = "promote_dtype" in attributes  # the `__init__` of a subclass may not call that of the layer
+    if layer is None or not is_made:
         return LayerFacts(are_sums_open=promotes and issubclass(base, nnx.LoRA))
     variable = attributes.get(layer.weight)
     weight = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
