@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
-from .._base import PyTree, vary, vary_everywhere
+from .._base import PyTree, vary
 from ._program import Atom, Step, name_stack
 from ._source import RECORD
 
@@ -125,7 +125,8 @@ class RecorderCalls:
         types = tuple([tuple([_read_manual_type(atom) for atom in atoms]) for atoms in operands])
         key = name, statics, types, self.within
         if key not in self._templates:
-            function = _make_function(self.recorder, name, statics)
+            unchecked = tuple(axis for devices in self.within if not devices.checks for axis in devices.axes)
+            function = _make_function(self.recorder, name, statics, unchecked)
             self._templates[key] = self._trace_call(function, types)
         template = self._templates[key]
         outvars = [Var(var.aval) for var in template.outvars]
@@ -199,17 +200,21 @@ def _drop_type(value: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> Callable[..., list[Any]]:
+def _make_function(
+    recorder: Recorder, name: str, statics: tuple[Any, ...], unchecked: tuple[str, ...]
+) -> Callable[..., list[Any]]:
     """Makes a jitted function of leaves that calls a recorder. JAX caches its jaxprs by shape and mesh."""
 
     def record(*operands: list[Any]) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        run = lambda *operands: _run(recorder, name, operands, statics)
+        run: Any = lambda *operands: _run(recorder, name, operands, statics)
         if _is_partly_manual(mesh):  # explicit axes would restrict the ops of the recorder
             run = jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=PartitionSpec())
         with jax.named_scope(RECORD):
-            # Branches and iterations must return records of one type.
-            return vary_everywhere(run(*jax.tree.map(_drop_type, operands)))
+            # Branches and iterations must return records of one type. An axis of a shard_map with check_vma=False
+            # would stay in the types of its outputs.
+            axes = [axis for axis in mesh.manual_axes if axis not in unchecked]
+            return [vary(leaf, axes) for leaf in run(*jax.tree.map(_drop_type, operands))]
 
     record.__name__ = f"{RECORD}_{name}"
     return jax.jit(record)
