@@ -301,10 +301,13 @@ def _warn_of_other_scale(old_state: PyTree, scale: LossScale) -> None:
     states = find_nodes(old_state, LossScaledState)
     skips = int(strip_variables(states[0].consecutive_skips)) if states else 0
     if skips:
+        checks_updates = states[0].updates_finite is not None
+        update = "its update was not finite: ask find.verdict(params, old_state, batch). Or " if checks_updates else ""
         warn_user(
             f"Loss and gradients are finite at the loss scale {float(scale.loss_scale)} of the state, whose last "
-            f"{skips} steps were skipped. If this step was skipped too, its gradients were taken with another scale, "
-            "or of another loss or batch. Pass the state: jmp_policy.value_and_grad(loss_fn, loss_scale=opt_state)."
+            f"{skips} steps were skipped. If this step was skipped too, {update}its gradients were taken with another "
+            "scale, or of another loss or batch. Pass the state: jmp_policy.value_and_grad(loss_fn, "
+            "loss_scale=opt_state)."
         )
 
 

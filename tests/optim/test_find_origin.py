@@ -167,12 +167,16 @@ def test_bad_gradients_are_in_the_order_of_the_backward_pass(wrap):
 
 
 @pytest.mark.slow
-def test_a_run_that_skips_finite_gradients_is_told_of_another_scale():
-    tx, params = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(1.0)), {"w": jnp.ones(2)}
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [("gradients", "its gradients were"), ("updates", "its update was not finite: .* Or its gradients were")],
+)
+def test_a_run_that_skips_finite_gradients_is_told_of_another_scale(check, why):
+    tx, params = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(1.0), check=check), {"w": jnp.ones(2)}
     find, state = jmp.optim.find_origin(loss_fn, tx), tx.init(params)
     assert find(params, state, GOOD) is None
     with pytest.warns(
-        UserWarning, match=r"finite at the loss scale 1\.0 of the state, whose last 9 steps were.*loss_scale=op"
+        UserWarning, match=rf"scale 1\.0 of the state, whose last 9 steps were.*skipped too, {why}.*loss_scale=op"
     ):
         assert find(params, state._replace(consecutive_skips=jnp.int32(9)), GOOD) is None
 
