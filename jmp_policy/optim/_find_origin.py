@@ -79,7 +79,8 @@ class OriginFinder:
         4. *state* again: elements of a parameter are infinite, or 10,000 times as large as the median one, as after a
            flipped bit; and the step is taken without them.
         5. *scale*: the step is finite at a smaller loss scale.
-        6. *format*: the step is finite in float32. `tune`'s search finds the smallest map that makes it so.
+        6. *format*: the step is finite in float32, and `tune`'s search finds the smallest map that makes it so; or a
+           cast to float8 overflowed.
         7. *model*: it is not finite in float32 either.
 
         A step that `skip_spikes` skipped is a *spike*, unless the data explain it. If the gradients are finite and the
