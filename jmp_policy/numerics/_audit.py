@@ -368,7 +368,7 @@ def _check_logarithm(step: Step, facts: Sequence[ValueFacts], backward: bool) ->
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
     elif narrowest in HALF and (fact.made == "sum of exp" or is_in_loss):
         yield Suspicion("half-logits", step, f"in {narrowest}", (narrowest, dtype))
-    elif dtype == FLOAT16:
+    elif dtype == FLOAT16 and not (step.name == "log1p" and fact.sign > 0):  # at least 0, as in softplus
         yield Suspicion("float16-log", step, step.name, (FLOAT16,))
 
 

@@ -220,7 +220,7 @@ plant("exp in float16", X16)(
 )
 plant("log in float16", X16)(
     faulty=lambda x: jnp.log(x + 1e-3),  # fault: float16-log
-    clean=lambda x: jnp.log(wide(x) + 1e-3),
+    clean=lambda x: jnp.log(wide(x) + 1e-3) + jax.nn.softplus(x),
 )
 plant("softmax in float16", X16)(
     faulty=lambda x: jax.nn.softmax(x),  # fault: float16-softmax
