@@ -211,7 +211,7 @@ def _step_into(owner: Any, key: Any) -> Any:
         return getattr(owner, value, None)
     try:
         return owner[value]
-    except (TypeError, KeyError, IndexError):
+    except Exception:  # nodes of other libraries may raise anything
         return None
 
 

@@ -201,6 +201,30 @@ def test_closed_over_arrays_are_named_as_such_and_those_of_branches_that_are_not
     assert jax.jit(first_nonfinite(fun))(jnp.arange(4.0))[1].primitive == "log"
 
 
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError])
+def test_an_argument_that_cannot_be_indexed_by_numbers_is_named(error):
+    """Haliax's named arrays raise a `ValueError`."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Named:
+        def __init__(self, array):
+            self.array = array
+
+        def __getitem__(self, name):
+            raise error(name)
+
+        def tree_flatten(self):
+            return (self.array,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    fun = lambda x, batch: jnp.log(x) * batch["mask"].array
+    batch = {"mask": Named(jnp.array([1.0, jnp.nan]))}
+    assert first_nonfinite(fun)(jnp.ones(2), batch)[1].argument.startswith("batch['mask']")
+
+
 @pytest.mark.slow
 def test_infinities_of_a_batch_that_get_into_no_result_are_not_blamed_beside_objects_of_nnx():
     def write(model, mask):
