@@ -85,6 +85,7 @@ from ._weights import (
     Weights,
     WeightUse,
     follow_weights,
+    is_times_one,
 )
 
 
@@ -214,12 +215,12 @@ class ProductRule(Rule):
                 self.layouts.setdefault(marked[0].number, set()).add(layout)
                 atoms = [value.atom for value in values]
                 return self._write_product(product, eqn, atoms, marked[0].number, body, context)
-        elif marked and eqn.primitive.name == "gather" and states[0] is not None:
-            lookup = self._find_lookup(eqn, states[0])
+        elif marked:
+            table = states[0] if eqn.primitive.name == "gather" else None
+            lookup = None if table is None else self._find_lookup(eqn, table)
             if lookup is not None:
                 atoms = [values[1].atom, values[0].atom]
                 return self._write_product(lookup, eqn, atoms, marked[0].number, body, context)
-        elif marked:
             moved = self._move(eqn, values, body)
             if moved is not None:
                 return moved
@@ -239,6 +240,10 @@ class ProductRule(Rule):
         """Writes an equation that moves or casts weights, which keep their dtype; returns None for any other."""
         kinds = [value.kind for value in values]
         made = follow_weights(eqn, [A_WEIGHT if isinstance(kind.state, _State) else NO_WEIGHT for kind in kinds])
+        if any(made) and is_times_one(eqn):
+            (weight,) = (value for value in values if isinstance(value.kind.state, _State))
+            self.layouts.setdefault(weight.kind.state.number, set()).add(None)  # stored, it would be multiplied
+            return [weight]
         floating = [kind for kind in kinds if kind.dtype is not None]
         first = floating[0]
         alike = {(kind.dtype, kind.state.format, kind.state.casts) for kind in floating if kind.state is not None}
@@ -453,12 +458,17 @@ def _rewrite(
         state = _State(formats[i], (dtype,), i, order) if dtype is not None and i in formats else None
         kinds.append(AbstractValue(dtype, _Leaf(i) if i in stored else state))
     wanted = [float_dtype(var) for var in program.jaxpr.outvars]
-    moved = move_reads_inside(program) if stored else program
+    moved = _drop_unused(move_reads_inside(program) if stored else program, kept)
     new = Rewriter(rule).rewrite(moved, kinds, EquationPlace(path=_AROUND), wanted).program
     # Run eagerly, a weight that is only multiplied by would be dequantized for nothing.
-    body = new.jaxpr
+    return _drop_unused(new, kept), rule
+
+
+def _drop_unused(program: Any, kept: Collection[str]) -> Any:
+    """Drops the equations whose results nothing reads, but for calls of functions whose names are `kept`."""
+    body = program.jaxpr
     live = body.replace(eqns=list_live(body, kept), debug_info=body.debug_info)
-    return (live if new is body else new.replace(jaxpr=live)), rule
+    return live if program is body else program.replace(jaxpr=live)
 
 
 Uses = dict[int, list[WeightUse]]

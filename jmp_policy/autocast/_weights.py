@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, shape_of, sub_jaxprs
+from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, list_live, shape_of, sub_jaxprs
 from ..policy import Int8, Quantization
 from ..quant import WHY_TABLES_WIDE, Layout, QuantizedArray
 from ._place import EquationPlace
@@ -25,8 +25,8 @@ A_WEIGHT: Names = frozenset([0])
 WEIGHT_PRODUCTS = PRODUCTS | {"ragged_dot_general"}
 """Primitives that are quantized if one operand is a weight."""
 
-_FOLLOWED = (having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"convert_element_type"}) - {"gather", "tile"}
-"""Primitives whose output is a weight if all their floating operands are. A `gather` reads rows of a table."""
+_FOLLOWED = (having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"convert_element_type"}) - {"tile"}
+"""Primitives whose output is a weight if all their floating operands are, except for a `gather` of rows of a table."""
 
 
 WHY_BACKWARD = "its backward pass was traced inside of autocast: write grad(autocast(f)) instead of autocast(grad(f))"
@@ -34,7 +34,9 @@ WHY_BACKWARD = "its backward pass was traced inside of autocast: write grad(auto
 
 def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
     """Returns the weights in each output of an equation without sub-jaxprs, given those in its operands."""
-    if eqn.primitive.name not in _FOLLOWED or not any(names):
+    if is_times_one(eqn):
+        return [NO_WEIGHT.union(*names)]
+    if eqn.primitive.name not in _FOLLOWED or not any(names) or _reads_rows(eqn):
         return [NO_WEIGHT] * len(eqn.outvars)
     if eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars):
         return list(names)
@@ -43,6 +45,19 @@ def follow_weights(eqn: JaxprEqn, names: Sequence[Names]) -> list[Names]:
     floating = [own for own, atom in zip(names, eqn.invars, strict=True) if is_float(atom)]
     joined = NO_WEIGHT if repeats else _join_weights(floating)
     return [joined if is_float(var) else NO_WEIGHT for var in eqn.outvars]
+
+
+def is_times_one(eqn: JaxprEqn) -> bool:
+    """True for a multiplication by the number 1, as Haliax scales weights by default."""
+    if eqn.primitive.name != "mul":
+        return False
+    return sum(isinstance(atom, Literal) and not shape_of(atom) and bool(atom.val == 1) for atom in eqn.invars) == 1
+
+
+def _reads_rows(eqn: JaxprEqn) -> bool:
+    """True for a `gather`, unless it takes one matrix of a stack, as `jnp.take(stack, i, axis=0)` does."""
+    takes_one = len(shape_of(eqn.invars[-1])) == 1 and len(shape_of(eqn.outvars[0])) > 1
+    return eqn.primitive.name == "gather" and not takes_one
 
 
 def _join_weights(names: Sequence[Names]) -> Names:
@@ -72,9 +87,10 @@ class WeightFinder(NamedTuple):
         """Returns the uses, and the weights in the outputs of a jaxpr, given those in its arguments."""
         known: dict[Atom, Names] = dict(zip(program.invars, names, strict=True))
         uses: list[WeightUse] = []
+        live = {id(eqn) for eqn in list_live(program)}
         for eqn, here in zip(program.eqns, self.contexts(place, program), strict=True):
             read = _look_up(known, eqn.invars)
-            if not any(read):
+            if not any(read) or id(eqn) not in live:
                 continue
             bodies = sub_jaxprs(eqn)
             if bodies and self.enters(eqn, here):

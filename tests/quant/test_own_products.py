@@ -1089,6 +1089,24 @@ def test_parts_of_rows_that_are_looked_up_are_left(function):
     assert (row.quantization, row.layout) == ("left: gather reads parts of it", None)
 
 
+@pytest.mark.parametrize("make", [lambda fun: Own(draw((3, 64, 64)), fun), lambda fun: OwnLinen((3, 64, 64), fun)])
+def test_rows_that_nothing_reads_leave_the_layout_of_a_weight(make):
+    function = lambda x, w: (jnp.take(w, 0, axis=0), jnp.einsum("bd,ndh->bnh", x, w))[1]
+    row = jmp.explain(jmp.with_policy(make(function), INT8), X)["w"]
+    assert row.quantization == "int8(min_size=0)"
+    assert row.layout is not None
+
+
+TAKEN = [lambda x, w: x @ jnp.take(w, 1, axis=0), lambda x, w: x @ (1.0 * w[1].astype(jnp.bfloat16))]
+
+
+@pytest.mark.parametrize("make", [lambda fun: Own(draw((3, 64, 64)), fun), lambda fun: OwnLinen((3, 64, 64), fun)])
+@pytest.mark.parametrize("function", TAKEN)
+def test_a_matrix_that_is_taken_or_times_one_is_quantized_and_has_no_layout(function, make):
+    row = jmp.explain(jmp.with_policy(make(function), INT8), X)["w"]
+    assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
+
+
 def test_a_stored_weight_of_another_policy_is_an_error():
     stored = store_own(Own(draw((64, 32)), jnp.matmul), INT8, X)
     with pytest.raises(ValueError, match=r"The weight 'w' is quantized, as 'int8.*', but the policy 'mixed_bfloat16'"):
