@@ -222,7 +222,8 @@ def _lock(arguments: argparse.Namespace) -> int:
         now = dataclasses.replace(now, function=name)
         if arguments.check and locked is not None:
             difference = locked.diff(now)
-            print_text(difference)
+            accept = "\n\nIf you meant to change it: the same command without --check" if difference else ""
+            print_text(f"{difference}{accept}")
             return 1 if difference else 0
         now.save(file)
     except ValueError as error:

@@ -53,6 +53,7 @@ def test_a_lock_is_written_and_a_difference_is_status_1(capsys, folder):
     assert main(other) == 1
     shown = capsys.readouterr().out
     assert "head | forward matmul | " in shown
+    assert shown.endswith("\n\nIf you meant to change it: the same command without --check\n")
     assert "  + float32 x float32 -> float32, multiplied in TF32: 1 time\n" in shown
     assert (folder / "product.lock").read_text() == text
     assert main([*LOCK, "--compiled", "--platform", "cpu"]) == 0

@@ -11,7 +11,7 @@ ASKED_FOR = {
     "The loss is nan", "The loss scale sits at its floor", "Many steps are skipped", "Half precision is not faster",
     "Accuracy differs from float32", "A quantized model", "Recorded values", "Several devices", "Out of memory",
     "Every step compiles again", "Gradients are zero", "Lost updates", "Checkpoints",
-    "Evaluation differs from training",
+    "The loss jumps", "Evaluation differs from training",
 }  # fmt: skip
 
 
