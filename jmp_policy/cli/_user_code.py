@@ -30,6 +30,8 @@ def print_out(*lines: str) -> None:
     except OSError as error:
         # Python writes the rest of the buffer when it exits, and would print an error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # of `| head`
+            raise UserError("the reader of stdout left before the report ended") from None
         raise UserError(f"cannot write to stdout: {error.strerror}. For example: jmp-policy --version") from None
 
 

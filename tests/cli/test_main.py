@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import os
 import platform
 import sys
 from importlib import metadata
@@ -105,6 +106,15 @@ def test_a_stdout_that_cannot_be_written_to_is_one_line(command, buffered, capsy
         assert main([command]) == 2
     said = "cannot write to stdout: No space left on device. For example: jmp-policy --version"
     assert capsys.readouterr().err == f"jmp-policy: error: {said}\n"
+
+
+def test_a_reader_of_stdout_that_left_is_one_line(capsys, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb", 0) as pipe:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, write_through=True))
+        assert main(["--version"]) == 2
+    assert capsys.readouterr().err == "jmp-policy: error: the reader of stdout left before the report ended\n"
 
 
 def test_a_closed_stdout_is_one_line(capsys, monkeypatch):

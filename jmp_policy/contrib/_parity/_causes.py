@@ -206,7 +206,7 @@ def _read_rows(evidence: Evidence) -> Iterator[str]:
     elif has(worst, {"exp"}) and has(worst, {"dot_general"}):
         early = _begins_early(worst, limits[worst.path])
         text += ", and that at the first position, too: it has other heads, keys or values, or" if early else ": it"
-        text += " weighs positions differently, as with another mask, window, slot of the cache or scale of the scores."
+        text += " weighs positions differently, as with another mask, window, rotation, scale or slot of the cache."
     else:
         text += ": it computes something else, such as another epsilon, axis, mask or position."
     yield text
