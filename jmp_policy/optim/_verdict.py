@@ -12,7 +12,7 @@ import numpy as np
 from .._base import PyTree, cast_floating, is_floating, is_half, split_state
 from ..loss_scale import DynamicLossScale, NoOpLossScale, find_nodes, stays_finite, strip_variables
 from ..modules import force_full_precision
-from ..policy import PolicyMap, get_policy, make_map
+from ..policy import Policy, PolicyMap, get_policy, make_map
 from ..report import make_finite, make_plain
 from ._find_origin import Given, OriginFinder, count_steps, replace_value, unwrap
 from ._gradients import global_norm
@@ -336,7 +336,7 @@ class _Case:
             else:
                 text += f"within the range of {origin.dtype}: an operand was rounded too far, as an epsilon to zero."
         if policy_map is not None and policy_map.rules:
-            rules = {rule.key: str(rule.policy.compute_dtype) for rule in policy_map.rules}
+            rules = {rule.key: _spell_policy(rule.policy) for rule in policy_map.rules}
             is_wide = policy_map.default is not None and policy_map.default.compute_dtype == "float32"
             default = "'float32'" if is_wide else "policy"
             text += f" It is finite with PolicyMap({rules}, {default})."
@@ -347,6 +347,11 @@ class _Case:
 
 
 _HALF = ("float16", "bfloat16")
+
+
+def _spell_policy(policy: Policy) -> str:
+    """Spells the policy of a scope for parameters in float32."""
+    return f"mixed_{policy.compute_dtype}" if policy.compute_dtype in _HALF else str(policy.compute_dtype)
 
 
 def _keep_nans(x: Any) -> Any:

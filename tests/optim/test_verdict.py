@@ -293,6 +293,21 @@ def test_updates_that_half_precision_loses_are_of_the_format(inner, params, coef
     assert f"the format of the optimizer: loss and gradients are finite, but its update in {params.dtype}" in str(found)
 
 
+def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_half_precision():
+    def model(w, x):
+        with jax.named_scope("body"):
+            h = x @ w * 1e-6
+        with jax.named_scope("head"):
+            return jnp.tanh(h) @ w.T
+
+    model = jmp.with_policy(model, POLICY)  # the input is infinite where it enters, in no scope
+    find = optim.find_origin(lambda w, x: jnp.sum(model(w, x)), tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    w, x = jnp.ones((3, 2)), jnp.full((4, 3), 1e6)
+    found = find.verdict(w, tx.init(w), x)
+    assert found.policy_map.default.compute_dtype == "float32"
+    assert "It is finite with PolicyMap({'head': 'mixed_float16'}, 'float32')." in " ".join(str(found).split())
+
+
 @pytest.mark.slow
 def test_an_epsilon_that_half_precision_loses_is_of_the_format():
     model = jmp.with_policy(lambda w, x: x / (jnp.abs(w * 0) + jnp.asarray(1e-9, w.dtype)), POLICY)
@@ -323,7 +338,7 @@ def test_a_probability_that_half_precision_rounds_to_zero_is_no_overflow():
     find = optim.find_origin(loss_fn, tx := optim.skip_nonfinite(optax.sgd(0.1)))
     found = find.verdict(params := jnp.ones(2), tx.init(params), jnp.float32([20.0, 0.0]))
     assert "result is 20, within the range of float16: an operand was rounded too far" in str(found)
-    assert str(found).endswith("It is finite with PolicyMap({'head': 'float16'}, 'float32').")
+    assert str(found).endswith("It is finite with PolicyMap({'head': 'mixed_float16'}, 'float32').")
 
 
 @pytest.mark.slow
