@@ -172,7 +172,7 @@ def find_levels(hamiltonian, states):
             old, new = states, hamiltonian @ states / 2 - states
             for _ in range(5):
                 old, new = new, hamiltonian @ new - 2 * new - old
-            states = new / jnp.linalg.norm(new, axis=0)
+            states = new / jnp.max(jnp.abs(new), axis=0)  # of length 1, float32 would square some without an error
         for _ in range(2):
             with scope("orthogonalize"):
                 factor = jnp.linalg.cholesky(states.T @ states)
