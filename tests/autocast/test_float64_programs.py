@@ -11,7 +11,7 @@ import jmp_policy as jmp
 from jmp_policy import PolicyMap, autocast
 
 MIXED = "params=float64,compute=float32,output=float64"
-MARGIN = 10
+MARGIN = 2  # of 8,000 draws of the Gaussian process none is nearer to its tolerance than 2.6
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "float64.md"
 
 pytestmark = pytest.mark.slow  # `test_float64.py` has one quick search
