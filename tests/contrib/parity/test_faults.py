@@ -26,12 +26,12 @@ FAULTS = {  # the options of the sampler, the guilty scope, and a part of the fi
     "a mask without the token itself": (
         {"shift": -1},
         "attention",
-        "and that at the first position, too: it has other heads, keys or values, or attends to",
+        "and that at the first position, too: it has other heads, keys or values, or weighs positions",
     ),
     "a mask with an empty slot": (
         {"shift": 1},
         "attention",
-        "and that at the first position, too: it has other heads, keys or values, or attends to",
+        "and that at the first position, too: it has other heads, keys or values, or weighs positions",
     ),
     "a window": ({"window": 3}, "attention", "The trainer's logits at position 7 change with the token at position 4"),
     "a cache in int8": ({"cache_dtype": jnp.int8}, "attention", None),
