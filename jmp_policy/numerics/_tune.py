@@ -76,7 +76,7 @@ def tune(
         to the floating arrays, or the `nnx.Param`s, in the first argument.
       policy: a policy that computes in float16 or bfloat16, or in float32 with float64 parameters, or a quantized
         policy for a module. The output dtype does not apply to a loss, and not of `"float32"`.
-      tolerance: the largest accepted relative error.
+      tolerance: the largest accepted relative error, such as 0.01 for 1 %.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
       budget: the maximum number of trials; unlimited if `None`. Each compiles.
@@ -96,8 +96,8 @@ def tune(
     Raises:
       TypeError: the first argument is not a function or a module, or `args` is not a tuple or list.
       ValueError: the policy is unknown, is a map, computes in its full dtype, is quantized and given to a function, or
-        quantizes no layer; the tolerance or budget is not positive; the float32 results are not finite or not
-        reproducible within the tolerance; or the file has trials of something else.
+        quantizes no layer; the tolerance is not between 0 and 1; the budget is not positive; the float32 results are
+        not finite or not reproducible within the tolerance; or the file has trials of something else.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -288,8 +288,8 @@ def _check_policy(spec: PolicySpec, target: Any, args: Any) -> Policy:
 
 def _check_tolerance(tolerance: Any) -> None:
     is_number = isinstance(tolerance, int | float | np.number) and not isinstance(tolerance, bool)
-    if not is_number or not 0 < tolerance < math.inf:
-        raise ValueError(f"The tolerance must be a relative error above 0, got {tolerance!r}. {_EXAMPLE}")
+    if not is_number or not 0 < tolerance <= 1:
+        raise ValueError(f"The tolerance must be a relative error above 0 and at most 1, got {tolerance!r}. {_EXAMPLE}")
 
 
 def check_budget(budget: Any) -> None:
