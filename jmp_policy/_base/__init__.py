@@ -43,7 +43,7 @@ from ._memory import (
     Note as Note,
     TraceToken as TraceToken,
     is_in_full_precision as is_in_full_precision,
-    meet_reduce_dtype as meet_reduce_dtype,
+    meet_policy as meet_policy,
     note_for_observer as note_for_observer,
     remember_on_class as remember_on_class,
     remember_recent as remember_recent,

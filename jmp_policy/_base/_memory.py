@@ -16,7 +16,7 @@ ACTIVE_POLICY = jax.make_user_context(None)  # the policy whose linen modules ar
 IN_FULL_PRECISION = jax.make_user_context(False)  # true inside `force_full_precision`
 INFERRED = jax.make_user_context(None)  # policy and dtype of the innermost nnx call that inferred a dtype
 OBSERVING = jax.make_user_context(None)  # the running observation
-REDUCING = jax.make_user_context(None)  # the search of the innermost gradient function for the reduce dtype of a policy
+REDUCING = jax.make_user_context(None)  # what the innermost gradient function looks for in policies
 REWRITING = jax.make_user_context(False)  # true inside a model whose matmuls by its weights are rewritten
 TRACING = jax.make_user_context(None)  # the scope register of the function that is being traced
 
@@ -134,7 +134,7 @@ def _get_memory(kind: type) -> _Memory:
     return found
 
 
-def meet_reduce_dtype(dtype: np.dtype | None) -> None:
-    """Passes the reduce dtype of a policy that takes effect to the running gradient function, if there is one."""
-    if dtype is not None and REDUCING.value is not None:
-        REDUCING.value.meet(dtype)
+def meet_policy(compute_dtype: np.dtype | None, reduce_dtype: np.dtype | None) -> None:
+    """Shows the dtypes of a policy that takes effect to the running gradient function, if there is one."""
+    if REDUCING.value is not None:
+        REDUCING.value.meet(compute_dtype, reduce_dtype)

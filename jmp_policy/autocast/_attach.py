@@ -21,7 +21,7 @@ from .._base import (
     hide_frames,
     is_array,
     is_floating,
-    meet_reduce_dtype,
+    meet_policy,
     note_for_observer,
     warn_once,
     warn_user,
@@ -152,7 +152,7 @@ class _Autocast:
 
     def _call(self, args: Args, kwargs: Kwargs, found: list[WeightArray]) -> Any:
         for each in list_policies(self._policy):
-            meet_reduce_dtype(each.reduce_dtype)
+            meet_policy(each.compute_dtype, each.reduce_dtype)
         for each in (*list_policies(self._policy), *list_rule_policies(self._rules)):
             check_policy_x64(each)
         note_for_observer("policy", lambda: spell_rules(self._policy))

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -25,7 +24,7 @@ from .._base import (
     hide_frames,
     is_wider,
     map_parts,
-    meet_reduce_dtype,
+    meet_policy,
     note_for_observer,
     prepare_state,
     quote,
@@ -213,7 +212,7 @@ def build_value_and_grad(
                 out = out[1] if has_aux else out[1][0]
             return out, (unscale or unscale_grads)(grads, scale)
 
-        out, grads = _reduce_gradients(compute, *reduction, args, kwargs)
+        out, grads = _reduce_gradients(compute, *reduction, scale, args, kwargs)
         warn_of_half(out[0] if has_aux else out, scale)
         return out, grads
 
@@ -247,6 +246,7 @@ def _reduce_gradients(
     list_parameters: Callable[[Args], list[Any]],
     dtype: DTypeLike | None,
     on_opaque: Literal["error", "warn"] | None,
+    scale: LossScale,
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, PyTree]:
@@ -271,20 +271,30 @@ def _reduce_gradients(
             return compute(*args, **kwargs)
 
     if dtype is None:
-        return search_reduce_dtype(compute_in_found)
-    with nullcontext() if REDUCING.value else REDUCING(_DtypeSearch("given")):  # an outer search goes on
+        return search_reduce_dtype(compute_in_found, scale)
+    search = REDUCING.value or _PolicySearch("given")  # an outer search goes on
+    with REDUCING(search._replace(is_unscaled=isinstance(scale, NoOpLossScale))):
         return compute_in(dtype, on_opaque)
 
 
-class _DtypeSearch(NamedTuple):
+class _PolicySearch(NamedTuple):
     """The value of `REDUCING` in our gradient functions."""
 
-    known: str = ""  # the name of the dtype that was found, or "given" if the caller gave one
+    known: str = ""  # the name of the reduce dtype that was found, or "given" if the caller gave one
+    is_unscaled: bool = False
 
-    def meet(self, dtype: np.dtype) -> None:
-        """Ends the trace if a policy has a wider reduce dtype than those before."""
-        if self.known != "given" and (not self.known or is_wider(dtype, np.dtype(self.known))):
-            raise _Met(dtype)
+    def meet(self, compute_dtype: np.dtype | None, reduce_dtype: np.dtype | None) -> None:
+        """Ends the trace if a policy has a wider reduce dtype than those before. Warns of float16 without a scale."""
+        if self.is_unscaled and compute_dtype == jnp.float16:
+            warn_once(
+                _PolicySearch,
+                "A policy computes in float16, and its gradients have no loss scale: those below 6e-8 become zero. "
+                "Scale the loss; for example tx = loss_scaled(optax.adamw(1e-3), policy.loss_scale()).",
+            )
+        if reduce_dtype is None or self.known == "given":
+            return
+        if not self.known or is_wider(reduce_dtype, np.dtype(self.known)):
+            raise _Met(reduce_dtype)
 
 
 class _Met(BaseException):
@@ -295,7 +305,7 @@ class _Met(BaseException):
         self.dtype = dtype
 
 
-def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
+def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T], scale: LossScale) -> T:
     """Calls `take_gradients(None)`, and again with the widest reduce dtype of the policies that it meets, if any.
 
     Policies are found only by tracing. So the first boundary with a reduce dtype ends the trace, and the gradients are
@@ -304,12 +314,12 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
     dtype: np.dtype | None = None
     while True:
         try:
-            with REDUCING(_DtypeSearch("" if dtype is None else dtype.name)):
+            with REDUCING(_PolicySearch("" if dtype is None else dtype.name, isinstance(scale, NoOpLossScale))):
                 made = take_gradients(dtype)
             break
         except _Met as met:
             dtype = met.dtype
-    meet_reduce_dtype(dtype)  # for nested gradients
+    meet_policy(None, dtype)  # for an outer search
     return made
 
 

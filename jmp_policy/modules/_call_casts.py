@@ -27,7 +27,7 @@ from .._base import (
     floating_leaves,
     hide_frames,
     is_floating,
-    meet_reduce_dtype,
+    meet_policy,
     quote,
     shorten,
 )
@@ -93,7 +93,7 @@ def cast_arguments(
     policy: Policy, fun: Callable[..., Any], no_cast: Collection[str], args: Args, kwargs: Kwargs, held: PyTree = None
 ) -> tuple[Policy, Args, Kwargs]:
     """Casts arguments to the compute dtype, which `held` may decide; returns the resolved policy too."""
-    meet_reduce_dtype(policy.reduce_dtype)  # first, because it may end the trace
+    meet_policy(policy.compute_dtype, policy.reduce_dtype)  # first, because it may end the trace
     check_policy_x64(policy)
     kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in no_cast] if no_cast else []
     named = {name: x for name, x in kwargs.items() if name not in no_cast} if kwargs else {}

@@ -96,7 +96,7 @@ def minimize(
         check_differentiable(params, "minimize")
         reduction = {"reduce_dtype": reduce_dtype, "on_opaque": on_opaque}
         if isinstance(tx.update, LossScaledUpdate) and reduce_dtype is None:
-            new_params, new_state, out = search_reduce_dtype(take_step)
+            new_params, new_state, out = search_reduce_dtype(take_step, get_loss_scale(opt_state))
         else:
             new_params, new_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
         return (new_params, new_state, *out) if has_aux else (new_params, new_state, out)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._base import PyTree, Spec, describe, is_wider, meet_reduce_dtype, spread_specs
+from .._base import PyTree, Spec, describe, is_wider, meet_policy, spread_specs
 from ..policy import PolicySpec, get_policy, list_policies
 
 
@@ -31,7 +31,7 @@ def apply_reduce_dtype(spec: PolicySpec) -> None:
     for policy in list_policies(get_policy(spec)):
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
-            meet_reduce_dtype(policy.reduce_dtype)
+            meet_policy(compute_dtype, reduce_dtype)
 
 
 Path = tuple[Any, ...]

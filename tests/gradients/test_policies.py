@@ -14,6 +14,8 @@ from meshes import make_mesh
 from programs import walk
 
 import jmp_policy as jmp
+from jmp_policy._base import forget_warnings
+from jmp_policy.gradients._grad import _PolicySearch
 
 PLAIN = jmp.NoOpLossScale()
 POLICY = "params=float32,compute=bfloat16,output=float32,reduce=float32"
@@ -180,3 +182,31 @@ def test_a_loss_that_decides_on_values_warns_once_and_runs():
         found = jmp.grad(lambda p, b: loss({"w": p, "b": b}), loss_scale=PLAIN)(WEIGHTS["w"], WEIGHTS["b"])
     expected = jax.grad(lambda p, b: loss({"w": p, "b": b}))(WEIGHTS["w"], WEIGHTS["b"])
     np.testing.assert_array_equal(found, expected)
+
+
+UNSCALED = {
+    "a function": (jmp.with_policy(product, "mixed_float16"), WEIGHTS),
+    "autocast": (jmp.autocast(lambda p, x: product(p, x.astype(jnp.float32)), "mixed_float16"), WEIGHTS),
+    "linen": make_linen(jmp.PolicyMap({"head": "mixed_float16"}, default="mixed_bfloat16")),
+    "nnx": make_nnx("mixed_float16"),
+}
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_float16_without_a_loss_scale_warns_once(name):
+    apply, params = UNSCALED[name]
+    loss = functools.partial(loss_of, apply)
+    jax.eval_shape(loss, params)  # warnings are errors here
+    for options in ({}, {"reduce_dtype": "float32"}):
+        scaled, plain = (jmp.grad(loss, loss_scale=scale, **options) for scale in (jmp.StaticLossScale(8.0), PLAIN))
+        jax.eval_shape(scaled, params)
+        _check_warning(plain, params)
+    for tx in (jmp.optim.skip_nonfinite(optax.sgd(1.0)), optax.sgd(1.0)):
+        _check_warning(lambda params: jmp.optim.minimize(loss, tx)(params, tx.init(params)), params)
+
+
+def _check_warning(fun, params):
+    forget_warnings(_PolicySearch)
+    with pytest.warns(UserWarning, match="^A policy computes in float16, and its gradients have no loss scale"):
+        jax.eval_shape(fun, params)
+    jax.eval_shape(fun, params)
