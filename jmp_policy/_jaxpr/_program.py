@@ -198,9 +198,14 @@ def sub_jaxprs(eqn: JaxprEqn, platform: str | None = None) -> list[SubJaxpr]:
         return [_make_sub_jaxpr(eqn, branch, eqn.invars[1:], trips=int(runs)) for branch, runs in branches]
     if name == "custom_linear_solve":
         return [_make_call(eqn, params["jaxprs"].solve)]
+    if name == "call_hi_primitive":  # a `jax.experimental.hijax.HiPrim`, such as a `jax.checkpoint` under `jax_remat3`
+        params = getattr(params.get("_prim"), "params", {})
     items = [item for value in params.values() for item in (value if isinstance(value, tuple | list) else (value,))]
-    programs = [item for item in items if isinstance(item, ClosedJaxpr | Jaxpr)]
-    return [_make_call(eqn, program) for program in programs if len(body_of(program).invars) <= len(eqn.invars)]
+    programs = [item.jaxpr if isinstance(item, jax.stages.Traced) else item for item in items]
+    programs = [item for item in programs if isinstance(item, ClosedJaxpr | Jaxpr)]
+    # Those of a HiPrim may be of other operands.
+    sizes = range(len(eqn.invars) if name == "call_hi_primitive" else 0, len(eqn.invars) + 1)
+    return [_make_call(eqn, program) for program in programs if len(body_of(program).invars) in sizes]
 
 
 WITHOUT_JAXPRS = frozenset(PRIMITIVES) - having(Fact.CALLS, Fact.OUTSIDE, Fact.MEMORY)

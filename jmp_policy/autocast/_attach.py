@@ -251,17 +251,20 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bo
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
         dtypes = {float_dtype(atom) for atom in step.operands} - {None}
-        calls = [eqn for eqn, _ in step.around if eqn.primitive.name in CUSTOM]
+        closed = next((eqn.primitive.name for eqn, _ in step.around if not rule.enters(eqn, EquationPlace())), None)
         if FLOAT64 in dtypes and FLOAT64 not in rule.castable:
             why = "in float64, which a policy with float32 parameters leaves"
             example = f"autocast(fun, {policy.replace(param_dtype='float64').name!r})"
         elif dtypes and FLOAT64 in rule.castable and rule.wide.isdisjoint(dtypes):
             why, example = f"in {min(map(str, dtypes))} as it is", f"get_policy({policy.name!r}).cast_to_param(params)"
-        elif casts and not rule.wide.isdisjoint(dtypes) and not all(rule.enters(eqn, EquationPlace()) for eqn in calls):
+        elif not casts or rule.wide.isdisjoint(dtypes) or closed in (None, "custom_linear_solve"):
+            return None
+        elif closed in CUSTOM:
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
             example = "autocast(fun, policy, custom_rules='inside')"
         else:
-            return None
+            why = f"inside a {closed}, which runs as written"
+            example = f"autocast(inner, {policy.name!r}) in place of the function inner that the {closed} runs"
         found = found or (step, why, example)
     return found
 

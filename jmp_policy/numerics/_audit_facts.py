@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
-from .._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, count_scattered_rows, float_dtype, is_float
+from .._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, array_dtype, count_scattered_rows, float_dtype, is_float
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -59,8 +59,8 @@ def describe_constant(value: Any) -> ValueFacts:
 
 
 def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Sequence[ValueFacts]:
-    if step.name == "optimization_barrier":  # as many as there are operands
-        return facts
+    if step.name == "optimization_barrier":  # which returns all operands but references
+        return [fact for fact, atom in zip(facts, step.operands, strict=True) if array_dtype(atom) is not None]
     if step.name in DEVICE_SUMS:
         kept = ("made", "narrowest", "is_gradient", "of_gradient")
         return [ValueFacts(**{name: getattr(fact, name) for name in kept}) for fact in facts]

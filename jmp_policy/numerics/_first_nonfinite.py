@@ -172,9 +172,9 @@ def _run_and_search(
 
 
 def _sum_parts(array: jax.Array) -> jax.Array:
-    """Sums an array with unreduced mesh axes, because JAX has no `isfinite` for it."""
+    """Sums an array with unreduced mesh axes; JAX can ask neither it nor one with reduced axes if all is finite."""
     spec = jax.typeof(array).sharding.spec
-    if not spec.unreduced:
+    if not (spec.unreduced or spec.reduced):
         return array
     whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.1 has no `partitions`
     return jax.sharding.reshard(array, whole)

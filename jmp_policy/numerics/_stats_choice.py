@@ -83,8 +83,9 @@ class StatsRecorder(Recorder):
         return is_matmul or name in self.operations
 
     def find_twin(self, eqn: JaxprEqn, result: int) -> int | None:
-        # Block-scaled formats need the magnitudes in the same places.
-        if eqn.primitive.name not in (_TWINS - _MOVES if self.spec.has_blocks else _TWINS) or result >= len(eqn.invars):
+        # Block-scaled formats need the magnitudes in the same places. A barrier does not return references.
+        twins = _TWINS - _MOVES if self.spec.has_blocks else _TWINS
+        if eqn.primitive.name not in twins or len(eqn.invars) != len(eqn.outvars):
             return None
         old, new = (getattr(atom, "aval", None) for atom in (eqn.invars[result], eqn.outvars[result]))
         is_same = all(getattr(old, name, None) == getattr(new, name, "") for name in ("size", "dtype"))

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn, nnx
 
 from jmp_policy import AutocastRules, PolicyMap, autocast
+from jmp_policy.numerics import audit
 
 X = jnp.ones((2, 2))
 
@@ -142,7 +143,38 @@ def test_matmuls_that_are_all_inside_custom_derivatives_are_a_warning(name):
         jax.eval_shape(fun, X)  # warns once
 
 
+product = lambda x: jnp.tanh(x @ x)
+
+NOT_ENTERED = {
+    "custom_vmap_call": jax.custom_batching.sequential_vmap(product),
+    "composite": jax.lax.composite(product, name="test.product"),
+    "linear_call": lambda x: jax.custom_derivatives.linear_call(lambda w, x: x @ w, lambda w, ct: ct @ w.T, x, x),
+    "call_hi_primitive": jax.checkpoint(product),
+}
+
+
+@pytest.fixture
+def remat3():
+    if "jax_remat3" not in jax.config.values:
+        pytest.skip("this JAX has no jax_remat3")
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+@pytest.mark.parametrize("name", NOT_ENTERED)
+def test_matmuls_that_are_all_where_autocast_does_not_enter_are_a_warning(name, remat3):
+    text = (
+        rf"each one is inside a {name}, which runs as written; .* For example: autocast\(inner, 'mixed_bfloat16'\) in"
+    )
+    with pytest.warns(UserWarning, match=text):
+        jax.eval_shape(autocast(NOT_ENTERED[name], "mixed_bfloat16"), X)
+    matmuls = audit(NOT_ENTERED[name])(X).matmuls
+    assert [row.dtype for row in matmuls] == ["float32"]  # reports see them
+
+
 def test_matmuls_that_are_cast_or_meant_to_stay_are_no_warning():
+    jax.eval_shape(autocast(lambda x: jax.scipy.sparse.linalg.cg(x, x[0])[0], "mixed_bfloat16"), X)
     jax.eval_shape(autocast(lambda x: hide(x) @ x, "mixed_bfloat16"), X)
     jax.eval_shape(autocast(hide, "mixed_bfloat16", custom_rules="inside"), X)
     jax.eval_shape(autocast(hide, "float32"), X)

@@ -37,6 +37,15 @@ def test_a_result_in_parts_is_summed_before_it_is_looked_at():
     assert (fine.found, found.kind, found.primitive) == (False, "inf", "dot_general")
 
 
+def test_a_result_with_reduced_axes_is_looked_at():
+    mesh = make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.sharding.reshard(jnp.ones(4), P(None, reduced={"data"}))
+        out, found = jax.jit(first_nonfinite(lambda x: x / jnp.zeros_like(x)))(x)
+    assert jax.typeof(out).sharding.spec.reduced == {"data"}
+    assert (found.kind, found.primitive) == ("inf", "div")
+
+
 @pytest.mark.slow
 def test_nothing_is_found_without_a_fault_and_bits_are_the_same():
     grad = jax.value_and_grad(lambda x, w: jnp.sum(jnp.tanh(jnp.log1p(x**2) @ w) / 1.3))

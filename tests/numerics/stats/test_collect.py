@@ -432,3 +432,13 @@ def test_many_rows_are_a_warning():
     with pytest.warns(UserWarning, match=r"measures 501 tensors.*seconds to compile.*where="):
         jax.eval_shape(observe_quick(many, where="sin", of="forward", loops="split"), jnp.ones(2))
     assert numerics.collect is collect
+
+
+def test_a_barrier_with_a_reference_returns_the_arrays_alone():
+    def fun(x):
+        _, one, two = lax.optimization_barrier((jax.new_ref(x), x, 4 * x))
+        return one + two
+
+    _, stats = collect(fun, where="optimization_barrier", of="forward")(jnp.ones(2))
+    assert [float(row.amax) for row in stats.rows()] == [1.0, 4.0]
+    assert "optimization_barrier" in {row.operation for row in audit(fun)(jnp.ones(2)).rows}
