@@ -59,8 +59,9 @@ def describe_constant(value: Any) -> ValueFacts:
 
 
 def derive_facts(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Sequence[ValueFacts]:
-    if step.name == "optimization_barrier":  # which returns all operands but references
-        return [fact for fact, atom in zip(facts, step.operands, strict=True) if array_dtype(atom) is not None]
+    if step.name == "optimization_barrier":  # as many as there are operands; newer JAX drops references
+        kept = [fact for fact, atom in zip(facts, step.operands, strict=True) if array_dtype(atom) is not None]
+        return facts if len(facts) == len(step.results) else kept
     if step.name in DEVICE_SUMS:
         kept = ("made", "narrowest", "is_gradient", "of_gradient")
         return [ValueFacts(**{name: getattr(fact, name) for name in kept}) for fact in facts]

@@ -155,15 +155,18 @@ NOT_ENTERED = {
 
 @pytest.fixture
 def remat3():
-    if "jax_remat3" not in jax.config.values:
-        pytest.skip("this JAX has no jax_remat3")
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", False)
+    is_known = "jax_remat3" in jax.config.values
+    if is_known:
+        jax.config.update("jax_remat3", True)
+    yield is_known
+    if is_known:
+        jax.config.update("jax_remat3", False)
 
 
 @pytest.mark.parametrize("name", NOT_ENTERED)
 def test_matmuls_that_are_all_where_autocast_does_not_enter_are_a_warning(name, remat3):
+    if name == "call_hi_primitive" and not remat3:
+        pytest.skip("this JAX has no jax_remat3")
     text = (
         rf"each one is inside a {name}, which runs as written; .* For example: autocast\(inner, 'mixed_bfloat16'\) in"
     )
