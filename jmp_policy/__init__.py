@@ -100,6 +100,13 @@ _ELSEWHERE = {
     **{name: f"quant.{name}" for name in ("calibrate", "dot_general", "quantize")},
     "gather_params": "sharding.gather_params",
     "GradScaler": "DynamicLossScale, with value_and_grad and optim.loss_scaled",
+    "amp": "autocast, and optim.loss_scaled in place of a GradScaler",
+    "MixedPrecisionPolicy": "Policy, with reduce_dtype",
+    "DTypePolicy": "get_policy, or compat.keras.DTypePolicy",
+    **dict.fromkeys(
+        ("mixed_precision", "set_dtype_policy", "set_global_policy"),
+        "set_default_policy, for with_policy(model) and autocast(fun) without a policy",
+    ),
     "DynamicScale": "DynamicLossScale",
     "LossScaleOptimizer": "compat.keras.LossScaleOptimizer, or optim.loss_scaled",
     "TrainState": "linen.TrainState",

@@ -31,7 +31,8 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
         return _CANONICAL[spec]
     found = find_dtype(spec)
     if found is None:
-        known = did_you_mean(spec, dtype_names())
+        is_policy = isinstance(spec, str) and find_dtype(spec.strip().lower().removeprefix("mixed_")) is not None
+        known = f"It is a policy: get_policy({spec!r})." if is_policy else did_you_mean(spec, dtype_names())
         raise ValueError(f"Unknown dtype {quote(spec)}{where}. {known} For example: {example}.")
     return found
 

@@ -52,6 +52,7 @@ from .._jaxpr import (
 )
 from ..modules import (
     NO_TARGET,
+    PolicyDecorator,
     cast_result,
     eval_shapes,
     find_adapter,
@@ -94,9 +95,7 @@ def attach(
             "example: weights=0, weights=(0, 2), or weights=lambda path: path.endswith('kernel')."
         )
     check_policy(captured, has_weights=weights is not None)
-    wrap = functools.partial(
-        _autocast_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights
-    )
+    wrap = PolicyDecorator(_autocast_function, policy=captured, rules=moved, custom_rules=custom_rules, weights=weights)
     attached: Any = wrap if target is NO_TARGET else wrap(target)
     is_plain = policy is None and target is fun and rules is None
     if is_plain and all(each.compute_dtype == np.float32 for each in list_policies(captured)):

@@ -5,13 +5,17 @@ differences from torch.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._base import PyTree, did_you_mean, quote
+from .._base import PyTree, did_you_mean, load_lazily, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, get_loss_scale
 
 __all__ = ["grad_scaler_state_dict", "loss_scale_from_state_dict"]
 __dir__ = lambda: __all__
+
+if not TYPE_CHECKING:
+    _ELSEWHERE = {"GradScaler": "DynamicLossScale, with value_and_grad and optim.loss_scaled", "autocast": "autocast"}
+    __getattr__ = load_lazily(__name__, {}, {}, elsewhere=_ELSEWHERE)[0]
 
 # Checks of the values, and their descriptions.
 _ENTRIES: dict[str, tuple[Callable[[float], bool], str]] = {

@@ -21,6 +21,7 @@ from ._scale_settings import (
     check_settings,
     clamp,
     explain_argument,
+    explain_attribute,
     warn_if_not_floating,
 )
 
@@ -54,6 +55,9 @@ class LossScale(Uncast):
         """Returns the loss scale of the next step, given whether the gradients of this step were finite."""
         del grads_finite
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(explain_attribute(type(self).__name__, name), name=name, obj=self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -233,7 +237,7 @@ class DynamicLossScale(LossScale):
         settings = dict(vars(self).get("_settings", ()))
         if name in settings:
             return settings[name]
-        raise AttributeError(f"DynamicLossScale has no attribute {name!r}.", name=name, obj=self)
+        return super().__getattr__(name)
 
     def __eq__(self, other: object) -> bool:
         """True if settings and values are equal. The values must not be traced."""

@@ -76,9 +76,28 @@ _OTHER_NAMES = {
 
 def explain_argument(name: str) -> str:
     """Returns the error for an argument that `DynamicLossScale` does not have, with our name for another library's."""
+    if name == "enabled":
+        return "DynamicLossScale() has no argument 'enabled'. A loss scale that does nothing is NoOpLossScale()."
     if name in _OTHER_NAMES:
         return f"DynamicLossScale() has no argument {name!r}. Its name is: {_OTHER_NAMES[name]}."
     return f"DynamicLossScale() got an unexpected keyword argument {name!r}"
+
+
+_SCALER_METHODS = {
+    "step": "optim.step(tx, grads, opt_state, params)",
+    "update": "adjust(grads_finite) of a loss scale, or optim.step, which updates it",
+    "unscale_": "unscale(grads) of a loss scale; value_and_grad unscales by itself",
+    "get_scale": "metrics(opt_state)['loss_scale']",
+    "state_dict": "compat.torch.grad_scaler_state_dict(opt_state)",
+    "load_state_dict": "compat.torch.loss_scale_from_state_dict(state_dict)",
+}
+"""Methods of PyTorch's `GradScaler`, with our names."""
+
+
+def explain_attribute(kind: str, name: str) -> str:
+    """Returns the error for an attribute that a loss scale does not have, with our name for a method of PyTorch."""
+    ours = f" A GradScaler's {name} is here: {_SCALER_METHODS[name]}." if name in _SCALER_METHODS else ""
+    return f"{kind} has no attribute {name!r}.{ours}"
 
 
 def check_scalar(value: object, name: str) -> None:

@@ -23,6 +23,7 @@ from ._adapter import (
 )
 from ._boundary import (
     NO_TARGET as NO_TARGET,
+    PolicyDecorator as PolicyDecorator,
     parse_target as parse_target,
     policy_of as policy_of,
     with_policy as with_policy,

@@ -4,7 +4,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Collection
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import jax
 
@@ -40,6 +40,18 @@ from ._call_casts import (
 class _NoTarget:
     def __repr__(self) -> str:
         return "<nothing>"
+
+
+class PolicyDecorator(functools.partial):
+    """Decorator that applies a policy; in a `with` statement, as `torch.autocast` is used, an error."""
+
+    def __enter__(self) -> Never:
+        raise TypeError(
+            "A policy is not a context manager: give it to the function that runs in the block. "
+            "For example: autocast(loss_fn, 'params=float32,compute=float16,output=none')."
+        )
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 NO_TARGET: Any = _NoTarget()
@@ -102,7 +114,7 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, no_cast
             f"no_cast must be a collection of argument names, got the string {quote(no_cast)}; "
             f"write [{quote(no_cast)}]."
         )
-    give = functools.partial(_give_policy, policy=captured, no_cast=no_cast)
+    give = PolicyDecorator(_give_policy, policy=captured, no_cast=no_cast)
     return give if target is NO_TARGET else give(target)
 
 

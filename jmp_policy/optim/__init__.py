@@ -103,5 +103,5 @@ else:  # most training loops need only the steps
         internal=_INTERNAL,
         unlisted="BadGradient KahanState LossScaledState MasterWeightsState MomentRow OriginFinder "
         "QuantizedMomentsState SkippedStep SpikeState SplitWeightsState StateReport StochasticRoundingState Verdict",
-        elsewhere={"pmean": "sharding.pmean"},
+        elsewhere={"pmean": "sharding.pmean", "GradScaler": "optim.loss_scaled, with value_and_grad"},
     )

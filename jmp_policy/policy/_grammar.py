@@ -55,7 +55,8 @@ _INFERRING = {
 _DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
 _KIND = re.compile(rf"({'|'.join(KINDS)})\b")
 _QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
-_LIGHTNING = re.compile("(bf16|bfloat16|fp16|float16|16|32|64)-(mixed|true)")
+_LIGHTNING = re.compile("(bf16|bfloat16|fp16|float16|16|32|64)[-_](mixed|true)")
+_APEX = {"o0": "float32", "o1": "mixed_float16", "o2": "mixed_float16", "o3": "float16", "amp": "mixed_float16"}
 _FLOAT32_VARS = "_with_float32_vars"
 
 
@@ -93,6 +94,8 @@ def _parse_plain(text: str) -> dict[str, Any]:
         _reject(f"Unknown separator {quote(separator[0])}", text, suggestion)
     if (lightning := _LIGHTNING.fullmatch(name)) and (here := _translate_lightning(*lightning.groups())):
         _reject(f"{quote(name)} is a name of Lightning's", text, f"Here it is {here!r}.")
+    if name in _APEX:
+        _reject(f"{quote(text)} is a name of PyTorch's and Apex's", text, f"Here it is {_APEX[name]!r}.")
     if "=" in name:
         return _parse_fields(text)
     if name in _INFERRING:

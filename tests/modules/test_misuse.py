@@ -23,7 +23,8 @@ def loss_fn(w):
 
 @pytest.mark.parametrize("make", [jmp.autocast, jmp.with_policy])
 def test_a_decorator_after_with_is_an_error(make):
-    with pytest.raises(TypeError, match="context manager"), make("mixed_bfloat16"):
+    text = r"^A policy is not a context manager: give it to the function .* For example: autocast\(loss_fn, 'params="
+    with pytest.raises(TypeError, match=text), make("mixed_bfloat16"):
         pass
 
 
@@ -145,12 +146,26 @@ def test_gradients_of_another_tree_are_named_beside_the_error_of_jax(tx, grads):
     [
         ({"init_scale": 1024.0}, r"^DynamicLossScale\(\) has no argument 'init_scale'\. Its name is: loss_scale\.$"),
         ({"growth_interval": 100}, r"^DynamicLossScale\(\) has no argument 'growth_interval'\. Its name is: period\.$"),
+        ({"enabled": False}, r"no argument 'enabled'\. A loss scale that does nothing is NoOpLossScale\(\)\.$"),
         ({"nothing": 1}, r"unexpected keyword argument 'nothing'"),
     ],
 )
 def test_arguments_of_other_loss_scales_lead_to_ours(given, message):
     with pytest.raises(TypeError, match=message):
         jmp.DynamicLossScale(**given)
+
+
+@pytest.mark.parametrize("scale", [jmp.DynamicLossScale(), jmp.StaticLossScale(2.0), jmp.NoOpLossScale()])
+def test_methods_of_a_grad_scaler_lead_to_ours(scale):
+    for name, ours in [
+        ("step", "optim.step(tx, "),
+        ("unscale_", "unscale(grads) "),
+        ("state_dict", "compat.torch.grad"),
+    ]:
+        text = f"^{type(scale).__name__} has no attribute '{name}'. A GradScaler's {name} is here: {re.escape(ours)}"
+        with pytest.raises(AttributeError, match=text):
+            getattr(scale, name)
+    assert not hasattr(scale, "nothing")
 
 
 @pytest.mark.parametrize("make", [jmp.DynamicLossScale, jmp.StaticLossScale])
@@ -168,8 +183,41 @@ def test_names_that_stand_elsewhere_lead_there(name, where):
 
 
 @pytest.mark.parametrize(
+    ("package", "name", "where"),
+    [
+        (jmp.optim, "GradScaler", "optim.loss_scaled"),
+        (jmp.compat.torch, "GradScaler", "DynamicLossScale"),
+        (jmp.compat.torch, "autocast", "autocast"),
+        (jmp.compat.keras, "mixed_precision", "compat.keras.set_global_policy"),
+        (jmp.compat.keras, "config", "compat.keras.set_dtype_policy"),
+    ],
+)
+def test_names_of_torch_and_keras_lead_to_ours(package, name, where):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. It is jmp_policy\.{re.escape(where)}\b"):
+        getattr(package, name)
+    assert operator.attrgetter(where)(jmp) is not None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [jmp.Policy, lambda name: jmp.get_policy(f"compute={name}"), lambda name: jmp.cast_floating(PARAMS, name)],
+)
+def test_a_policy_in_place_of_a_dtype_is_not_taken_for_a_dtype(read):
+    text = r"^Unknown dtype 'mixed_float16'.*\. It is a policy: get_policy\('mixed_float16'\)\. For example: "
+    with pytest.raises(ValueError, match=text):
+        read("mixed_float16")
+
+
+@pytest.mark.parametrize(("name", "ours"), [("O1", "mixed_float16"), ("O3", "float16"), ("amp", "mixed_float16")])
+def test_names_of_apex_lead_to_ours(name, ours):
+    with pytest.raises(ValueError, match=rf"^'{name}' is a name of PyTorch's and Apex's in .* Here it is '{ours}'\.$"):
+        jmp.get_policy(name)
+
+
+@pytest.mark.parametrize(
     ("name", "ours"),
-    [("float16-mixed", "mixed_float16"), ("16-mixed", "mixed_float16"), ("bf16-mixed", "mixed_bfloat16"),
+    [("float16-mixed", "mixed_float16"), ("16-mixed", "mixed_float16"), ("float16_mixed", "mixed_float16"),
+     ("bf16-mixed", "mixed_bfloat16"),
      ("bf16-true", "bfloat16"), ("32-true", "float32")],
 )  # fmt: skip
 def test_names_of_lightning_lead_to_ours(name, ours):

@@ -11,6 +11,9 @@ They are Keras's in name, attributes, errors and files, which `dtype_policies.se
 The reference page of `compat` lists the differences.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ..._base import load_lazily as _load_lazily
 from ...loss_scale import LossScale as LossScale
 from . import dtype_policies as dtype_policies
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
@@ -30,3 +33,7 @@ from ._quantized_dtype_policy import (
     QuantizedDTypePolicy as QuantizedDTypePolicy,
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
 )
+
+if not _TYPE_CHECKING:
+    _ELSEWHERE = {"mixed_precision": "compat.keras.set_global_policy", "config": "compat.keras.set_dtype_policy"}
+    __getattr__ = _load_lazily(__name__, {}, {}, elsewhere=_ELSEWHERE)[0]
