@@ -159,12 +159,14 @@ def find_leaks(
                 for source in _find_leaking_modules(marks.get(id(atom), frozenset()), path, atom, modules[path]):
                     leaks[source][path] = None
         # Results keep the marks of operands of their dtype, and get the marks of the named modules around them.
-        named = {outer for outer in list_paths_to(path or "")[1:] if outer in modules and modules[outer].is_named}
+        named = [outer for outer in list_paths_to(path or "")[1:] if outer in modules and modules[outer].is_named]
         dtypes = {id(atom): float_dtype(atom) for atom in step.operands}
         for var in step.results:
             made = float_dtype(var)
             same = [atom for atom, dtype in dtypes.items() if made is not None and dtype is not None and dtype == made]
-            marks[id(var)] = frozenset(named).union(*(marks.get(atom, ()) for atom in same))
+            # A module that computes in this dtype by itself would return it for operands of any dtype.
+            inherits = not named or modules[named[-1]].compute_dtype != made
+            marks[id(var)] = frozenset(named).union(*(marks.get(atom, ()) for atom in same if inherits))
         if step.name == "convert_element_type" and path == "" and id(step.results[0]) in outputs:
             read, made = float_dtype(step.operands[0]), float_dtype(step.results[0])
             if read is not None and made is not None and read.itemsize > made.itemsize:

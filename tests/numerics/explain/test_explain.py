@@ -79,6 +79,15 @@ def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(kind):
     assert "whole model" not in " ".join(str(kept).split())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_module_whose_float32_a_later_float32_module_reads_is_not_what_the_root_casts(kind):
+    rules = jmp.PolicyMap({"body": "float32", "head": "float32"}, "mixed_bfloat16")
+    for between, leaks in ((lambda x: x, ()), (nn.relu, ("",))):
+        report = jmp.explain(jmp.with_policy(kind(between), rules), X)
+        assert (report["body"].output_cast, report["head"].output_cast) == ("", "bfloat16")
+        assert report["body"].leaks_into == leaks
+
+
 FAULTS = [
     (jax.checkpoint(nn.softmax), "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to f"),
     (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
