@@ -301,10 +301,12 @@ def test_loops_carry_and_keep_what_they_carry_and_keep_without():
     w = make_weights()
     kept = lambda policy: [
         sorted((str(var.aval.dtype), var.aval.shape) for var in eqn.outvars)
-        for eqn in jax.make_jaxpr(jmp.autocast(jax.grad(sum_of(looped)), policy))(w, X).eqns
+        for eqn in trace(jmp.autocast(jax.grad(sum_of(looped)), policy))(w, X).eqns
         if eqn.primitive.name == "scan"
     ]
-    for plain, wide in zip(kept(PLAIN), kept(WIDE), strict=True):
+    pairs = list(zip(kept(PLAIN), kept(WIDE), strict=True))
+    assert len(pairs) == 2
+    for plain, wide in pairs:
         assert sum(dtype == "float32" for dtype, _ in wide) <= sum(dtype == "float32" for dtype, _ in plain)
 
 
