@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
-from .._base import describe, is_array, is_floating_dtype
+from .._base import describe, is_array, is_floating
 from ..optim import CODES, MomentBlocks, Shape, dequantize_moment, find_role, list_roles, quantize_moment
 from ..policy import E4M3, MXFP4, MXFP8, NF4, NVFP4, PER_CHANNEL, Int4, Int8, StoredFormat
 from ..quant import ARRAYS, Layout, QuantizedArray, describe_arrays, is_quantized, list_arrays, quantize_array
@@ -155,7 +155,7 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
     if isinstance(saved, Mapping):
         arrays = dict.fromkeys(ARRAYS) | {name: jnp.asarray(array) for name, array in saved.items()}
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
-    if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
+    if not is_floating(saved) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     clip = _choose_clip(None, like)
     made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout, input_clip=clip)
@@ -172,7 +172,7 @@ def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
 def _dequantize_saved(saved: Any, like: Any) -> Any:
     """Dequantizes a saved weight. The dtypes and shapes of a dict of arrays tell its format."""
     if isinstance(saved, QuantizedArray):
-        return saved.dequantize(like.dtype if is_array(like) and is_floating_dtype(like.dtype) else None)
+        return saved.dequantize(like.dtype if is_floating(like) else None)
     if not is_array(like):
         raise Misfit(f"was saved as {_describe_value(saved)}, the target has {_describe_value(like)}")
     arrays: dict[str, Any] = dict.fromkeys(ARRAYS)

@@ -72,7 +72,7 @@ def note_weight(module: nn.Module, policy: Policy, name: str, value: Any, layout
     format = WeightFormat(policy.quantization, find_accumulate_dtype(policy), layout=layout)
     before = len(found)
     for keys, leaf in jax.tree.leaves_with_path(value):
-        if is_array(leaf) and is_floating(leaf) and leaf.ndim > 1:
+        if is_floating(leaf) and leaf.ndim > 1:
             names, own = _spell(keys), format._replace(shape=leaf.shape, is_part=bool(keys))
             found.append(_Read(_join((key,), *names), leaf, _join((path,), *names), own))
     return len(found) > before

@@ -99,7 +99,7 @@ def list_own_weights(model: nnx.Module) -> Iterator[OwnParam]:
                 rest = "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in keys)
                 if is_quantized(value):
                     yield OwnParam(here + rest, f"{here}/value{rest}/values", node, value, spec.policy, format)
-                elif is_array(value) and is_floating(value) and value.ndim > 1:
+                elif is_floating(value) and value.ndim > 1:
                     own = format._replace(is_part=bool(keys))
                     yield OwnParam(here + rest, f"{here}/value{rest}", node, value, spec.policy, own)
 

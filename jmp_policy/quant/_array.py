@@ -14,7 +14,7 @@ from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating_dtype, parse_dtype, round_to_half
+from .._base import ROUNDING_SCOPE, DTypeLike, Uncast, is_array, is_floating, parse_dtype, round_to_half
 from ..policy import (
     E4M3,
     NF4,
@@ -383,7 +383,7 @@ class UncalibratedError(ValueError):
 def _check_quantizable(array: Any, where: str) -> None:
     if isinstance(array, QuantizedArray):
         raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize the array of its dequantize().")
-    if not is_array(array) or not is_floating_dtype(array.dtype) or array.ndim == 0 or array.size == 0:
+    if not is_floating(array) or array.ndim == 0 or array.size == 0:
         got = f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)
         raise TypeError(
             f"Only floating arrays with axes and elements are quantized, got {got}{where}. "

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._base import Args, Kwargs, hide_frames, is_array, is_floating_dtype
+from .._base import Args, Kwargs, hide_frames, is_floating, is_floating_dtype
 from ..modules import Method, ModuleCall, require_adapter
 from ..report import (
     BEFORE,
@@ -292,7 +292,7 @@ class _Outputs:
             out = next_fun(*args, **kwargs)
         finally:
             self._running.discard(call.path)
-        arrays = [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
+        arrays = [leaf for leaf in jax.tree.leaves(out) if is_floating(leaf)]
         defer(functools.partial(self._keep, call.path), *arrays)
         return out
 
@@ -317,7 +317,7 @@ def _quantization(weight: Any, called: tuple[str, str] | None, *, is_layer: bool
 
 def _arrays(out: Any) -> list[Any]:
     """Returns the floating arrays of an output; none if they are traced."""
-    leaves = [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
+    leaves = [leaf for leaf in jax.tree.leaves(out) if is_floating(leaf)]
     return [] if any(isinstance(leaf, Tracer) for leaf in leaves) else leaves
 
 
