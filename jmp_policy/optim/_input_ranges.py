@@ -81,7 +81,7 @@ def find_suspects(leaf: Any, seen: Range | None) -> Suspects | None:
         text += f"{spell(worst[np.abs(worst).argmax()])},"
     else:
         text = f"{(~np.isfinite(worst)).sum()} of {array.size} elements are not finite"
-    is_bad_row = is_bad.reshape(array.shape[0], -1).any(1) if array.ndim else np.array([True])
+    is_bad_row = is_bad.reshape(*array.shape[:1], -1).any(-1)
     repaired = np.clip(np.nan_to_num(wide, nan=low), low, high).astype(array.dtype)
     if not is_bad_row.all():
         repaired[is_bad_row] = array[is_bad_row.argmin()]

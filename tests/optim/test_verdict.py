@@ -463,6 +463,13 @@ def test_a_step_that_was_taken_is_not_called_skipped():
     assert "Of its inputs, 1 of 3 elements are outside of -1 to 1, such as 50, in x (row 1)." in str(found)
 
 
+def test_a_scalar_may_be_the_input_that_is_blamed():
+    find = optim.find_origin(lambda w, x: w * x, tx := optim.skip_nonfinite(optax.sgd(0.1)))
+    find.watch(jnp.float32(1.0))
+    found = find.verdict(jnp.float32(1.0), tx.init(jnp.float32(1.0)), jnp.float32(jnp.inf))
+    assert (found.kind, found.place) == ("data", "x"), str(found)
+
+
 @pytest.mark.slow
 def test_a_step_that_just_overflows_is_of_the_scale_though_another_batch_would_not():
     loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
