@@ -269,6 +269,7 @@ def test_lora_of_nnx_adds_what_both_layers_summed():
         nnx.update(layer, half(nnx.state(layer)))
         wide, x = jmp.with_policy(layer, WIDE), half(X)
         assert not is_rounded(wide(x))
+        np.testing.assert_array_equal(jmp.with_policy(layer, WIDE, no_cast=("x",))(X), wide(x))
         assert error(wide(x), layer(x)) < error(jmp.with_policy(layer, NARROW)(x), layer(x)) / 1.5
         grads = nnx.grad(lambda model, x=x: (model(x) ** 2).mean())(wide)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}

@@ -36,6 +36,14 @@ def test_child_replaced_inside_a_child_that_is_called_directly_gets_the_policy()
     assert model.net.probe.saw == "bfloat16"
 
 
+def test_child_replaced_deep_inside_a_quantized_model_gets_the_policy():
+    model = nnx.Sequential(nnx.Sequential(nnx.Linear(4, 4, rngs=rngs())))
+    model = jmp.with_policy(model, "int8(min_size=0)_from_mixed_bfloat16")
+    model.layers[0].layers[0] = nnx.Linear(4, 4, rngs=rngs())
+    model(X)
+    assert model.layers[0].layers[0].dtype == jnp.bfloat16
+
+
 def test_child_taken_from_another_policied_model_gets_the_policy_of_its_new_place():
     other = jmp.with_policy(Net(rngs=rngs()), "mixed_float16")
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)

@@ -103,7 +103,7 @@ def test_vmap_and_float64_return_the_bits_of_compiled_float32():
 )
 def test_two_levels_of_scales_are_right_in_every_bit(shape, options):
     x = np.exp(normal(*shape) * 4) * normal(*shape)
-    x.flat[[3, 17]] = 0, np.nan
+    x.flat[[3, 17, 40]] = 0, np.nan, np.inf
     ours = compiled_nv(x, **options)
     assert_same(ours, block_model.nv(x, **options))
     numbers = block_model.numbers(ours, options["axis"])

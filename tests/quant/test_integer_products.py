@@ -125,6 +125,14 @@ def test_int4_with_activations_multiplies_the_integers_of_each_block(name):
     assert (np.abs(np.asarray(jax.jit(product)(x, w), np.float64) - exact) <= 2.0**-21 * size + ties).all()
 
 
+@pytest.mark.parametrize("format", ["int4/4(activations=true)", "e4m3/4(activations=true)"])
+def test_a_weight_whose_blocks_lie_along_its_outputs_is_dequantized(format):
+    x, w = array(5, 8), quantize_array(jax.ShapeDtypeStruct((8, 8), jnp.float32), format)
+    program = jax.make_jaxpr(functools.partial(einsum, "ab,cb->ac"))(x, w)
+    (line,) = (line for line in str(program).splitlines() if "dot_general" in line)
+    assert ":f32[5,8]" in line
+
+
 @pytest.mark.parametrize("format", ["int4/2(activations=true)", "e4m3/2(activations=true)"])
 def test_the_sums_of_many_blocks_are_not_in_memory_at_once(format):
     x, w = array(544, 256), array(256, 256)  # 128 blocks, of which each has sums as large as the output

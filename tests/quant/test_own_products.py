@@ -1089,6 +1089,11 @@ def test_parts_of_rows_that_are_looked_up_are_left(function):
     assert (row.quantization, row.layout) == ("left: gather reads parts of it", None)
 
 
+def test_a_table_that_is_transposed_before_its_rows_are_looked_up_is_not_stored():
+    row = jmp.explain(jmp.with_policy(Own(draw((64, 64)), lambda x, w: w.T[jnp.arange(3)]), INT8), X)["w"]
+    assert (row.quantization, row.layout) == ("int8(min_size=0)", None)
+
+
 @pytest.mark.parametrize("make", [lambda fun: Own(draw((3, 64, 64)), fun), lambda fun: OwnLinen((3, 64, 64), fun)])
 def test_rows_that_nothing_reads_leave_the_layout_of_a_weight(make):
     function = lambda x, w: (jnp.take(w, 0, axis=0), jnp.einsum("bd,ndh->bnh", x, w))[1]
