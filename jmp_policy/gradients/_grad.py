@@ -22,6 +22,7 @@ from .._base import (
     describe,
     explain_reuse,
     hide_frames,
+    is_in_full_precision,
     is_wider,
     map_parts,
     meet_policy,
@@ -285,7 +286,7 @@ class _PolicySearch(NamedTuple):
 
     def meet(self, compute_dtype: np.dtype | None, reduce_dtype: np.dtype | None) -> None:
         """Ends the trace if a policy has a wider reduce dtype than those before. Warns of float16 without a scale."""
-        if self.is_unscaled and compute_dtype == jnp.float16:
+        if self.is_unscaled and compute_dtype == jnp.float16 and not is_in_full_precision():
             warn_once(
                 _PolicySearch,
                 "A policy computes in float16, and its gradients have no loss scale: those below 6e-8 become zero. "

@@ -154,7 +154,7 @@ class _Tuner:
         self._scopes, self._loss_scale = ranking
         self._kept_policy = make_kept_policy(policy)
         self._base = None if policy.quantization is None else self._kept_policy
-        self._scale = NoOpLossScale() if self._loss_scale == 1 else StaticLossScale(self._loss_scale)
+        self._scale = StaticLossScale(self._loss_scale)
         self._reference: Observed = {}
         self._compare = jax.jit(measure_largest_error)
         self._trials: list[Trial] = []

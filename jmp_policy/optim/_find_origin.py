@@ -24,7 +24,7 @@ from ..loss_scale import (
     list_skipping,
     strip_variables,
 )
-from ..modules import find_adapter
+from ..modules import find_adapter, force_full_precision
 from ._input_ranges import Range, join_range, name_leaves
 from ._skipped_step import BadGradient, SkippedStep, count_nonfinite, list_names, read_counts
 from ._skipping import find_inner
@@ -202,7 +202,8 @@ class OriginFinder:
         def take_grads(given: Given) -> PyTree:
             args, kwargs = unwrap(given.arguments)
             # Unscaled, each gradient is the output of its own part of the backward pass.
-            return strip_variables(self.differentiate(given.params, NoOpLossScale())(given.params, *args, **kwargs)[1])
+            differentiated = force_full_precision(self.differentiate(given.params, NoOpLossScale()))
+            return strip_variables(differentiated(given.params, *args, **kwargs)[1])
 
         program, grads = jax.make_jaxpr(take_grads, return_shape=True)(given)
         rest = split_state(grads)[0]

@@ -293,6 +293,7 @@ def test_updates_that_half_precision_loses_are_of_the_format(inner, params, coef
     assert f"the format of the optimizer: loss and gradients are finite, but its update in {params.dtype}" in str(found)
 
 
+@pytest.mark.filterwarnings("ignore:A policy computes in float16")
 def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_half_precision():
     def model(w, x):
         with jax.named_scope("body"):
@@ -308,6 +309,7 @@ def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_ha
     assert "It is finite with PolicyMap({'head': 'mixed_float16'}, 'float32')." in " ".join(str(found).split())
 
 
+@pytest.mark.filterwarnings("ignore:A policy computes in float16")
 @pytest.mark.slow
 def test_an_epsilon_that_half_precision_loses_is_of_the_format():
     model = jmp.with_policy(lambda w, x: x / (jnp.abs(w * 0) + jnp.asarray(1e-9, w.dtype)), POLICY)
@@ -318,6 +320,7 @@ def test_an_epsilon_that_half_precision_loses_is_of_the_format():
     assert (found.kind, found.place, found.policy_map) == ("format", "div", None), str(found)
 
 
+@pytest.mark.filterwarnings("ignore:A policy computes in float16")
 @pytest.mark.slow
 def test_a_mask_that_half_precision_makes_infinite_is_measured_in_float32():
     model = jmp.with_policy(lambda w, x: w * x + (1 - x) * (jnp.asarray(-6e4, x.dtype) * 4), POLICY)  # 0 * -inf

@@ -42,7 +42,7 @@ PHRASES = [
     ({"policy": jmp.PolicyMap({"a": "float32"}, "float16")}, "tune takes one policy and finds the map, got PolicyMap("),
     ({"policy": "int8_from_float32"}, "The policy 'int8_from_float32' quantizes the weights of modules, but "),
     *[
-        ({"tolerance": bad}, f"above 0, got {bad!r}. For example: tune(")
+        ({"tolerance": bad}, f"above 0 and at most 1, got {bad!r}. For example: tune(")
         for bad in (0, -1, float("nan"), float("inf"), "0.1", True, None)
     ],
     *[({"budget": bad}, f"at least 1, got {bad!r}. For example: budget=20.") for bad in (0, -3, 1.5, "many", True)],
@@ -204,8 +204,8 @@ def test_trials_of_an_edited_function_or_metric_are_refused(file):
 
 @pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
 def test_a_model_that_has_a_policy_is_warned_of(is_module):
-    model = jmp.with_policy(nn.Dense(2), "p=f32,c=f16,o=f32")
+    model = jmp.with_policy(nn.Dense(2), "p=f32,c=bf16,o=f32")
     variables, x = model.init(jax.random.key(0), jnp.ones((2, 4))), jnp.ones((2, 4))
     target = model if is_module else (lambda variables, x: model.apply(variables, x).sum())
-    with pytest.warns(UserWarning, match=r"multiplies in float16 without the policy of tune.*Pass a model without one"):
-        jmp.tune(target, (variables, x), "mixed_bfloat16", tolerance=0.1)
+    with pytest.warns(UserWarning, match=r"multiplies in bfloat16 without the policy of tune.*Pass a model without"):
+        jmp.tune(target, (variables, x), "mixed_float16", tolerance=0.1)
