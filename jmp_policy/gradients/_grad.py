@@ -83,7 +83,8 @@ def value_and_grad(
         reports this.
       argnums: the positional arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data, which is returned untouched.
-      loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
+      loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState). A policy that
+        computes in float16 under a `NoOpLossScale` warns.
       allow_int: whether integer arguments may be differentiated, as in `jax.value_and_grad`.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh. By default it is the widest
         reduce dtype of the policies that `fun` uses; without one, gradients are summed in the compute dtype. XLA
@@ -282,7 +283,7 @@ class _PolicySearch(NamedTuple):
     """The value of `REDUCING` in our gradient functions."""
 
     known: str = ""  # the name of the reduce dtype that was found, or "given" if the caller gave one
-    is_unscaled: bool = False
+    is_unscaled: bool = False  # by a `NoOpLossScale`
 
     def meet(self, compute_dtype: np.dtype | None, reduce_dtype: np.dtype | None) -> None:
         """Ends the trace if a policy has a wider reduce dtype than those before. Warns of float16 without a scale."""

@@ -201,7 +201,8 @@ class OriginFinder:
 
         def take_grads(given: Given) -> PyTree:
             args, kwargs = unwrap(given.arguments)
-            # Unscaled, each gradient is the output of its own part of the backward pass.
+            # Unscaled, each gradient is the output of its own part of the backward pass. In full precision, because
+            # float16 without a scale would warn.
             differentiated = force_full_precision(self.differentiate(given.params, NoOpLossScale()))
             return strip_variables(differentiated(given.params, *args, **kwargs)[1])
 
