@@ -11,7 +11,7 @@ They are Keras's in name, attributes, errors and files, which `dtype_policies.se
 The reference page of `compat` lists the differences.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from ..._base import load_lazily as _load_lazily
 from ...loss_scale import LossScale as LossScale
@@ -34,6 +34,6 @@ from ._quantized_dtype_policy import (
     QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
 )
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:  # pyright knows it by this name alone
     _ELSEWHERE = {"mixed_precision": "compat.keras.set_global_policy", "config": "compat.keras.set_dtype_policy"}
     __getattr__ = _load_lazily(__name__, {}, {}, elsewhere=_ELSEWHERE)[0]
