@@ -49,6 +49,7 @@ from ._audit_facts import (
     FLOAT32,
     FLOAT64,
     OWN,
+    Sign,
     ValueFacts,
     count_uses,
     derive_facts,
@@ -352,10 +353,17 @@ def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -
 
 
 def _check_exponential(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
-    is_small = facts[0].sign < 0 and step.name != "pow"  # at most 1, as in the derivative of gelu
+    is_small = Sign.NOT_POSITIVE in facts[0].sign and step.name != "pow"  # at most 1, as in the derivative of gelu
     if float_dtype(step.operands[0]) == FLOAT16 and not backward and not is_small:
-        name = "float16-softmax" if list_functions(step) & {"softmax", "_softmax"} else "float16-exp"
+        functions = list_functions(step)
+        if functions & _BOUNDED:
+            return
+        name = "float16-softmax" if functions & {"softmax", "_softmax"} else "float16-exp"
         yield Suspicion(name, step, step.name, (FLOAT16,))
+
+
+_BOUNDED = frozenset(("elu", "log_softmax", "logaddexp", "logaddexp2", "logsumexp", "softplus"))
+"""Functions of JAX that take exponentials of nothing positive: of a difference from the largest, or of one branch."""
 
 
 def _check_logarithm(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
@@ -368,7 +376,7 @@ def _check_logarithm(step: Step, facts: Sequence[ValueFacts], backward: bool) ->
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
     elif narrowest in HALF and (fact.made == "sum of exp" or is_in_loss):
         yield Suspicion("half-logits", step, f"in {narrowest}", (narrowest, dtype))
-    elif dtype == FLOAT16 and not (step.name == "log1p" and fact.sign > 0):  # at least 0, as in softplus
+    elif dtype == FLOAT16 and not (step.name == "log1p" and Sign.NOT_NEGATIVE in fact.sign):  # as in softplus
         yield Suspicion("float16-log", step, step.name, (FLOAT16,))
 
 

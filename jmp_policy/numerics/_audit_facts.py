@@ -1,6 +1,8 @@
 """The facts that an audit keeps of each value: its origin and its kind."""
 
-import math
+import enum
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +13,15 @@ from jax.extend.core import Jaxpr, Literal, Var
 from .._jaxpr import DEVICE_SUMS, HALF, MOVING, Atom, Step, array_dtype, count_scattered_rows, float_dtype, is_float
 
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class Sign(enum.Flag):
+    """The signs that a value is known not to have; zero has neither."""
+
+    UNKNOWN = 0
+    NOT_NEGATIVE = enum.auto()
+    NOT_POSITIVE = enum.auto()
+    ZERO = NOT_NEGATIVE | NOT_POSITIVE
 
 
 class ValueFacts(NamedTuple):
@@ -30,7 +41,7 @@ class ValueFacts(NamedTuple):
     # The step that added a value computed from gradients to an argument in half precision; it was at most moved since.
     updated: Step | None = None
     carried: Jaxpr | None = None  # the body of the loop that carries it
-    sign: int = 0  # 1 if it is known never to be negative, -1 never to be positive
+    sign: Sign = Sign.UNKNOWN
 
 
 ARGUMENT, CONSTANT = "a parameter or argument", "a constant"
@@ -47,7 +58,7 @@ def is_lower(dtype: np.dtype | None, wide: np.dtype | None) -> bool:
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
     if isinstance(atom, Literal):
-        sign = int(np.sign(atom.val)) if is_float(atom) and np.ndim(atom.val) == 0 and atom.val == atom.val else 0
+        sign = _read_sign(atom.val) if is_float(atom) and np.ndim(atom.val) == 0 else Sign.UNKNOWN
         return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else (), sign=sign)
     return environment.get(atom, UNKNOWN)
 
@@ -87,23 +98,40 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
         of_gradient=backward or any(fact.of_gradient for fact in facts),
         summed=_find_half_sum(step, facts) if backward and step.name in _SUMS else None,
         updated=step if not backward and _is_half_update(step, facts) else None,
-        sign=_SIGNS[step.name](step, [fact.sign for fact in facts]) if step.name in _SIGNS else 0,
+        sign=_SIGNS[step.name](step, [fact.sign for fact in facts]) if step.name in _SIGNS else Sign.UNKNOWN,
     )
 
 
-def _keep_sign(step: Step, signs: Sequence[int]) -> int:
-    return signs[0] if len(set(signs)) == 1 else 0
+def _read_sign(number: Any) -> Sign:
+    return (Sign.NOT_NEGATIVE if number >= 0 else Sign.UNKNOWN) | (Sign.NOT_POSITIVE if number <= 0 else Sign.UNKNOWN)
 
 
-_SIGNS: dict[str, Callable[[Step, Sequence[int]], int]] = {
-    **dict.fromkeys(("abs", "exp", "exp2", "logistic", "sqrt", "square"), lambda step, signs: 1),
-    **dict.fromkeys(("add", "max", "min", "reduce_max", "reduce_min", "reduce_sum"), _keep_sign),
-    **dict.fromkeys(
-        ("mul", "div"), lambda step, signs: 1 if step.operands[0] is step.operands[1] else math.prod(signs)
-    ),
-    "integer_pow": lambda step, signs: signs[0] if step.eqn.params["y"] % 2 else 1,
-    "neg": lambda step, signs: -signs[0],
-    "sub": lambda step, signs: _keep_sign(step, [signs[0], -signs[1]]),
+def _join_signs(signs: Sequence[Sign]) -> Sign:
+    return functools.reduce(operator.and_, signs)
+
+
+def _negate(sign: Sign) -> Sign:
+    return sign if sign in (Sign.UNKNOWN, Sign.ZERO) else sign ^ Sign.ZERO
+
+
+def _multiply(step: Step, signs: Sequence[Sign]) -> Sign:
+    if step.operands[0] is step.operands[1]:
+        return Sign.NOT_NEGATIVE
+    if Sign.UNKNOWN in signs:
+        return Sign.UNKNOWN
+    return signs[0] if Sign.NOT_NEGATIVE in signs[1] else _negate(signs[0])
+
+
+_SIGNS: dict[str, Callable[[Step, Sequence[Sign]], Sign]] = {
+    **dict.fromkeys(("abs", "exp", "exp2", "logistic", "sqrt", "square"), lambda step, signs: Sign.NOT_NEGATIVE),
+    **dict.fromkeys(("add", "reduce_max", "reduce_min", "reduce_sum"), lambda step, signs: _join_signs(signs)),
+    **dict.fromkeys(("mul", "div"), _multiply),
+    "integer_pow": lambda step, signs: signs[0] if step.eqn.params["y"] % 2 else Sign.NOT_NEGATIVE,
+    # One operand bounds the result from one side.
+    "max": lambda step, signs: _join_signs(signs) | (signs[0] | signs[1]) & Sign.NOT_NEGATIVE,
+    "min": lambda step, signs: _join_signs(signs) | (signs[0] | signs[1]) & Sign.NOT_POSITIVE,
+    "neg": lambda step, signs: _negate(signs[0]),
+    "sub": lambda step, signs: signs[0] & _negate(signs[1]),
 }
 """By primitive: the sign of its result, given those of its operands."""
 
@@ -178,7 +206,7 @@ def _follow_move(step: Step, facts: Sequence[ValueFacts]) -> ValueFacts:
         given=_join_origins(floats),
         constants=_join_constants(floats),
         widening=first.widening if was_narrow else None,
-        sign=_keep_sign(step, [fact.sign for fact in floats]),
+        sign=_join_signs([fact.sign for fact in floats]),
     )
 
 

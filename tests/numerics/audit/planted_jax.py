@@ -218,6 +218,14 @@ plant("exp in float16", X16)(
     faulty=lambda x: jnp.exp(x),  # fault: float16-exp
     clean=lambda x: jnp.exp(wide(x)) + jnp.exp(-0.5 * x**2 - jnp.abs(x)) + jax.jvp(lax.erf, (x,), (x,))[1],  # at most 1
 )
+plant("exp of one branch", X16)(
+    faulty=lambda x: jnp.expm1(jnp.maximum(x, 0)),  # fault: float16-exp
+    clean=lambda x: jnp.expm1(jnp.minimum(jnp.maximum(0, x) * -2, x)),
+)
+plant("exp of any difference", X16)(
+    faulty=lambda x: jnp.exp(x - jnp.min(x, -1, keepdims=True)),  # fault: float16-exp
+    clean=lambda x: [jax.jvp(f, (x,), (x,)) for f in (jax.nn.elu, jax.nn.celu, jax.nn.selu, jax.nn.mish)],
+)
 plant("log in float16", X16)(
     faulty=lambda x: jnp.log(x + 1e-3),  # fault: float16-log
     clean=lambda x: jnp.log(wide(x) + 1e-3) + jax.nn.softplus(x),
