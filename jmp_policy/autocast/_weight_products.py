@@ -259,7 +259,7 @@ class StoredProduct:
         return _reorder(Multiply(product)(_as_floats(inputs, weight), weight, **dict(self.options)), self.out_order)
 
     def __str__(self) -> str:
-        format = _read_static(self.structure).format
+        format = _read_structure(self.structure).format
         return spell_format(format, WeightedLayer("kernel", self.operation), self.why_as_numbers)
 
 
@@ -274,7 +274,7 @@ class StoredRaggedProduct:
         return ragged_dot(rows, jax.tree.unflatten(self.structure, arrays), sizes, **dict(self.options))
 
     def __str__(self) -> str:
-        return _spell_ragged(_read_static(self.structure).format)
+        return _spell_ragged(_read_structure(self.structure).format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +329,7 @@ class LookUp:
         return fake_quantize(jax.tree.map(look_up, jax.tree.unflatten(self.table, arrays)), self.dtype)
 
     def __str__(self) -> str:
-        return str(self.table if isinstance(self.table, Int8) else _read_static(self.table).format)
+        return str(self.table if isinstance(self.table, Int8) else _read_structure(self.table).format)
 
 
 def describe_lookup(eqn: JaxprEqn, table: Int8) -> LookUp | None:
@@ -348,7 +348,7 @@ def describe_lookup(eqn: JaxprEqn, table: Int8) -> LookUp | None:
 
 def describe_stored_lookup(eqn: JaxprEqn, structure: Any, order: "Order") -> LookUp | str:
     """Describes a lookup of rows of a stored table, or says that it is another read."""
-    static, shape = _read_static(structure), shape_of(eqn.invars[0])
+    static, shape = _read_structure(structure), shape_of(eqn.invars[0])
     is_table = isinstance(static.format, Int8) and static.layout == Layout(shape[-1:], 0)
     found = describe_lookup(eqn, static.format) if is_table and order == (-2, -1) else None
     return "gather reads it" if found is None else dataclasses.replace(found, table=structure)
@@ -385,7 +385,7 @@ def describe_stored_product(
     axes = [axis % len(order) for axis in order]  # of the weight
     params = {k: v for k, v in eqn.params.items() if k != "preferred_element_type"}
     summed = find_summed_axes(eqn, position)
-    weight, why = _read_static(structure), None
+    weight, why = _read_structure(structure), None
     if not {order[axis] for axis in summed} <= set(weight.layout.axes):
         why = WHY_MISFIT if find_layout(eqn, position, order, weight.format) is None else WHY_NAMED
     if eqn.primitive.name == "conv_general_dilated":
@@ -486,7 +486,7 @@ def _trim(order: Order, ndim: int) -> Order:
     return last if len(last) == ndim and kept == list(range(-len(kept), 0)) else None
 
 
-def _read_static(structure: Any) -> Any:
+def _read_structure(structure: Any) -> Any:
     """Returns a stored weight of this structure without arrays."""
     return jax.tree.unflatten(structure, [None] * structure.num_leaves)
 

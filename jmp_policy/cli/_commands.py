@@ -205,7 +205,7 @@ def _audit(arguments: argparse.Namespace) -> Any:
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    from ..numerics import load_lock, lock, lock_like, name_function
+    from ..numerics import load_lock, lock, lock_like, name_locked_function
 
     file, platform = arguments.output, arguments.platform
     if str(file) == "-":
@@ -216,7 +216,7 @@ def _lock(arguments: argparse.Namespace) -> int:
             warnings.filterwarnings("ignore", "lock found no")  # `save` raises
             fun, args = load_call(arguments, lock, example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
             locked = load_lock(file, is_damaged_ok=not arguments.check, platform=platform)
-            name = name_function(load_function(arguments.function))
+            name = name_locked_function(load_function(arguments.function))
             _check_locked(arguments, locked, name)
             now = lock_like(locked, fun, platform, arguments.compiled)(*args)
         now = dataclasses.replace(now, function=name)

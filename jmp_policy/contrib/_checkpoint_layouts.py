@@ -24,7 +24,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_PLACES = tuple(np.argsort(_AWQ_ORDER))  # the nibble of each column
 
 
-def _require(header: Header, dtypes: Sequence[np.dtype], shape: tuple[int, ...], suffix: str) -> None:
+def _require_tensor(header: Header, dtypes: Sequence[np.dtype], shape: tuple[int, ...], suffix: str) -> None:
     if header.dtype not in dtypes or header.shape != shape:
         wanted = " or ".join(map(str, dtypes))
         raise Unreadable(f"its {suffix.lstrip('._') or 'tensor'} is {header}, and the layout has {wanted}{list(shape)}")
@@ -96,11 +96,11 @@ def _measure_gptq(headers: Headers, read: ReadTensor) -> Facts:
     _require_axes(headers[".scales"], ".scales", 2)
     words, outputs = headers[".qweight"].shape
     inputs, groups = words * PER_WORD, headers[".scales"].shape[0]
-    _require(headers[".qweight"], [INT32], (words, outputs), ".qweight")
-    _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
-    _require(headers[".qzeros"], [INT32], (groups, outputs // PER_WORD), ".qzeros")
+    _require_tensor(headers[".qweight"], [INT32], (words, outputs), ".qweight")
+    _require_tensor(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
+    _require_tensor(headers[".qzeros"], [INT32], (groups, outputs // PER_WORD), ".qzeros")
     if ".g_idx" in headers:
-        _require(headers[".g_idx"], [INT32], (inputs,), ".g_idx")
+        _require_tensor(headers[".g_idx"], [INT32], (inputs,), ".g_idx")
         _check_order(read(".g_idx"), inputs, groups)
     return Facts("int4", (inputs, outputs), groups)
 
@@ -142,9 +142,9 @@ def _measure_awq(headers: Headers, read: ReadTensor) -> Facts:
     _require_axes(headers[".scales"], ".scales", 2)
     inputs, words = headers[".qweight"].shape
     groups, outputs = headers[".scales"].shape[0], words * PER_WORD
-    _require(headers[".qweight"], [INT32], (inputs, words), ".qweight")
-    _require(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
-    _require(headers[".qzeros"], [INT32], (groups, words), ".qzeros")
+    _require_tensor(headers[".qweight"], [INT32], (inputs, words), ".qweight")
+    _require_tensor(headers[".scales"], FLOATS, (_count_groups(inputs, groups), outputs), ".scales")
+    _require_tensor(headers[".qzeros"], [INT32], (groups, words), ".qzeros")
     return Facts("int4", (inputs, outputs), groups)
 
 
@@ -184,18 +184,18 @@ def _measure_packed(headers: Headers, read: ReadTensor) -> Facts:
     packed, scale = headers["_packed"], headers["_scale"]
     _require_axes(packed, "weight_packed", 2, more=True)
     *stack, outputs, words = packed.shape
-    _require(packed, [INT32], packed.shape, "weight_packed")
-    _require(headers["_shape"], [INT32, np.dtype(np.int64)], (len(packed.shape),), "weight_shape")
+    _require_tensor(packed, [INT32], packed.shape, "weight_packed")
+    _require_tensor(headers["_shape"], [INT32, np.dtype(np.int64)], (len(packed.shape),), "weight_shape")
     shape = tuple(map(int, read("_shape")))
     inputs, groups = shape[-1], scale.shape[-1] if scale.shape else 0
     if shape[:-1] != packed.shape[:-1] or -(-inputs // PER_WORD) != words:
         raise Unreadable(f"its weight_packed is {packed}, which does not store 4 bits for each of {list(shape)} values")
-    _require(scale, FLOATS, (*stack, outputs, _count_groups(inputs, groups)), "weight_scale")
+    _require_tensor(scale, FLOATS, (*stack, outputs, _count_groups(inputs, groups)), "weight_scale")
     if "_zero_point" in headers:
         zeros = (*stack, -(-outputs // PER_WORD), groups)
-        _require(headers["_zero_point"], [INT32], zeros, "weight_zero_point")
+        _require_tensor(headers["_zero_point"], [INT32], zeros, "weight_zero_point")
     if "_g_idx" in headers:
-        _require(headers["_g_idx"], [INT32], (inputs,), "weight_g_idx")
+        _require_tensor(headers["_g_idx"], [INT32], (inputs,), "weight_g_idx")
         _check_order(read("_g_idx"), inputs, groups)
     return Facts("int4", (*stack, inputs, outputs), groups)
 
@@ -234,7 +234,7 @@ def _measure_int8(headers: Headers, read: ReadTensor) -> Facts:
     weight = headers[""]
     _require_axes(weight, "weight", 2, more=True)
     *stack, outputs, inputs = weight.shape
-    _require(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
+    _require_tensor(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
     if "_zero_point" in headers and np.any(read("_zero_point")):
         raise Unreadable("its weight_zero_point is not zero, and int8 weights have no zero points here")
     return Facts("int8", (*stack, inputs, outputs), 1)
@@ -256,8 +256,8 @@ def _measure_mxfp4(headers: Headers, read: ReadTensor) -> Facts:
     blocks = headers["_blocks"]
     _require_axes(blocks, "_blocks", 3, more=True)
     *stack, outputs, groups, size = blocks.shape
-    _require(blocks, [UINT8], blocks.shape, "_blocks")
-    _require(headers["_scales"], [UINT8], (*stack, outputs, groups), "_scales")
+    _require_tensor(blocks, [UINT8], blocks.shape, "_blocks")
+    _require_tensor(headers["_scales"], [UINT8], (*stack, outputs, groups), "_scales")
     return Facts("mxfp4", (*stack, 2 * groups * size, outputs), groups)
 
 
@@ -282,13 +282,13 @@ _SQUARE = 128
 def _measure_squares(headers: Headers, read: ReadTensor) -> Facts:
     *stack, outputs, inputs = _check_float8(headers)
     wanted = (*stack, -(-outputs // _SQUARE), -(-inputs // _SQUARE))
-    _require(headers["_scale_inv"], FLOATS, wanted, "weight_scale_inv")
+    _require_tensor(headers["_scale_inv"], FLOATS, wanted, "weight_scale_inv")
     return Facts("e4m3", (*stack, inputs, outputs), wanted[-1], _SQUARE)
 
 
 def _measure_float8(headers: Headers, read: ReadTensor) -> Facts:
     *stack, outputs, inputs = _check_float8(headers)
-    _require(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
+    _require_tensor(headers["_scale"], FLOATS, (*stack, outputs, 1), "weight_scale")
     return Facts("e4m3", (*stack, inputs, outputs), 1, -1)
 
 
@@ -345,16 +345,18 @@ def _measure_nf4(headers: Headers, read: ReadTensor) -> Facts:
         raise Unreadable(f"its shape is {shape}, and blocks of {block} do not lie along its inputs")
     outputs, inputs = shape
     count = outputs * inputs // block
-    _require(headers[""], [UINT8], (outputs * inputs // 2, 1), "weight")
-    _require(headers[".quant_map"], [_TABLE.dtype], (16,), "quant_map")
+    _require_tensor(headers[""], [UINT8], (outputs * inputs // 2, 1), "weight")
+    _require_tensor(headers[".quant_map"], [_TABLE.dtype], (16,), "quant_map")
     if (read(".quant_map") != _TABLE).any():
         raise Unreadable("its quant_map has other values than nf4")
     if ".nested_absmax" not in headers:
-        _require(headers[".absmax"], [_TABLE.dtype], (count,), "absmax")
+        _require_tensor(headers[".absmax"], [_TABLE.dtype], (count,), "absmax")
         return Facts("nf4", (inputs, outputs), inputs // block)
-    _require(headers[".absmax"], [UINT8], (count,), "absmax")
-    _require(headers[".nested_absmax"], [_TABLE.dtype], (-(-count // state["nested_blocksize"]),), "nested_absmax")
-    _require(headers[".nested_quant_map"], [_TABLE.dtype], (256,), "nested_quant_map")
+    _require_tensor(headers[".absmax"], [UINT8], (count,), "absmax")
+    _require_tensor(
+        headers[".nested_absmax"], [_TABLE.dtype], (-(-count // state["nested_blocksize"]),), "nested_absmax"
+    )
+    _require_tensor(headers[".nested_quant_map"], [_TABLE.dtype], (256,), "nested_quant_map")
     return Facts("nf4", (inputs, outputs), inputs // block)
 
 

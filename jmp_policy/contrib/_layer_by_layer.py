@@ -111,7 +111,7 @@ class Weight:
     stored: QuantizedArray
 
 
-class Matrix(NamedTuple):
+class StackedMatrix(NamedTuple):
     weight: Weight
     place: int  # in the stack
 
@@ -141,7 +141,7 @@ def _flatten(leaf: jax.Array, weight: QuantizedArray) -> jax.Array:
 
 
 def round_matrix(
-    calibration: Calibration, matrix: Matrix, statistics: InputStatistics, inner: int
+    calibration: Calibration, matrix: StackedMatrix, statistics: InputStatistics, inner: int
 ) -> tuple[Rounded, float]:
     """Returns the stored arrays of a matrix, and its error relative to nearest; nearest if that is not larger."""
     path, nearest = matrix.weight.path, matrix.read_stored()
@@ -278,7 +278,7 @@ class _Quantizer(Quantizer):
 
     def __init__(self, calibration: Calibration, given: Policy | PolicyMap, options: Mapping[str, Any]) -> None:
         super().__init__(given, options["clip"], options["input_clips"] or {}, options["explanation"])
-        self.matrices: list[Matrix] = []
+        self.matrices: list[StackedMatrix] = []
         self._calibration = calibration
         self._weights: dict[tuple[str, str], Weight] = {}
 
@@ -305,7 +305,7 @@ class _Quantizer(Quantizer):
         weight = self._weights[key] = Weight(path, array, stored)
         stack = stack_shape(array.shape, layout)
         first = len(self.matrices)
-        self.matrices += [Matrix(weight, place) for place in range(math.prod(stack))]
+        self.matrices += [StackedMatrix(weight, place) for place in range(math.prod(stack))]
         marks = jnp.arange(first, len(self.matrices)).reshape(stack)
         return dataclasses.replace(stored, tensor_scale=marks)
 
@@ -321,7 +321,7 @@ class _Passes:
     A matrix with several uses is measured by runs of its own, because no batch can wait at the first of them.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], run: Callable[[Any], None], batches: Sequence[Any]) -> None:
+    def __init__(self, matrices: Sequence[StackedMatrix], run: Callable[[Any], None], batches: Sequence[Any]) -> None:
         self._matrices, self._run_model, self._batches = matrices, run, batches
         self._uses: collections.Counter[int] = collections.Counter()
         self._inputs: dict[int | None, str] = {}  # checksums for matrices that are used once
@@ -482,7 +482,7 @@ def _read_patches(options: dict[str, Any], left: jax.Array, weight: QuantizedArr
     return examples.transpose(1, 0, 4, 3, 2).reshape(1, groups, -1, weight.layout.length), 1
 
 
-def _check_uses(name: str, matrices: Sequence[Matrix], uses: dict[int, int]) -> None:
+def _check_uses(name: str, matrices: Sequence[StackedMatrix], uses: dict[int, int]) -> None:
     unseen = dict.fromkeys(matrix.weight.path for n, matrix in enumerate(matrices) if n not in uses)
     named = ", ".join(map(repr, unseen))
     why = (

@@ -87,7 +87,7 @@ def read_quantized(source: str | os.PathLike[str] | Mapping[str, Any], like: PyT
     >>> variables["params"]["kernel"], variables["params"]["bias"].dtype
     (QuantizedArray(int8(min_size=0), shape=(64, 8), dtype=float32), dtype('float32'))
     """
-    reader = Reader(Source(source), like, names)
+    reader = CheckpointReader(Source(source), like, names)
     reader.check()
     leaves = [reader.read_leaf(path) for path in reader.leaves]
     return jax.tree.unflatten(reader.structure, leaves)
@@ -103,7 +103,7 @@ class Part:
     facts: Facts | None = None
 
 
-class Reader:
+class CheckpointReader:
     """Finds the tensors for each leaf of `like`, checks them, and reads them."""
 
     def __init__(self, source: Source, like: PyTree, names: Names) -> None:
@@ -234,7 +234,7 @@ def read_names(names: Names, leaves: Mapping[str, Any]) -> Callable[[str], str |
         return functools.partial(_guess_path, leaves=leaves)
     if not isinstance(names, Mapping):
         return names
-    patterns = [(_compile(pattern), template) for pattern, template in names.items()]
+    patterns = [(_compile_pattern(pattern), template) for pattern, template in names.items()]
 
     def expand(name: str) -> str | None:
         for pattern, template in patterns:
@@ -248,7 +248,7 @@ def read_names(names: Names, leaves: Mapping[str, Any]) -> Callable[[str], str |
 _EXAMPLE = r"For example: names={r'model\.layers\.(\d+)\.(\w+)\.weight': r'blocks[\1]/\2/kernel'}."
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:

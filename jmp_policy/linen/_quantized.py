@@ -87,7 +87,7 @@ def _read_param(
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2:
         note_weight(module, policy, name, value)
         return value
-    weight = prepare_weight(value, format, _infer_layout(module, name, value.shape), quote_path(module, name))
+    weight = prepare_weight(value, format, _infer_weight_layout(module, name, value.shape), quote_path(module, name))
     if not isinstance(weight, FakeQuantized) or note_weight(module, policy, name, value, weight.layout):
         return value
     return fake_quantize(weight)
@@ -105,7 +105,7 @@ def plan_module(module: nn.Module, policy: Policy) -> LayerPlan:
     facts = LayerFacts(
         layer=layer,
         weight=weight,
-        layout=None if weight is None else _infer_layout(module, name, weight.shape),
+        layout=None if weight is None else _infer_weight_layout(module, name, weight.shape),
         groups=fields.get("feature_group_count", 1),
         is_matmul_open=is_open,
         are_sums_open=has_sums and are_sums_open(module),
@@ -192,7 +192,7 @@ def _make_like(
     return jax.tree.map(jnp.zeros_like, stored)
 
 
-def _infer_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
+def _infer_weight_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     bias = find_stored(module, "bias")
     return weight_layout(name, shape, None if bias is None else jnp.shape(bias))
 

@@ -48,7 +48,7 @@ if _typing.TYPE_CHECKING:
     from ._audit_report import PLATFORMS  # noqa: F401
     from ._explain import explain  # noqa: F401
     from ._first_nonfinite import search_nonfinite  # noqa: F401
-    from ._lock import lock_like, name_function  # noqa: F401
+    from ._lock import lock_like, name_locked_function  # noqa: F401
     from ._lock_file import load_lock  # noqa: F401
     from ._origin import say_what_happened  # noqa: F401
     from ._tune import check_budget, name_metric, tune  # noqa: F401
@@ -79,7 +79,7 @@ else:  # `optim` uses one of these and should not load the others
     }
     _INTERNAL = {
         "_audit_report": "PLATFORMS",
-        "_lock": "lock_like name_function",
+        "_lock": "lock_like name_locked_function",
         "_lock_file": "load_lock",
         "_explain": "explain",
         "_first_nonfinite": "search_nonfinite",

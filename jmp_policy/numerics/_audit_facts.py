@@ -114,7 +114,7 @@ def _negate(sign: Sign) -> Sign:
     return sign if sign in (Sign.UNKNOWN, Sign.ZERO) else sign ^ Sign.ZERO
 
 
-def _multiply(step: Step, signs: Sequence[Sign]) -> Sign:
+def _multiply_signs(step: Step, signs: Sequence[Sign]) -> Sign:
     if step.operands[0] is step.operands[1]:
         return Sign.NOT_NEGATIVE
     if Sign.UNKNOWN in signs:
@@ -125,7 +125,7 @@ def _multiply(step: Step, signs: Sequence[Sign]) -> Sign:
 _SIGNS: dict[str, Callable[[Step, Sequence[Sign]], Sign]] = {
     **dict.fromkeys(("abs", "exp", "exp2", "logistic", "sqrt", "square"), lambda step, signs: Sign.NOT_NEGATIVE),
     **dict.fromkeys(("add", "reduce_max", "reduce_min", "reduce_sum"), lambda step, signs: _join_signs(signs)),
-    **dict.fromkeys(("mul", "div"), _multiply),
+    **dict.fromkeys(("mul", "div"), _multiply_signs),
     "integer_pow": lambda step, signs: signs[0] if step.eqn.params["y"] % 2 else Sign.NOT_NEGATIVE,
     # One operand bounds the result from one side.
     "max": lambda step, signs: _join_signs(signs) | (signs[0] | signs[1]) & Sign.NOT_NEGATIVE,

@@ -28,7 +28,7 @@ from ..modules import find_adapter, is_flax_object, policy_of
 from ..policy import spell_rules
 from ._audit_report import parse_platform
 from ._lock_compiled import compile_rows, find_platform
-from ._lock_facts import has_precision, list_arrays, read_rows, spell_shape
+from ._lock_facts import has_precision, list_argument_rows, read_rows, spell_shape
 from ._lock_file import VERSIONS, Lock, load_lock
 from ._lock_rows import ROOT, LockRow
 
@@ -96,7 +96,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
         scales = dict.fromkeys(LockRow(find_place(note.scope)[0], note.kind, note.name, note.text) for note in notes)
         rows = [*_list_ends(opened, args, kwargs, call, changed), *scales, *found]
         policies = tuple(_list_policies(args, kwargs, call, register.notes, paths).items())
-        name = name_function(fun)
+        name = name_locked_function(fun)
         if all(row.fact.startswith("argument") for row in rows):
             warn_user(f"lock found no floating-point operation or result in {name}. Return what it computes.")
         return Lock(tuple(rows), name, chosen, device, _list_versions(compiled), policies)
@@ -104,7 +104,7 @@ def lock(fun: Callable[..., Any], *, platform: str | None = None, compiled: bool
     return run_lock
 
 
-def name_function(fun: Callable[..., Any]) -> str:
+def name_locked_function(fun: Callable[..., Any]) -> str:
     """Returns the name of a function in its lock; for a partial, the name of the function that it calls."""
     opened = open_partials(fun, (), {})[0]
     return getattr(opened, "__name__", type(opened).__name__)
@@ -115,7 +115,7 @@ def _list_ends(
 ) -> Iterator[LockRow]:
     """Yields rows for the arguments, for those whose dtype the function changes, and for the results."""
     name_path = functools.partial(name_argument, find_signature(fun))
-    yield from list_arrays((args, kwargs), name_path)
+    yield from list_argument_rows((args, kwargs), name_path)
     given = {path: leaf for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0] if is_array(leaf)}
     avals: Any = call.program.out_avals
     for (end, *path), aval in zip(call.results.list_paths(), avals, strict=True):

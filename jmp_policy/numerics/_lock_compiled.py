@@ -35,7 +35,7 @@ def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tu
     """Returns the facts of a program that is compiled for a platform, and the name of the device."""
     meshes = find_meshes(call.program.jaxpr, call.leaves)
     leaves, device = _place(call.leaves, platform, is_sharded=meshes.devices > 1)
-    module = parse_module(_compile(jaxpr_as_fun(call.program), leaves, device))
+    module = parse_module(_compile_to_text(jaxpr_as_fun(call.program), leaves, device))
     shapes = [mesh.shape for mesh in meshes.concrete]
     tally, reader = Tally(), Reader(module, shapes, meshes.devices, find_place)
     for made, runs, _ in list_sites(module, module.computations[module.entry]):
@@ -48,7 +48,7 @@ def compile_rows(call: ObservedCall, find_place: FindPlace, platform: str) -> tu
     return tally.list_rows(), device
 
 
-def _compile(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str:
+def _compile_to_text(run: Callable[..., Any], leaves: Sequence[Any], device: str) -> str:
     """Returns the optimized HLO of a program, under a name of its own: a cached one may have scopes of another."""
     try:
         text = jax.jit(make_unique(run, "lock")).lower(*leaves).compile().as_text()

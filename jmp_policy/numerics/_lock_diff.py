@@ -75,14 +75,14 @@ class LockDiff(Plain):
         return bool(self.rows)
 
     def __repr__(self) -> str:
-        return f"<LockDiff: {_count(self.rows)} in {self.function}; print it for the list>"
+        return f"<LockDiff: {_count_differences(self.rows)} in {self.function}; print it for the list>"
 
     def __str__(self) -> str:
-        head = "\n".join([f"{_count(self.rows)} in {self.function}", *self.notes])
+        head = "\n".join([f"{_count_differences(self.rows)} in {self.function}", *self.notes])
         return "\n\n".join([head, *map(_describe, self.rows)])
 
 
-def _count(rows: Sequence[Difference]) -> str:
+def _count_differences(rows: Sequence[Difference]) -> str:
     return f"{len(rows) or 'no'} difference{'' if len(rows) == 1 else 's'}"
 
 

@@ -153,16 +153,16 @@ def _describe(step: Step, platform: str) -> Described | None:
     if name == "convert_element_type":
         if step.operands[0].aval.weak_type and not step.operands[0].aval.shape:
             return None  # a Python number
-        return describe_cast(_name_dtype(step.operands[0]), _name_dtype(step.results[0]), _size(step.results))
+        return describe_cast(_name_dtype(step.operands[0]), _name_dtype(step.results[0]), _max_size(step.results))
     if name in MATMULS:
-        return _describe_matmul(step, platform)
+        return _describe_matmul_step(step, platform)
     dtypes = [dtype for atom in (*step.operands, *step.results) if is_inexact(dtype := _name_dtype(atom))]
     if not dtypes:
         return None
     widest = max(dtypes, key=count_bits)
     if name == "reduce_precision":
         params = step.eqn.params
-        return describe_rounding(widest, params["exponent_bits"], params["mantissa_bits"], _size(step.results))
+        return describe_rounding(widest, params["exponent_bits"], params["mantissa_bits"], _max_size(step.results))
     if name in HALF_SUMS:
         found = find_sum(step)
         numbers = 1 if found is None else found.numbers  # a scatter of rows that meet in no element is not counted
@@ -175,7 +175,7 @@ def _describe(step: Step, platform: str) -> Described | None:
     if name not in _NO_KERNELS:
         read, made = (" ".join(map(_name_dtype, atoms)) for atoms in (step.operands, step.results))
         return Described("kernel", f"{name} {read} -> {made}")
-    size = _size(step.results)
+    size = _max_size(step.results)
     is_seen = size > 1 or count_bits(widest) < 32
     return Described("arithmetic", f"in {widest}", size) if name in _ROUNDING and is_seen else None
 
@@ -200,7 +200,7 @@ def is_inexact(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex")) and dtype != "float0"
 
 
-def _describe_matmul(step: Step, platform: str) -> Described:
+def _describe_matmul_step(step: Step, platform: str) -> Described:
     read = map(_name_dtype, step.operands[:2])
     return describe_matmul(read, _name_dtype(step.results[0]), read_precision(step.eqn), platform)
 
@@ -223,11 +223,11 @@ def _name_dtype(atom: Any) -> str:
 _spell_dtype = functools.cache(str)  # which takes longer than all else that is asked of an operation
 
 
-def _size(atoms: Iterable[Any]) -> int:
+def _max_size(atoms: Iterable[Any]) -> int:
     return max((math.prod(shape_of(atom)) for atom in atoms), default=0)
 
 
-def list_arrays(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[LockRow]:
+def list_argument_rows(arguments: Any, name_path: Callable[[Any], str]) -> Iterator[LockRow]:
     """Yields rows for arrays, quantized weights and loss scales among arguments."""
     is_one = lambda leaf: isinstance(leaf, QuantizedArray | LossScale)
     for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_one)[0]:

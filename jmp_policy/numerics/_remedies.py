@@ -270,7 +270,7 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
             "It is a constant of the program, such as a mask. A softmax over only masked values is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
-    if dtype.startswith("float8") and _find_largest(operands) > (limit := float(jnp.finfo(dtype).max)):
+    if dtype.startswith("float8") and _find_largest_magnitude(operands) > (limit := float(jnp.finfo(dtype).max)):
         return f"{dtype} ends at {limit:g}: scale the values first, or clip them with `jnp.clip`."
     if words.role == GUARDED and is_cause:
         return _GUARD
@@ -321,10 +321,10 @@ def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     """
     if primitive in _OVERFLOWING:
         return not reaches_pole(primitive, operands, dtype)
-    return primitive not in REMEDIES and _find_largest(operands) > float(jnp.finfo(dtype).max) ** 0.25
+    return primitive not in REMEDIES and _find_largest_magnitude(operands) > float(jnp.finfo(dtype).max) ** 0.25
 
 
-def _find_largest(operands: Sequence[Range]) -> float:
+def _find_largest_magnitude(operands: Sequence[Range]) -> float:
     return max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
 
 

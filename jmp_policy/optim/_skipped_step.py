@@ -86,7 +86,7 @@ class SkippedStep:
         if self.bad_params:
             sentences.append(describe_bad_params(self.bad_params))
         if self.parameters:
-            listed = _join([str(each) for each in self.parameters], most=5)
+            listed = _join_most([str(each) for each in self.parameters], most=5)
             sentences.append(f"Parameters whose gradients are not finite, in the order of the backward pass: {listed}.")
         if any(each.frozen for each in self.parameters):
             sentences.append("A frozen one skips the step too: put jax.lax.stop_gradient around it in the loss.")
@@ -108,21 +108,21 @@ def count_nonfinite(tree: PyTree) -> PyTree:
 def read_counts(counts: PyTree) -> Counts:
     is_count = lambda node: isinstance(node, tuple) and len(node) == 2 and all(map(is_array, node))
     keyed = jax.tree_util.tree_leaves_with_path(counts, is_leaf=is_count)
-    return {_name(path): (int(bad), int(size)) for path, (bad, size) in keyed if int(bad)}
+    return {_name_path(path): (int(bad), int(size)) for path, (bad, size) in keyed if int(bad)}
 
 
 def list_names(tree: PyTree) -> list[str]:
-    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [_name_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name_path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _join(listed: list[str], most: int) -> str:
+def _join_most(listed: list[str], most: int) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if listed[most:] else "")
 
 
 def describe_bad_params(counts: Counts) -> str:
     listed = [f"{name or 'the parameter'} ({bad} of {size})" for name, (bad, size) in counts.items()]
-    return f"Parameters that are not finite themselves: {_join(listed, _MOST_LISTED)}. {NO_STEP_REPAIRS}"
+    return f"Parameters that are not finite themselves: {_join_most(listed, _MOST_LISTED)}. {NO_STEP_REPAIRS}"

@@ -146,9 +146,9 @@ class Comparison(Report):
 
     def _list_notes(self) -> list[str]:
         before, after, quantized = self.bytes_before, self.bytes_after, self.quantized
-        notes = [f"weights: {_format_change(before, after)}"]
+        notes = [f"weights: {_format_sizes(before, after)}"]
         if self.parameters_before > before:
-            notes.append(f"all parameters: {_format_change(self.parameters_before, self.parameters_after)}")
+            notes.append(f"all parameters: {_format_sizes(self.parameters_before, self.parameters_after)}")
         size = sum(row.bytes_before for row in quantized)
         if size and len(quantized) < len(self.rows):
             share = sum(row.bytes_after for row in quantized) / size
@@ -179,7 +179,7 @@ def _list_cells(row: LayerComparison) -> tuple[str, ...]:
     )
 
 
-def _format_change(before: int, after: int) -> str:
+def _format_sizes(before: int, after: int) -> str:
     return f"{format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}" if before else "0 B"
 
 

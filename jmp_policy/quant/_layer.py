@@ -131,7 +131,7 @@ class Multiply:
         if not is_stored or is_block_product(*call) or multiplies_values(*call):
             out = self._multiply_quantized(kind, operands, options | {"preferred_element_type": dtype})
         if out is None:
-            out = defer(functools.partial(_multiply_wide, call.operation, dtype), call.lhs, call.rhs)
+            out = defer(functools.partial(_multiply_dequantized, call.operation, dtype), call.lhs, call.rhs)
         return out if product.returns_sums else out.astype(call.lhs.dtype)
 
     def _multiply_quantized(
@@ -151,7 +151,7 @@ class Multiply:
         return float8_product(operation, lhs, rhs, format, state, product.where)
 
 
-def _multiply_wide(operation: Any, dtype: np.dtype, left: jax.Array, weight: Any) -> jax.Array:
+def _multiply_dequantized(operation: Any, dtype: np.dtype, left: jax.Array, weight: Any) -> jax.Array:
     weight = observe_product(operation, left, weight)
     return wide_product(operation, left, _dequantize(weight), dtype, left.dtype)
 

@@ -37,7 +37,7 @@ def score(trainer: Any, sampler: Any, tokens: np.ndarray, counted: np.ndarray) -
     numbers = 0
     count = tokens.shape[1] - 1
     for row in range(len(tokens)):
-        p, q = (_normalize(np.asarray(x[row, :count], np.float64)) for x in (trainer, sampler))
+        p, q = (_normalize_logits(np.asarray(x[row, :count], np.float64)) for x in (trainer, sampler))
         with np.errstate(invalid="ignore"):
             terms = np.where(np.isneginf(q), 0.0, np.exp(q) * (q - p))
         # Tokens without a probability, such as padding of the vocabulary, may have any logit.
@@ -61,7 +61,7 @@ def score_given(trainer: Any, sampler: np.ndarray, tokens: np.ndarray, counted: 
     count = tokens.shape[1] - 1
     index = np.arange(count)
     made = [
-        _normalize(np.asarray(row[:count], np.float64))[index, own[1:]]
+        _normalize_logits(np.asarray(row[:count], np.float64))[index, own[1:]]
         for row, own in zip(trainer, tokens, strict=True)
     ]
     return LogProbs(np.stack(made), np.asarray(sampler, np.float64), None, counted)
@@ -79,7 +79,7 @@ def _center(x: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(known, kept - mean, 0.0)
 
 
-def _normalize(logits: np.ndarray) -> np.ndarray:
+def _normalize_logits(logits: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # infinite logits make nan
         shifted = logits - logits.max(-1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
