@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -35,20 +34,16 @@ from .._jaxpr import (
     trace,
 )
 from ..modules import find_bridge
-from ..policy import BlockFormat, Float8, needs_rng
 from ..quant import (
-    WHY_TABLES_WIDE,
     Deferred,
     FakeQuantized,
     Layout,
-    QuantizedArray,
     at_path,
     collect_deferred,
     fake_quantize,
     find_structure,
     is_observing,
     prepare_weight,
-    without_state,
 )
 from ._observed import evaluate_observed
 from ._place import EquationPlace
@@ -69,7 +64,6 @@ from ._weight_products import (
     describe_lookup,
     describe_stored_lookup,
     describe_stored_product,
-    describe_weight_product,
     find_layout,
     move_axes,
 )
@@ -78,12 +72,17 @@ from ._weights import (
     FOUND,
     NO_WEIGHT,
     WEIGHT_PRODUCTS,
-    Names,
+    WHY_NO_KEY,
     OwnWeight,
-    WeightFinder,
+    Uses,
     WeightFormat,
     Weights,
     WeightUse,
+    describe_product,
+    describe_stored,
+    describe_uses,
+    find_uses,
+    fits_element,
     follow_weights,
     is_times_one,
 )
@@ -347,28 +346,6 @@ class _NamedProduct:
         return self.product(*operands)
 
 
-def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat, place: EquationPlace) -> Product | str:
-    """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
-    if place.backward:
-        return _WHY_BACKWARD
-    if all(read[:2]):
-        return "both operands are weights"
-    if needs_rng(format.quantization):
-        return _WHY_NO_KEY
-    quantization = without_state(format.quantization)
-    if format.is_table:  # as a table of Flax's
-        if isinstance(quantization, Float8 | BlockFormat):
-            return WHY_TABLES_WIDE
-        quantization = quantization.for_tables
-    product = describe_weight_product(eqn, 0 if read[0] else 1, quantization, format.accumulate)
-    if isinstance(product, str):
-        return product
-    return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
-
-
-_WHY_BACKWARD = "its gradient is computed inside of the model"
-_WHY_NO_KEY = "the format draws noise by a key of each layer, and its code is no layer of Flax's"
-
 _AROUND, _OUTERMOST = "around", "outermost"
 """The paths of the place around the outermost jaxpr, and of those in it."""
 
@@ -386,7 +363,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
         traced = trace(results.take_arrays(fun), args, {})
     refuse_lost_arrays(results.list_others().values())
     weights = find_weights()
-    uses, formats = _find_uses(traced.program.jaxpr, weights.floating)
+    uses, formats = find_uses(traced.program.jaxpr, weights.floating, _RULE.contexts, _RULE.enters)
     marked = {i for i, own in uses.items() if any(not isinstance(use.product, str) for use in own)}
     program, rule = _rewrite(traced.program, {i: formats[i] for i in marked}, weights, deferred)
     # A weight that is stored by its name, and not as one layout for all its matmuls, is rounded as it is stored.
@@ -400,13 +377,13 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
     if found is not None:
         own = _list_floating(traced, weights.floating, uses, rule, rounded)
         own += [
-            _describe_stored(traced.leaves[i], *stored, rule.uses.get(i, ())) for i, stored in weights.stored.items()
+            describe_stored(traced.leaves[i], *stored, rule.uses.get(i, ())) for i, stored in weights.stored.items()
         ]
         bridge = find_bridge()
         if bridge is not None:  # stored weights do not cross it
             own = [one._replace(path=f"{bridge}/{one.path}".lstrip("/"), layout=None) for one in own]
         found.update((one.path, one) for one in own)
-    elif wide := [i for i, own in uses.items() if any(use.product == _WHY_NO_KEY for use in own)]:
+    elif wide := [i for i, own in uses.items() if any(use.product == WHY_NO_KEY for use in own)]:
         path, format = weights.floating[wide[0]]
         more = f" and {len(wide) - 1} more" if wide[1:] else ""
         warn_once(
@@ -436,7 +413,7 @@ def quantize_products(fun: Callable[..., Any], args: Args, given: Any, find_weig
 def multiplies_by_weights(fun: Callable[..., Any], args: Args, find_weights: Callable[[], Weights]) -> bool:
     """True if a function of arrays has matmuls by its floating weights that `quantize_products` would quantize."""
     traced = trace(Results().take_arrays(fun), args, {})
-    uses, _ = _find_uses(traced.program.jaxpr, find_weights().floating)
+    uses, _ = find_uses(traced.program.jaxpr, find_weights().floating, _RULE.contexts, _RULE.enters)
     return any(use.is_product and not isinstance(use.product, str) for own in uses.values() for use in own)
 
 
@@ -471,39 +448,6 @@ def _drop_unused(program: Any, kept: Collection[str]) -> Any:
     return live if program is body else program.replace(jaxpr=live)
 
 
-Uses = dict[int, list[WeightUse]]
-
-
-def _find_uses(program: Jaxpr, weights: dict[int, tuple[str, WeightFormat]]) -> tuple[Uses, dict[int, WeightFormat]]:
-    """Returns the uses of each floating weight, and its format: for tables, if rows of it are read."""
-    formats = {i: format for i, (_, format) in weights.items()}
-    names = [frozenset([i]) if i in formats else NO_WEIGHT for i in range(len(program.invars))]
-
-    def find_product(eqn: JaxprEqn, read: Sequence[Names], place: EquationPlace) -> Product | str:
-        first, *others = sorted(NO_WEIGHT.union(*read))
-        if any(formats[other] != formats[first] for other in others):
-            return "its parts have different formats"
-        return describe_product(eqn, read, formats[first], place)
-
-    def find() -> Uses:
-        uses, _ = WeightFinder(find_product, _RULE.contexts, _RULE.enters).find(program, names, EquationPlace())
-        return {i: [describe_use(i, use) for use in uses if i in use.names] for i in formats}
-
-    def describe_use(i: int, use: WeightUse) -> WeightUse:
-        if not use.is_lookup or formats[i].is_of_layer:
-            return use
-        if not use.reads_rows:
-            return use._replace(product="gather reads parts of it", is_lookup=False)
-        return use._replace(product=choose_table_format(formats[i].quantization, shape_of(program.invars[i])))
-
-    uses = find()
-    tables = [i for i, own in uses.items() if any(use.is_lookup for use in own)]
-    if not tables:
-        return uses, formats
-    formats |= {i: formats[i]._replace(is_table=True) for i in tables}
-    return find(), formats
-
-
 def _round(array: Any, format: WeightFormat) -> Any:
     weight = prepare_weight(array, format.quantization, format.layout)  # type: ignore[arg-type]
     return fake_quantize(weight) if isinstance(weight, FakeQuantized) else array
@@ -521,21 +465,13 @@ def _list_floating(
     for i, own in uses.items():
         (path, format), leaf_shape = weights[i], traced.leaves[i].shape
         layout = _find_shared_layout(own, rule, i)
-        if layout is not None and (format.is_part or not _fits_element(layout, leaf_shape, format.shape)):
+        if layout is not None and (format.is_part or not fits_element(layout, leaf_shape, format.shape)):
             layout = None
         if not format.is_of_layer:
-            text = f"{format.quantization}, computed with as numbers" if i in rounded else _describe(own)
+            text = f"{format.quantization}, computed with as numbers" if i in rounded else describe_uses(own)
             leaf = traced.leaves[i]
             found.append(OwnWeight(path, leaf.shape, leaf.dtype, leaf.size * leaf.dtype.itemsize, text, layout))
     return found
-
-
-def _fits_element(layout: Layout, whole: Sequence[int], element: Sequence[int] | None) -> bool:
-    """False for a stack along another axis than the first ones, which could not be sliced when it is stored."""
-    if element is None:
-        return True
-    spanned = len(layout.contracted) + layout.channels
-    return spanned <= len(element) and tuple(whole[len(whole) - len(element) :]) == tuple(element)
 
 
 def _find_shared_layout(uses: Sequence[WeightUse], rule: ProductRule, number: int) -> Layout | None:
@@ -543,24 +479,6 @@ def _find_shared_layout(uses: Sequence[WeightUse], rule: ProductRule, number: in
     layouts = rule.layouts.get(number, {None})
     is_whole = len(layouts) == 1 and not any(isinstance(use.product, str) for use in uses)
     return next(iter(layouts)) if is_whole else None
-
-
-def _describe(uses: Sequence[WeightUse]) -> str:
-    """Describes how a floating weight is multiplied by, or why it is left."""
-    products = [use.product for use in uses if use.is_product or use.is_lookup]
-    texts = [f"left: {own}" if isinstance(own, str) else str(own) for own in products or [use.product for use in uses]]
-    return "; ".join(dict.fromkeys(texts)) or "left: no matmul reads it"
-
-
-def _describe_stored(
-    values: Any, path: str, weight: QuantizedArray, uses: Sequence[StoredProduct | StoredRaggedProduct | LookUp | str]
-) -> OwnWeight:
-    """Describes a stored weight, given its values, and the weight or one of its stack."""
-    numbers = f"{weight.format}, computed with as numbers"
-    texts = dict.fromkeys(f"{numbers}: {use}" if isinstance(use, str) else str(use) for use in uses)
-    stack = values.shape[: values.ndim - weight.values.ndim]
-    size = math.prod(stack) * weight.nbytes
-    return OwnWeight(path, (*stack, *weight.shape), values.dtype, size, "; ".join(texts) or numbers)
 
 
 _RULE = ProductRule()

@@ -4,17 +4,36 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._jaxpr import CUSTOM, Atom, Fact, SubJaxpr, find_line, having, is_float, list_live, shape_of, sub_jaxprs
-from ..policy import Int8, Quantization
-from ..quant import WHY_TABLES_WIDE, Layout, QuantizedArray
+from .._jaxpr import (
+    CUSTOM,
+    Atom,
+    Fact,
+    SubJaxpr,
+    find_line,
+    having,
+    is_float,
+    list_live,
+    shape_of,
+    sub_jaxprs,
+)
+from ..policy import BlockFormat, Float8, Int8, Quantization, needs_rng
+from ..quant import WHY_TABLES_WIDE, Layout, QuantizedArray, without_state
 from ._place import EquationPlace
 from ._precision import PRODUCTS
-from ._weight_products import Product, describe_lookup
+from ._weight_products import (
+    LookUp,
+    Product,
+    StoredProduct,
+    StoredRaggedProduct,
+    choose_table_format,
+    describe_lookup,
+    describe_weight_product,
+)
 
 Names = frozenset[int]
 """The numbers of the weights that a value consists of; empty for a value that is not a weight."""
@@ -75,13 +94,20 @@ class WeightUse(NamedTuple):
     reads_rows: bool = False  # True if these are whole rows of two axes
 
 
+Contexts = Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]
+"""As in `Rule`."""
+
+Enters = Callable[[JaxprEqn, EquationPlace], bool]
+"""True for equations whose sub-jaxprs are rewritten."""
+
+
 class WeightFinder(NamedTuple):
     """Finds the uses of weights in a jaxpr."""
 
     # Returns the quantized form of a matmul, or the reason to leave it.
     find_product: Callable[[JaxprEqn, Sequence[Names], EquationPlace], Product | str]
-    contexts: Callable[[EquationPlace, Jaxpr], Sequence[EquationPlace]]  # as in `Rule`
-    enters: Callable[[JaxprEqn, EquationPlace], bool]  # true for equations whose sub-jaxprs are rewritten
+    contexts: Contexts
+    enters: Enters
 
     def find(self, program: Jaxpr, names: Sequence[Names], place: EquationPlace) -> tuple[list[WeightUse], list[Names]]:
         """Returns the uses, and the weights in the outputs of a jaxpr, given those in its arguments."""
@@ -170,6 +196,89 @@ class Weights(NamedTuple):
     floating: dict[int, tuple[str, WeightFormat]]  # the paths and formats of floating weights, by number
     # The paths of stored weights, by the number of their values, and each weight or one of its stack.
     stored: dict[int, tuple[str, QuantizedArray]]
+
+
+def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat, place: EquationPlace) -> Product | str:
+    """Returns the quantized form of a matmul, given the weights in its operands, or the reason to leave it."""
+    if place.backward:
+        return _WHY_OWN_GRADIENT
+    if all(read[:2]):
+        return "both operands are weights"
+    if needs_rng(format.quantization):
+        return WHY_NO_KEY
+    quantization = without_state(format.quantization)
+    if format.is_table:  # as a table of Flax's
+        if isinstance(quantization, Float8 | BlockFormat):
+            return WHY_TABLES_WIDE
+        quantization = quantization.for_tables
+    product = describe_weight_product(eqn, 0 if read[0] else 1, quantization, format.accumulate)
+    if isinstance(product, str):
+        return product
+    return product.reason_left([shape_of(atom) for atom in eqn.invars]) or product
+
+
+_WHY_OWN_GRADIENT = "its gradient is computed inside of the model"
+WHY_NO_KEY = "the format draws noise by a key of each layer, and its code is no layer of Flax's"
+
+Uses = dict[int, list[WeightUse]]
+
+
+def find_uses(
+    program: Jaxpr, weights: dict[int, tuple[str, WeightFormat]], contexts: Contexts, enters: Enters
+) -> tuple[Uses, dict[int, WeightFormat]]:
+    """Returns the uses of each floating weight, and its format: for tables, if rows of it are read."""
+    formats = {i: format for i, (_, format) in weights.items()}
+    names = [frozenset([i]) if i in formats else NO_WEIGHT for i in range(len(program.invars))]
+
+    def find_product(eqn: JaxprEqn, read: Sequence[Names], place: EquationPlace) -> Product | str:
+        first, *others = sorted(NO_WEIGHT.union(*read))
+        if any(formats[other] != formats[first] for other in others):
+            return "its parts have different formats"
+        return describe_product(eqn, read, formats[first], place)
+
+    def find() -> Uses:
+        uses, _ = WeightFinder(find_product, contexts, enters).find(program, names, EquationPlace())
+        return {i: [describe_use(i, use) for use in uses if i in use.names] for i in formats}
+
+    def describe_use(i: int, use: WeightUse) -> WeightUse:
+        if not use.is_lookup or formats[i].is_of_layer:
+            return use
+        if not use.reads_rows:
+            return use._replace(product="gather reads parts of it", is_lookup=False)
+        return use._replace(product=choose_table_format(formats[i].quantization, shape_of(program.invars[i])))
+
+    uses = find()
+    tables = [i for i, own in uses.items() if any(use.is_lookup for use in own)]
+    if not tables:
+        return uses, formats
+    formats |= {i: formats[i]._replace(is_table=True) for i in tables}
+    return find(), formats
+
+
+def fits_element(layout: Layout, whole: Sequence[int], element: Sequence[int] | None) -> bool:
+    """False for a stack along another axis than the first ones, which could not be sliced when it is stored."""
+    if element is None:
+        return True
+    spanned = len(layout.contracted) + layout.channels
+    return spanned <= len(element) and tuple(whole[len(whole) - len(element) :]) == tuple(element)
+
+
+def describe_uses(uses: Sequence[WeightUse]) -> str:
+    """Describes how a floating weight is multiplied by, or why it is left."""
+    products = [use.product for use in uses if use.is_product or use.is_lookup]
+    texts = [f"left: {own}" if isinstance(own, str) else str(own) for own in products or [use.product for use in uses]]
+    return "; ".join(dict.fromkeys(texts)) or "left: no matmul reads it"
+
+
+def describe_stored(
+    values: Any, path: str, weight: QuantizedArray, uses: Sequence[StoredProduct | StoredRaggedProduct | LookUp | str]
+) -> OwnWeight:
+    """Describes a stored weight, given its values, and the weight or one of its stack."""
+    numbers = f"{weight.format}, computed with as numbers"
+    texts = dict.fromkeys(f"{numbers}: {use}" if isinstance(use, str) else str(use) for use in uses)
+    stack = values.shape[: values.ndim - weight.values.ndim]
+    size = math.prod(stack) * weight.nbytes
+    return OwnWeight(path, (*stack, *weight.shape), values.dtype, size, "; ".join(texts) or numbers)
 
 
 FOUND: contextvars.ContextVar[dict[str, OwnWeight] | None] = contextvars.ContextVar("FOUND", default=None)
