@@ -59,8 +59,11 @@ def test_matmuls_are_in_the_compute_dtype_and_full_operations_in_float64(policy,
     assert {found[key] for key in full} == {"float64"}
 
 
+FURTHER = ("vmap", "grad of autocast", "remat", "jvp")
+
+
 @pytest.mark.parametrize("policy", [MIXED, HALF])
-@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "grad of autocast", "remat", "jvp"])
+@pytest.mark.parametrize("transform", ["jit", "grad", *(pytest.param(t, marks=pytest.mark.slow) for t in FURTHER)])
 def test_errors_are_those_of_the_compute_dtype(policy, transform):
     w, x = draw()
     cast = autocast(model, policy)

@@ -377,7 +377,11 @@ OTHERS = {"table": ["int8", "e4m3/128"], "heads": ["int4/16", "e4m3/128"], "stac
 
 
 @pytest.mark.parametrize(
-    ("form", "format"), [(form, one) for form, all in ({"kernel": KERNELS} | OTHERS).items() for one in all]
+    ("form", "format"),
+    [
+        *(("kernel", one) for one in KERNELS),
+        *(pytest.param(f, o, marks=pytest.mark.slow) for f in OTHERS for o in OTHERS[f]),
+    ],
 )
 def test_floats_that_are_rounded_in_parts_are_the_same_as_rounded_at_once(form, format, monkeypatch):
     shape, layout = {

@@ -102,7 +102,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("call", [call_own, call_own_linen], ids=["nnx", "linen"])
+@pytest.mark.parametrize("call", [call_own, pytest.param(call_own_linen, marks=pytest.mark.slow)], ids=["nnx", "linen"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_matmul_of_its_own_is_that_of_a_layer_of_flax_bit_by_bit(form, call):
     function, store = FORMS[form]
@@ -545,7 +545,7 @@ def test_a_weight_that_is_read_around_a_loop_or_branch_is_multiplied_by_as_it_is
 
 
 @pytest.mark.parametrize("format", [*FORMATS[:-1], "mxfp4", "e4m3/-1(activations=true)", "int4/16(activations=true)"])
-@pytest.mark.parametrize("place", ["each of a stack", "groups of rows"])
+@pytest.mark.parametrize("place", ["each of a stack", pytest.param("groups of rows", marks=pytest.mark.slow)])
 def test_each_format_multiplies_by_a_stored_stack_as_by_the_floating_one(place, format):
     function, shape = INSIDE[place]
     w, policy = draw(shape), name_policy(format)
@@ -818,7 +818,10 @@ def test_compare_sees_own_weights_multiply_as_they_are_stored(make):
     assert 0 < row.weight_error < comparison["dense"].output_error
 
 
-@pytest.mark.parametrize("method", [jmp.contrib.gptq, jmp.contrib.awq])
+METHODS = [jmp.contrib.gptq, pytest.param(jmp.contrib.awq, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("make", HEADS_BY_API)
 def test_own_weights_are_rounded_for_their_inputs_as_a_layer_of_flax_is(make, method):
     """The first weight has the inputs of the model. The second one has those that the rounded first one makes."""
@@ -1001,7 +1004,7 @@ def test_arrays_of_a_tree_have_no_clip_of_their_own():
     jmp.quant.quantize(variables, INT8, input_clips=clips)
 
 
-@pytest.mark.parametrize("method", [jmp.contrib.gptq, jmp.contrib.awq])
+@pytest.mark.parametrize("method", METHODS)
 def test_own_weights_in_a_scan_are_rounded_as_in_a_loop(method):
     policy = "int4/16(min_size=0)_from_float32"
     variables = Blocks(scans=True).init(jax.random.key(0), X)

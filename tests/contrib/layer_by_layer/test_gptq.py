@@ -251,7 +251,7 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("method", [contrib.gptq, contrib.awq])
+@pytest.mark.parametrize("method", [contrib.gptq, pytest.param(contrib.awq, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layer", PADDED)
 def test_a_weight_that_is_padded_to_whole_blocks_is_rounded_for_its_inputs(layer, method):
     make, shape = PADDED[layer]
