@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from .._base import PyTree, is_half
-from ._step import keep_dtypes, step
+from ._step import fast_params, keep_dtypes, step
 from ._transformation import (
     ParameterUpdate,
     Transformation,
@@ -125,7 +125,7 @@ class _HalfParametersUpdate(ParameterUpdate):
                 "optimizer inside was trained alone, or in another transformation, insert its state, with float32 "
                 "moments: tx.init(params)._replace(inner_state=restored)."
             )
-        check_fits(params, grads, "gradients")
+        check_fits(fast_params(params), grads, "gradients", per_example=True)
         wide = self._storage.decode(params, state[1])
         return wide, jax.tree.map(lambda g: widen(g) if is_half(g) else g, grads)
 
@@ -149,11 +149,15 @@ def widen_half(params: PyTree) -> PyTree:
     return map_half(widen, params, otherwise=lambda p: p)
 
 
-def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
-    """Raises a `ValueError` if a tree has no array of the same shape for a half-precision parameter."""
+def check_fits(params: PyTree, tree: PyTree, what: str, *, per_example: bool = False) -> None:
+    """Raises a `ValueError` if a tree has no array of the same shape for a half-precision parameter.
+
+    With `per_example` the array may have one more axis in front.
+    """
     found = dict(jax.tree_util.tree_leaves_with_path(tree))
+    fits = lambda x, param: x.shape == param.shape or (per_example and x.shape[1:] == param.shape)
     for path, param in jax.tree_util.tree_leaves_with_path(params):
-        if is_half(param) and (path not in found or found[path].shape != param.shape):
+        if is_half(param) and (path not in found or not fits(found[path], param)):
             has = f"has the shape {found[path].shape}" if path in found else "is missing"
             raise ValueError(
                 f"The {what} do not fit the parameters: {jax.tree_util.keystr(path) or 'the parameter'} "

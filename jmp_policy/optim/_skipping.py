@@ -12,7 +12,16 @@ from jax.core import Tracer
 
 from .._base import AxisName, PyTree, is_half, join_state, split_state
 from ..loss_scale import LossScale, NoOpLossScale, SkippingState, select_tree
-from ._step import MASKED, explain_step_errors, keep_dtypes, overwrite_state, restore_float0, step, zero_float0
+from ._step import (
+    MASKED,
+    explain_step_errors,
+    fast_params,
+    keep_dtypes,
+    overwrite_state,
+    restore_float0,
+    step,
+    zero_float0,
+)
 from ._transformation import ParameterUpdate, Transformation, with_extra_args
 
 
@@ -176,8 +185,7 @@ def _update_and_apply(
     @jax.jit
     def take(operands: _Operands) -> _Result:
         params = operands.params
-        like = params.fast if isinstance(params, optax.LookaheadParams) else params  # the tree that gradients match
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), like)
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), fast_params(params))
         params, inner_state = step(inner, grads, operands.inner_state, params, **operands.extra | others)
         return _Result(params, keep_dtypes(operands.inner_state, inner_state))
 

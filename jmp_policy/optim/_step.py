@@ -144,8 +144,14 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
             update: Any = with_extra_args(tx).update
             updates, after = update(filled_grads, opt_state, filled, **extra)
             new_params = optax.apply_updates(filled, updates)
+        _check_new_shapes(filled, new_params)
         new_params = join_state(new_params, overwrite_state(state, gradient, opt_state, after))
         return restore_float0(grads, new_params, params), after
+
+
+def fast_params(params: PyTree) -> PyTree:
+    """Returns the parameters that have gradients: the fast ones of `optax.lookahead`, or all."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _check_shapes(grads: PyTree, params: PyTree) -> None:
@@ -158,6 +164,16 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
                 f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
                 f"shape {shape}, but the parameter has the shape {expected}. Differentiate the same "
                 "parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
+
+
+def _check_new_shapes(params: PyTree, new_params: PyTree) -> None:
+    for (path, param), new in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(new_params), strict=True):
+        if np.shape(param) != np.shape(new):
+            raise ValueError(
+                f"This optimizer would change the shape of {jax.tree_util.keystr(path) or 'the parameter'} from "
+                f"{np.shape(param)} to {np.shape(new)}. optax.scale_by_distance_over_gradients, for example, needs "
+                "parameters that are not scalars: jnp.ones((1,)) in place of jnp.ones(())."
             )
 
 
@@ -179,9 +195,10 @@ def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
             "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params), then "
             "params, opt_state = jmp.optim.step(tx, grads, opt_state, params, value=loss)."
         )
-        # `optax.novograd` and `optax.apply_if_finite` choose between values that must have one dtype.
+        # Branches of `optax.novograd` and `optax.apply_if_finite`, and operands of `optax.contrib.mechanize`, must have
+        # one dtype.
         half = next((x.dtype for x in jax.tree.leaves(params) if is_half(x)), None)
-        if half is not None and "cond branches must have equal output types" in str(error):
+        if half is not None and ("dtypes do not match" in str(error) or "the same dtypes" in str(error)):
             text = (
                 f"This optimizer needs parameters, gradients and state of one dtype, and parameters are {half} here. "
                 "Give it float32 parameters. Write loss_scaled(master_weights(optax.novograd(1e-3)), loss_scale)."
@@ -196,6 +213,14 @@ def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
 
 def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:
     """Casts `new` to the dtypes of `old`. Under wider gradients, an optimizer promotes its state."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        before, after = ([jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (old, new))
+        changed = ", ".join(sorted(set(before) ^ set(after))[:3])
+        raise ValueError(
+            "The state of this optimizer has another structure after a step than init gives it, so that a step cannot "
+            f"be skipped: {changed or 'its nodes differ'}. In place of optax.monitor, which is such a one, write for "
+            "example: optax.snapshot('grad_norm', optax.tree.norm)."
+        )
 
     def like(old_leaf: Any, new_leaf: Any) -> Any:
         dtype = getattr(old_leaf, "dtype", None)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
+from optax import contrib
 from optimizer_registry import METHODS, OPTIMIZERS, WAYS, bits, grads_of, params_of, types
 
 import jmp_policy as jmp
@@ -158,6 +159,30 @@ def test_a_tree_without_arrays_takes_its_step(method):
     params, state = optim.step(tx, empty, tx.init(empty), empty)
     assert params == empty
     assert int(optax.tree_utils.tree_get(state, "count")) == 1
+
+
+PRIVATE = contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+GROUPS = {
+    "lookahead": (optax.lookahead(optax.sgd(0.5), 2, 0.5), optax.LookaheadParams.init_synced, ()),
+    "per_example": (optax.chain(PRIVATE, optax.sgd(0.5)), lambda params: params, (3,)),
+}
+"""Optimizers whose gradients have another structure or shape than the parameters; how to start, and axes in front."""
+
+
+@pytest.mark.parametrize(("method", "way"), [("masters", "step"), slow("split", "update"), slow("kahan", "step")])
+@pytest.mark.parametrize("name", GROUPS)
+def test_gradients_of_fast_parameters_or_of_each_example_train_masters_as_float32(name, method, way):
+    """An error said that they do not fit the parameters."""
+    tx, start, axes = GROUPS[name]
+    params = {"w": jnp.array([1.0, -2.0, 0.5], jnp.bfloat16)}
+    grads = {"w": jnp.full((4, *axes, 3), 0.01)}
+    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
+        wide, _, _ = _trained(tx, start(jmp.cast_floating(params, "float32")), grads, "update")
+        wrapped = optim.loss_scaled(METHODS[method](tx), jmp.DynamicLossScale())
+        half, state, _ = _trained(wrapped, start(params), grads, way)
+    rtol = 2.0**-15 if method == "kahan" else 1e-6  # kahan has 16 significant bits
+    for expected, found in zip(*map(jax.tree.leaves, (wide, optim.master_params(state, half))), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=rtol)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -70,6 +70,29 @@ def test_nestings_settings_and_states_that_do_not_fit_are_errors(text):
         (VALUES | TYPES)[text]()
 
 
+def test_a_state_that_changes_its_structure_is_an_error_that_names_the_part():
+    """The error was JAX's, of pytree prefixes."""
+    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.monitor({"norm": optax.tree.norm})))
+    for way in WAYS.values():
+        with pytest.raises(ValueError, match=r"structure .*: \[1\]\.measurements\['norm'\]\. .*snapshot\('grad"):
+            jax.eval_shape(functools.partial(way, tx), W, tx.init(W), W)
+    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.snapshot("norm", optax.tree.norm)))
+    jax.eval_shape(functools.partial(by_step, tx), W, tx.init(W), W)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, skip_nonfinite], ids=["plain", "skip"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_that_would_change_the_shape_of_a_parameter_is_an_error(dtype, wrap):
+    """Alone it changed the shape in silence; under `skip_nonfinite` the error told of branches, or of dtypes."""
+    tx = wrap(optax.scale_by_distance_over_gradients())
+    params = {"w": jnp.ones(2, dtype), "scale": jnp.ones((), dtype)}
+    with warnings.catch_warnings(action="ignore"):  # of half precision
+        state = tx.init(params)
+    with pytest.raises(ValueError, match=r"would change the shape of \['scale'\] from \(\) to \(1,\)") as error:
+        jax.eval_shape(functools.partial(by_step, tx), params, state, params)
+    assert "one dtype" not in str(getattr(error.value, "__notes__", ()))
+
+
 @step_and_slow_update
 def test_gradients_of_integers_are_float0_and_leave_their_parameters_alone(way):
     """Weight decay would turn the 5 into a 4."""
