@@ -93,7 +93,12 @@ def _split_in_loop(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def join_float32(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Joins `high` (bfloat16) and `low` (uint16) of `split_float32`."""
+    """Joins `high` (bfloat16) and `low` (uint16) of `split_float32`.
+
+    If `high` was changed since, the result is still within its last bit.
+    """
     words = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
-    rounded_up = (low >> 15).astype(jnp.uint32) << 16
+    # No float32 is rounded up to zero: a zero that replaced another value would become a nan.
+    is_nonzero = (words << 1 != 0).astype(jnp.uint32)
+    rounded_up = ((low >> 15).astype(jnp.uint32) & is_nonzero) << 16
     return lax.bitcast_convert_type(words + low.astype(jnp.uint32) - rounded_up, jnp.float32)

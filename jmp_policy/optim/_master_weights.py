@@ -59,7 +59,8 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     training.
 
     Float32 copies are trained. The next step reverts any other change of a parameter, by a later transformation in a
-    chain or by a loop that clips weights. Do it in `inner`, or change both with `with_master_params`.
+    chain or by a loop that clips weights; with `"split"` the parameter keeps it, with the low half of its old value. Do
+    it in `inner`, or change both with `with_master_params`.
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`: with
     `update` and `optax.apply_updates`, a parameter that shrinks to a small fraction of itself in one step (`2**-16`;

@@ -109,6 +109,16 @@ def test_what_changes_a_parameter_but_not_its_float32_copy_is_undone_by_the_next
     assert kept.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_parameter_that_a_loop_sets_to_zero_trains_on_from_zero(zero):
+    """With a remainder of another value, the zero became a nan, as for weights that are pruned or clipped."""
+    tx, grads = optim.master_weights(optax.sgd(1.0), mode="split"), jnp.float32([2.0**-10])
+    params = jnp.full(1, 3.0, jnp.bfloat16)
+    _, state = optim.step(tx, grads, tx.init(params), params)  # 2.99902 is rounded up to 3
+    pruned, _ = optim.step(tx, grads, state, jnp.full_like(params, zero))
+    assert pruned.tolist() == [-(2.0**-10)]
+
+
 @pytest.mark.parametrize("mode", ["float32", "split"])
 def test_a_parameter_that_shrinks_at_once_still_fits_what_is_remembered(mode):
     """A float32 sum cannot reach 2**-30 from 1: the master moves to where the parameter lands."""
