@@ -66,7 +66,10 @@ Params = TypeVar("Params")
 def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> None:
     """Warns once for an optimizer that adds its updates to half-precision parameters, which rounds small ones away."""
     leaves = jax.tree.leaves_with_path(params)
-    if not any(is_half(leaf) for _, leaf in leaves) or keeps_small_updates(state):
+    if not any(is_half(leaf) for _, leaf in leaves):
+        return
+    if keeps_small_updates(state):
+        _warn_of_later_changes(tx, state)
         return
     trained = zip(leaves, list_trained(tx, params), strict=True)
     path, leaf = next((pair for pair, is_trained in trained if is_trained and is_half(pair[1])), ((), None))
@@ -80,6 +83,37 @@ def warn_of_half_params(tx: Transformation, params: PyTree, state: PyTree) -> No
         "stochastic_rounding, and choose the dtype of moments by cast_state. "
         "For example: loss_scaled(optim.master_weights(optax.adamw(1e-3)), scale).",
     )
+
+
+# Transformations that change the updates of one inside, and how to write them inside of it.
+_CHANGES_UPDATES: dict[type, str] = {
+    optax.LookaheadState: "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
+    optax.contrib.ScheduleFreeState: "optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3)",
+    tuple: "optax.chain(optax.adamw(1e-3), optax.contrib.reduce_on_plateau())",
+}
+# States of transformations that leave updates alone, or are of other parameters.
+_KEEPS_UPDATES = ("MaskedState", "MonitorState", "PartitionState", "SnapshotState")
+
+
+def _warn_of_later_changes(tx: Transformation, state: PyTree) -> None:
+    """Warns once if updates are changed after they were made for half-precision parameters and their masters."""
+
+    def is_changed(node: Any) -> bool:
+        if type(node) is not tuple:
+            return type(node) in _CHANGES_UPDATES and keeps_small_updates(node)
+        keeping = [keeps_small_updates(part) for part in node]
+        later = node[keeping.index(True) + 1 :] if any(keeping) else ()
+        return any(isinstance(part, tuple) and type(part).__name__ not in _KEEPS_UPDATES for part in later)
+
+    found = next(filter(is_changed, jax.tree.leaves(state, is_leaf=is_changed)), None)
+    if found is not None:
+        kind = "a chain that goes on after it" if type(found) is tuple else f"the state {type(found).__name__}"
+        warn_once(
+            tx.init,
+            f"master_weights, kahan and stochastic_rounding go around transformations that change their updates, but "
+            f"one is inside of {kind}: master_weights reverts the change in the next step, and the others round it. "
+            f"For example: loss_scaled(optim.master_weights({_CHANGES_UPDATES[type(found)]}), scale).",
+        )
 
 
 def list_trained(tx: Transformation, params: PyTree) -> list[bool]:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
+from optax import contrib
 from optimizer_registry import METHODS, WAYS, bits, by_step, by_update, grads_of, params_of, types
 
 import jmp_policy as jmp
@@ -70,13 +71,14 @@ def test_nestings_settings_and_states_that_do_not_fit_are_errors(text):
         (VALUES | TYPES)[text]()
 
 
+@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="optax 0.2.7 introduced monitor")
 def test_a_state_that_changes_its_structure_is_an_error_that_names_the_part():
     """The error was JAX's, of pytree prefixes."""
-    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.monitor({"norm": optax.tree.norm})))
+    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.monitor({"size": len})))
     for way in WAYS.values():
-        with pytest.raises(ValueError, match=r"structure .*: \[1\]\.measurements\['norm'\]\. .*snapshot\('grad"):
+        with pytest.raises(ValueError, match=r"structure .*: \[1\]\.measurements\['size'\]\. .*snapshot\('grad"):
             jax.eval_shape(functools.partial(way, tx), W, tx.init(W), W)
-    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.snapshot("norm", optax.tree.norm)))
+    tx = skip_nonfinite(optax.chain(optax.sgd(1.0), optax.snapshot("size", len)))
     jax.eval_shape(functools.partial(by_step, tx), W, tx.init(W), W)
 
 
@@ -249,6 +251,40 @@ def test_an_optimizer_that_would_lose_small_updates_of_half_parameters_warns_onc
         for inner in (*(make(adam) for make in METHODS.values()), optax.chain(optax.clip(1.0), jmp.optim.kahan(adam))):
             jax.eval_shape(wrap(inner).init, params)
         jax.eval_shape(wrap(adam).init, {"kernel": jnp.ones(3)})
+
+
+ADAM = optax.adam(1e-5)
+LATER = {
+    "LookaheadState": lambda inner: optax.lookahead(inner, 2, 0.5),
+    "ScheduleFreeState": lambda inner: contrib.schedule_free(inner, 1e-5),
+    "plateau": lambda inner: optax.chain(optax.clip(1.0), inner, contrib.reduce_on_plateau()),
+    "clip": lambda inner: optax.chain(optax.chain(inner), optax.keep_params_nonnegative()),
+}
+UNCHANGED = {
+    "groups": lambda inner: optax.chain(optax.masked(inner, {"w": True}), optax.masked(inner, {"w": False})),
+    "frozen": lambda inner: optax.chain(inner, optax.masked(optax.set_to_zero(), {"w": False})),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
+}
+if hasattr(optax, "snapshot"):  # from optax 0.2.6 on
+    UNCHANGED["snapshot"] = lambda inner: optax.chain(inner, optax.snapshot("size", len))
+
+
+@pytest.mark.parametrize("nesting", LATER | UNCHANGED)
+def test_a_change_of_updates_that_master_weights_would_revert_is_a_warning(nesting):
+    """The learning rate of `reduce_on_plateau` did nothing, in silence."""
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    start = optax.LookaheadParams.init_synced(params) if nesting == "LookaheadState" else params
+    for make in METHODS.values():
+        warned = skip_nonfinite((LATER | UNCHANGED)[nesting](make(ADAM)))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            jax.eval_shape(warned.init, start)
+        assert len(caught) == (nesting in LATER)
+        for each in caught:
+            kind = nesting if "State" in nesting else "a chain that goes on after it"
+            assert f"{kind}: master_weights reverts the change in the next step" in str(each.message)
+            assert "For example: loss_scaled(optim.master_weights(optax." in str(each.message)
+    with warnings.catch_warnings(action="error"):
+        jax.eval_shape(skip_nonfinite(METHODS["masters"]((LATER | UNCHANGED)[nesting](ADAM))).init, start)
 
 
 def test_half_parameters_that_the_optimizer_freezes_are_no_warning():
