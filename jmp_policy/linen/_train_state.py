@@ -33,12 +33,13 @@ class TrainState(train_state.TrainState):
         Args:
           grads: true gradients, a tree like `params`.
           **kwargs: new values of other fields, such as `batch_stats`; a skipped step keeps the old values. `value`,
-            the loss, `grad` and `value_fn` are extra arguments of the optimizer, unless they are fields.
+            the loss, `grad`, `value_fn`, `grad_fn` and `obj_fn` are extra arguments of the optimizer, unless they are
+            fields.
 
         Returns:
           The next state.
         """
-        names = {"value", "grad", "value_fn"} - {field.name for field in dataclasses.fields(self)}
+        names = {"value", "grad", "value_fn", "grad_fn", "obj_fn"} - {field.name for field in dataclasses.fields(self)}
         extra = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if OVERWRITE in grads:
             trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"], **extra)

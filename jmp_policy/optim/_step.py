@@ -240,7 +240,8 @@ def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
             if text not in getattr(error, "__notes__", ()):
                 error.add_note(text)
         # `step` calls itself under `loss_scaled`.
-        if "required keyword-only argument" in str(error) and note not in getattr(error, "__notes__", ()):
+        is_missing = "required keyword-only argument" in str(error) or "_fn must be provided" in str(error)
+        if is_missing and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
 

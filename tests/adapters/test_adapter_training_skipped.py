@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from optax import contrib
 
 import jmp_policy as jmp
 
@@ -90,3 +91,21 @@ def test_a_train_step_is_traced_once():
     for _ in range(3):
         state = step(state)
     assert (int(state.step), len(traces)) == (3, 1)
+
+
+FUNCTIONS = {"obj_fn": contrib.sophia(1e-2), "grad_fn": contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)}
+"""Optimizers that need a function as an extra argument, by its name."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_optimizers_get_their_functions_and_an_error_without_says_where_they_go(name):
+    """`apply_gradients` kept them, and optax said that they must be provided."""
+    tx, params = jmp.optim.skip_nonfinite(FUNCTIONS[name]), {"w": jnp.ones(2)}
+    loss_fn = lambda params, *_: jnp.sum(params["w"] ** 2)
+    fun = loss_fn if name == "obj_fn" else jax.grad(loss_fn)
+    state = jmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    taken = state.apply_gradients(grads=params, **{name: lambda params, *_: fun(params)})
+    assert int(taken.step) == 1
+    with pytest.raises(ValueError, match=f"{name} must be provided") as error:
+        jmp.optim.minimize(loss_fn, tx)(params, tx.init(params))
+    assert "optim.minimize passes none" in "".join(error.value.__notes__)
