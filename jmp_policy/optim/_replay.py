@@ -13,7 +13,7 @@ from ..loss_scale import NoOpLossScale, all_finite, list_skipping, stays_finite,
 from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
 from ._skipping import SkippingUpdate, find_inner, find_inner_state
-from ._step import MASKED, step
+from ._step import MASKED, fast_params, step
 
 
 class Replay(NamedTuple):
@@ -87,7 +87,7 @@ def take_step(finder: OriginFinder, given: Given, state: Any) -> tuple[jax.Array
     loss, grads, _ = replay(finder, given)
     params, grads = find_trained(given.params, grads), split_state(grads, MASKED)[0]
     old = params, find_inner_state(state)
-    new = update(finder, grads, old[1], params, loss)
+    new = update(finder, given, grads, old[1], params, loss)
     decision = _without_axes(finder.tx).update.decide(grads, NoOpLossScale(), state, {"value": loss})
     before, after = list_skipping(state), list_skipping(decision.finish(new[1], None))
     pairs = [(x, y) for x, y in zip(before, after, strict=True) if isinstance(x, SpikeState)]
@@ -105,9 +105,26 @@ def _without_axes(tx: Any) -> Any:
     return tx._replace(update=update)
 
 
-def update(finder: OriginFinder, grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
+def update(
+    finder: OriginFinder, given: Given, grads: PyTree, state: PyTree, params: PyTree, loss: Any
+) -> tuple[PyTree, PyTree]:
     """Returns the new parameters and the new inner state of a step that is not skipped."""
-    return step(find_inner(finder.tx), grads, state, params, value=loss)
+    args, kwargs = unwrap(given.arguments)
+
+    def value_fn(params: PyTree) -> Any:
+        out = finder.loss_fn(params, *args, **kwargs)
+        return out[0] if finder.has_aux else out
+
+    # A chain does not tell which extra arguments it needs, and `optax.contrib.sam` takes no others.
+    given_loss, grad_fn = {"value": loss}, lambda params, *_: jax.grad(value_fn)(params)
+    search = given_loss | {"value_fn": value_fn, "grad": grads}
+    errors: list[Exception] = []
+    for extra in (given_loss, {}, search, {"obj_fn": value_fn}, {"grad_fn": grad_fn}):
+        try:
+            return step(find_inner(finder.tx), fast_params(grads), state, params, **extra)
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def find_trained(params: PyTree, grads: PyTree) -> PyTree:

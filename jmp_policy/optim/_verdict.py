@@ -194,7 +194,7 @@ class _Case:
         from ..numerics import search_nonfinite
 
         state, params = find_inner_state(self._state), find_trained(self._given.params, found.grads)
-        run, grads = lambda *args: update(self._finder, *args), split_state(found.grads, MASKED)[0]
+        run, grads = lambda *args: update(self._finder, self._given, *args), split_state(found.grads, MASKED)[0]
         _, origin = jax.jit(search_nonfinite(run, None, checks=False))(grads, state, params, found.loss)
         origin = jax.device_get(origin)
         wide = lambda tree: cast_floating(tree, jnp.float32)

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import make_mesh
+from optax import contrib
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -585,3 +586,27 @@ def test_a_log_does_not_overwrite_other_files(tmp_path):
     with pytest.raises(ValueError, match=r"is not a file of skipped steps, or is damaged.*SkipLog\('skips\.jsonl'\)"):
         optim.SkipLog(path)
     assert path.read_text() == "mine\n"
+
+
+NEEDY = {
+    "lbfgs": optax.lbfgs(6e4, memory_size=2),
+    "lookahead": optax.lookahead(optax.sgd(6e4), 2, 0.5),
+    "sam": contrib.sam(optax.sgd(6e4), optax.sgd(0.1)),
+    "sam_opaque": contrib.sam(optax.sgd(6e4), optax.sgd(0.1), opaque_mode=True),
+    "sophia": contrib.sophia(6e4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The parameter")
+@pytest.mark.parametrize("name", NEEDY)
+def test_an_update_is_replayed_with_the_functions_that_it_needs(name):
+    """The verdict was an error of optax: they are arguments of the step, and not of the loss function."""
+    tx, params = optim.skip_nonfinite(NEEDY[name], check="updates"), {"w": jnp.ones((4, 8), jnp.float16)}
+    params = optax.LookaheadParams.init_synced(params) if name == "lookahead" else params
+    loss_fn = lambda params, x: jnp.sum(jax.tree.leaves(params)[0].astype(jnp.float32) * x) ** 2
+    with jax.numpy_dtype_promotion("standard"):
+        found = optim.find_origin(loss_fn, tx).verdict(params, tx.init(params), jnp.full((4, 8), 2.0))
+    bounded = ("lbfgs", "sophia")  # their updates are finite
+    expected = "not reproduced" if name in bounded else "format"
+    assert found.kind == expected, str(found)
