@@ -1,6 +1,7 @@
 """`SkippingUpdate`: takes or skips a whole step of an optimizer, as decided on the device."""
 
 import abc
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,9 +129,18 @@ class SkippingUpdate(ParameterUpdate):
         is_array = lambda leaf: isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
         arrays = {name: tree for name, tree in extra.items() if all(map(is_array, jax.tree.leaves(tree)))}
         others = {name: value for name, value in extra.items() if name not in arrays}  # such as functions
+        if "value" in arrays and not _takes_loss(find_inner(self.inner)):
+            del arrays["value"]  # it was for `skip_spikes`
         take_or_skip = build(find_inner(self.inner), others, self._check) if others else self._built[build]
         out, *rest = take_or_skip(take, _Operands(grads, scale, find_inner_state(state), params, arrays))
         return out, finish(*rest)
+
+
+def _takes_loss(tx: Transformation) -> bool:
+    """False for `optax.contrib.sam`, whose only extra argument is another one."""
+    parameters = inspect.signature(tx.update).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or "value" in parameters or not isinstance(tx, optax.GradientTransformationExtraArgs)
 
 
 def find_inner(tx: Transformation) -> Any:

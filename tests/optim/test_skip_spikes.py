@@ -299,3 +299,17 @@ def test_its_state_goes_through_checkpoints_and_starts_anew_in_one_without_it():
         assert (bool(again.inner_state.accepted), int(again.inner_state.accepted_steps)) == (True, 0)
     checked = optim.loss_scaled(optax.adam(0.1), SCALE, check="updates")
     assert bool(jmp.convert_state(saved, jax.eval_shape(checked.init, params)).updates_finite)
+
+
+@pytest.mark.parametrize("of", ["grad_norm", "loss"])
+def test_the_loss_does_not_reach_an_optimizer_that_takes_other_arguments(of):
+    """`minimize` passed it to `optax.contrib.sam`, which raised an error about an unexpected argument."""
+    sam = optax.contrib.sam(optax.sgd(0.5), optax.sgd(0.5), sync_period=2)
+    tx = optim.loss_scaled(optim.skip_spikes(sam, of=of), jmp.NoOpLossScale())
+    step = jax.jit(optim.minimize(lambda params: jnp.sum(params["w"] ** 2), tx))
+    params, state = {"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)})
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2):
+            params, state, _ = step(params, state)
+    assert bool(state.step_taken)
+    assert int(optax.tree_utils.tree_get(state, "accepted_steps")) == 2
