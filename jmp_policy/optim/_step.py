@@ -1,5 +1,6 @@
 """One step of an optimizer, from gradients to new parameters."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -99,20 +100,22 @@ def _warn_of_later_changes(tx: Transformation, state: PyTree) -> None:
     """Warns once if updates are changed after they were made for half-precision parameters and their masters."""
 
     def is_changed(node: Any) -> bool:
-        if type(node) is not tuple:
+        if type(node) not in (tuple, collections.OrderedDict):  # of a chain, or of a named one
             return type(node) in _CHANGES_UPDATES and keeps_small_updates(node)
-        keeping = [keeps_small_updates(part) for part in node]
-        later = node[keeping.index(True) + 1 :] if any(keeping) else ()
+        parts = list(node) if type(node) is tuple else list(node.values())
+        keeping = [keeps_small_updates(part) for part in parts]
+        later = parts[keeping.index(True) + 1 :] if any(keeping) else []
         return any(isinstance(part, tuple) and type(part).__name__ not in _KEEPS_UPDATES for part in later)
 
     found = next(filter(is_changed, jax.tree.leaves(state, is_leaf=is_changed)), None)
     if found is not None:
-        kind = "a chain that goes on after it" if type(found) is tuple else f"the state {type(found).__name__}"
+        outer = tuple if isinstance(found, collections.OrderedDict) else type(found)
+        kind = "a chain that goes on after it" if outer is tuple else f"the state {outer.__name__}"
         warn_once(
             tx.init,
             f"master_weights, kahan and stochastic_rounding go around transformations that change their updates, but "
             f"one is inside of {kind}: master_weights reverts the change in the next step, and the others round it. "
-            f"For example: loss_scaled(optim.master_weights({_CHANGES_UPDATES[type(found)]}), scale).",
+            f"For example: loss_scaled(optim.master_weights({_CHANGES_UPDATES[outer]}), scale).",
         )
 
 

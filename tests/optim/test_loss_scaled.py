@@ -259,6 +259,7 @@ LATER = {
     "ScheduleFreeState": lambda inner: contrib.schedule_free(inner, 1e-5),
     "plateau": lambda inner: optax.chain(optax.clip(1.0), inner, contrib.reduce_on_plateau()),
     "clip": lambda inner: optax.chain(optax.chain(inner), optax.keep_params_nonnegative()),
+    "named": lambda inner: optax.named_chain(("adam", inner), ("scale", optax.scale(0.5))),
 }
 UNCHANGED = {
     "groups": lambda inner: optax.chain(optax.masked(inner, {"w": True}), optax.masked(inner, {"w": False})),
