@@ -13,7 +13,7 @@ from ..loss_scale import NoOpLossScale, all_finite, list_skipping, stays_finite,
 from ._find_origin import Given, OriginFinder, unwrap
 from ._skip_spikes import SpikeState
 from ._skipping import SkippingUpdate, find_inner, find_inner_state
-from ._step import MASKED, fast_params, step
+from ._step import MASKED, step
 
 
 class Replay(NamedTuple):
@@ -121,7 +121,7 @@ def update(
     errors: list[Exception] = []
     for extra in (given_loss, {}, search, {"obj_fn": value_fn}, {"grad_fn": grad_fn}):
         try:
-            return step(find_inner(finder.tx), fast_params(grads), state, params, **extra)
+            return step(find_inner(finder.tx), grads, state, params, **extra)
         except Exception as error:
             errors.append(error)
     raise errors[0]

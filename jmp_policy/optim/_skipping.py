@@ -111,7 +111,7 @@ class SkippingUpdate(ParameterUpdate):
         self, grads: PyTree, scale: LossScale, state: Any, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, Any]:
         """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
-        (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
+        (grads, gradient), (params, old) = split_state(fast_params(grads), MASKED), split_state(params, MASKED)
         new_params, after = self._take_or_skip(_update_and_apply, grads, scale, state, params, extra)
         return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 

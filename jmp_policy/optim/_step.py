@@ -165,6 +165,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     ([1.0, 1.0], False)
     """
     check_transformation(tx, "tx")
+    grads = fast_params(grads)
     _check_shapes(grads, params)
     with explain_step_errors(grads, params):
         real_grads = zero_float0(grads)
@@ -187,7 +188,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
 
 
 def fast_params(params: PyTree) -> PyTree:
-    """Returns the parameters that have gradients: the fast ones of `optax.lookahead`, or all."""
+    """Returns the parameters that have gradients, or their gradients: of `optax.lookahead` the fast ones, else all."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

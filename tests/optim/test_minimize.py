@@ -193,6 +193,18 @@ def test_an_optimizer_that_needs_one_dtype_names_master_weights_under_half_preci
     jax.eval_shape(lambda: run(jmp.optim.loss_scaled(jmp.optim.master_weights(inner), scale)))
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jmp.optim.skip_nonfinite], ids=["plain", "skip"])
+def test_both_parameters_of_lookahead_are_differentiated_and_the_fast_ones_trained(wrap):
+    """The error was JAX's, of pytree prefixes: the gradients are a `LookaheadParams` too."""
+    tx, params = wrap(optax.lookahead(optax.sgd(0.5), 2, 0.5)), optax.LookaheadParams.init_synced({"w": ONES})
+    step = jax.jit(jmp.optim.minimize(lambda params: jnp.sum(params.fast["w"] ** 2) / 2, tx))
+    with jax.numpy_dtype_promotion("standard"):
+        params, state, _ = step(params, tx.init(params))
+        assert params.fast["w"].tolist() == [0.5, 0.5]
+        params, _, _ = step(params, state)  # the fast ones are 0.25 before they go half of the way back to 1
+    assert params.slow["w"].tolist() == params.fast["w"].tolist() == [0.625, 0.625]
+
+
 # Gradients stay in half precision exactly where that changes none of their bits.
 
 HALF = jnp.float16
