@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -332,6 +333,8 @@ _OF_MAX_POOLING = "select_and_scatter_add"
 
 def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    if source in HALF and not backward:
+        yield from _check_integer(step, facts[0])
     if source is None or not (target in HALF or is_lower(target, source)) or source == target:
         return
     if ROUNDED in step.scope and not backward:
@@ -350,6 +353,14 @@ def _check_conversion(step: Step, facts: Sequence[ValueFacts], backward: bool) -
             largest = infinite[np.argmax(np.abs(infinite))]
             yield Suspicion("infinite-constant", step, f"{largest:.4g} in {target}", (source, target))
             return
+
+
+def _check_integer(step: Step, fact: ValueFacts) -> Iterator[Suspicion]:
+    """Finds half precision that becomes an integer: a token, an index or a count. Neither masks nor 8 bits round."""
+    source, made = float_dtype(step.operands[0]), step.results[0].aval.dtype
+    if jnp.issubdtype(made, jnp.integer) and made.itemsize > 1 and fact.made != "truth":
+        last = 2 ** (jnp.finfo(source).nmant + 1)
+        yield Suspicion("rounded-integer", step, f"{source} skips integers above {last}", (source,))
 
 
 def _check_exponential(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Iterator[Suspicion]:

@@ -116,6 +116,14 @@ plant("cumprod in half under vmap", f16(4, 16))(
     faulty=lambda x: jax.vmap(jnp.cumprod)(x),  # fault: half-cumulative
     clean=lambda x: jax.vmap(lambda row: jnp.cumprod(wide(row)).astype(row.dtype))(x),
 )
+plant("tokens as numbers in half", X, ints(4))(
+    faulty=lambda x, tokens: x[tokens.astype(x.dtype).astype(jnp.int32)],  # fault: rounded-integer
+    clean=lambda x, tokens: (
+        x[wide(tokens).astype(jnp.int32)],
+        jnp.round(x * 127).astype(jnp.int8),  # quantized: 8 bits do not round
+        half(x > 0).astype(jnp.int32),  # neither does a mask
+    ),
+)
 plant("round trip", X)(
     faulty=lambda x: wide(x).reshape(8, 4).T.astype(x.dtype),  # fault: round-trip-cast
     clean=lambda x: half(jnp.exp(wide(x)).reshape(8, 4).T),

@@ -93,6 +93,7 @@ FAULTS = [
     (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
      "(bfloat16 becomes float32 through a constant); cast the wider operand"),
     (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the wider operand"),
+    (lambda x: x * x.astype("int32"), "(bfloat16 skips integers above 256); pass tokens and indices as integers"),
 ]  # fmt: skip
 
 
@@ -121,6 +122,19 @@ def test_a_parameter_that_is_read_as_an_adapter_of_qwix_does_has_a_line():
             return self.head(self.body(x) @ self.adapter.get_raw_value())
 
     check_fault(Adapted, "(bfloat16 becomes float32 through a parameter or argument); cast the wider operand")
+
+
+def test_tokens_that_a_policy_rounds_have_a_line():
+    class Tagger(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Embed(512, 4)(tokens.astype("int32"))
+
+    [fault] = jmp.explain(jmp.with_policy(Tagger(), MIXED), X)[""].precision_faults
+    assert fault.startswith("an integer made from half precision, which may have rounded it (bfloat16 skips integers ")
+    kept = jmp.with_policy(Tagger(), MIXED, no_cast=["tokens"])
+    for model, tokens in [(kept, X), (jmp.with_policy(Tagger(), MIXED), jax.ShapeDtypeStruct((4,), "int32"))]:
+        assert not jmp.explain(model, tokens)[""].precision_faults
 
 
 @pytest.mark.parametrize("kind", KINDS)
