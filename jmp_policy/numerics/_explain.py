@@ -332,10 +332,12 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
         with find_own_weights() as weights:
             examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
     except TypeError as error:
-        if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
+        given = kwargs.get("variables", inputs[0] if inputs else None)
+        if isinstance(given, Mapping) and "params" in given:
+            place = "the argument `variables`" if "variables" in kwargs else "the first input"
             raise TypeError(
-                "explain takes the inputs of a model and no variables, but the first input is a dictionary with "
-                f"'params', and the call failed: {error}. For example: explain(model, x)."
+                f"explain takes the inputs of a model and no variables, but {place} is a dictionary with 'params', "
+                f"and the call failed: {error}. For example: explain(model, x)."
             ) from error
         if inputs and isinstance(inputs[0], Policy | PolicyMap):
             raise TypeError(

@@ -48,6 +48,8 @@ def test_bad_input_is_refused():
     variables = jax.eval_shape(nn.Dense(3).init, jax.random.key(0), X)
     with pytest.raises(TypeError, match=r"^explain takes the inputs of a model and no variables, "):
         jmp.explain(nn.Dense(3), variables, X)
+    with pytest.raises(TypeError, match=r"no variables, but the argument `variables` is a dictionary with 'params', "):
+        jmp.explain(nn.Dense(3), X, variables=variables)
     with pytest.raises(TypeError, match=r"takes 2 positional arguments but 3 were given"):
         jmp.explain(nn.Dense(3), X, X)
 
