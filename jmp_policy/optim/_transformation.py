@@ -145,6 +145,8 @@ def check_transformation(tx: object, name: str = "inner") -> None:
     """Raises a `TypeError` if an argument of this name is not an optax transformation."""
     if not is_transformation(tx):
         called = f"{getattr(tx, '__name__', 'optax.adamw')}(1e-3)" if callable(tx) else "optax.adamw(1e-3)"
+        if is_transformation(getattr(tx, "tx", None)):
+            called = "its field tx, as in optimizer.tx or state.tx"
         raise TypeError(f"{name} must be an optax transformation, got {describe(tx)}. For example: {called}.")
 
 

@@ -116,12 +116,17 @@ def test_loss_in_place_of_a_loss_function_says_what_to_write(value_and_grad):
 PARAMS = {"w": jnp.ones(2)}
 
 
+def make_state():
+    return jmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+
+
 @pytest.mark.parametrize(
     ("step", "text"),
     [
         (lambda: jmp.optim.step(optax.adam, PARAMS, (), PARAMS), "tx must be an optax transformation, got <function "),
         (lambda: jmp.optim.step(optax.adam, PARAMS, (), PARAMS), "For example: adam(1e-3)."),
         (lambda: jmp.optim.step(PARAMS, TX, (), PARAMS), "tx must be an optax transformation, got {'w': Array("),
+        (lambda: jmp.optim.find_origin(jnp.sum, make_state()), "(a TrainState). For example: its field tx, as in opt"),
         (lambda: jmp.optim.loss_scaled("adam", jmp.NoOpLossScale()), "got 'adam'. For example: optax.adamw(1e-3)."),
         (lambda: jmp.optim.step(TX, PARAMS, PARAMS, TX.init(PARAMS)),
          "got dict. It is made by opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads,"),
