@@ -382,6 +382,9 @@ def _check_logarithm(step: Step, facts: Sequence[ValueFacts], backward: bool) ->
     if backward or dtype is None:
         return
     narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
+    if dtype in HALF and list_functions(step) & {"gumbel", "_gumbel"}:  # the noise of `jax.random.categorical`
+        yield Suspicion("half-sampling", step, f"Gumbel noise in {dtype}", (dtype,))
+        return
     is_in_loss = bool(list_functions(step) & _LOSSES) or is_traced_in_loss(find_origin(step))
     if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
         yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))

@@ -27,6 +27,7 @@ FINDINGS = {
     "rounded-by-rule": "float32 that autocast rounds because of residuals='half' or a narrow rule of AutocastRules",
     "infinite-constant": "a finite constant that is infinite in the dtype that it is cast to",
     "half-all-reduce": "a sum over devices in half precision",
+    "half-sampling": "a random choice by noise in half precision: unlikely tokens are never drawn",
     "rounded-integer": "an integer made from half precision, which may have rounded it",
 }
 """The names of findings, and their descriptions."""
@@ -49,6 +50,7 @@ REMEDIES = {
     "rounded-by-rule": "leave the rule out, or give it fewer scopes, where the digits count",
     "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
     "half-all-reduce": "cast to float32 before, and back after",
+    "half-sampling": "cast the logits to float32 first",
     "rounded-integer": "pass tokens and indices as integers, name the argument in no_cast, or compute in float32",
 }
 

@@ -102,11 +102,11 @@ def _list_half_softmaxes(step: Step) -> list[Any]:
 
 
 def _find_precision_faults(program: Jaxpr, steps: Iterable[LocatedStep]) -> dict[str, tuple[str, ...]]:
-    """Finds, by path, softmaxes in half precision; and promotions to float32 and rounded integers, as `audit` does."""
+    """Finds, by path, softmaxes in half precision; and promotions, samples and rounded integers, as `audit` does."""
     softmaxes = collect_by_path(steps, _list_half_softmaxes)
     found = group_by_key((path, _SOFTMAX.format(dtype)) for path, dtypes in softmaxes.items() for dtype in dtypes)
     for finding in find_in_program(program, lambda scope: read_path(scope) or ""):
-        if finding.id in ("accidental-promotion", "rounded-integer"):
+        if finding.id in ("accidental-promotion", "half-sampling", "rounded-integer"):
             found.setdefault(finding.path, []).append(finding.message)
     return {path: tuple(dict.fromkeys(messages)) for path, messages in found.items()}
 
@@ -283,8 +283,8 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     The model is traced and not run, with abstract parameters and inputs, so that nothing is allocated. A linen module
     is initialized abstractly; an nnx module is copied, and `nnx.eval_shape` makes one without arrays. Rules of a
     `PolicyMap` that decide for no module are listed. So are sums of many elements and your own softmaxes in half
-    precision, integers made from it, and constants and parameters that promote to float32: a policy reaches layers, but
-    not functions such as `nn.avg_pool`. A model without a policy is explained as well.
+    precision, samples and integers made from it, and constants and parameters that promote to float32: a policy reaches
+    layers, but not functions such as `nn.avg_pool`. A model without a policy is explained as well.
 
     Under a quantized policy, each parameter of two or more axes in a module of your own has a row, with the format in
     which the code multiplies by it, or the reason why it stays (`row.is_weight`).

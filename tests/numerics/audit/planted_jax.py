@@ -116,6 +116,14 @@ plant("cumprod in half under vmap", f16(4, 16))(
     faulty=lambda x: jax.vmap(jnp.cumprod)(x),  # fault: half-cumulative
     clean=lambda x: jax.vmap(lambda row: jnp.cumprod(wide(row)).astype(row.dtype))(x),
 )
+plant("sampling in half", X, jax.eval_shape(jax.random.key, 0))(
+    faulty=lambda x, key: jax.random.categorical(key, x),  # fault: half-sampling
+    clean=lambda x, key: jax.random.categorical(key, wide(x)),
+)
+plant("sampling in float16", X16, jax.eval_shape(jax.random.key, 0))(
+    faulty=lambda x, key: jax.random.categorical(key, x, mode="high"),  # fault: half-sampling
+    clean=lambda x, key: jax.random.categorical(key, wide(x), mode="high"),
+)
 plant("tokens as numbers in half", X, ints(4))(
     faulty=lambda x, tokens: x[tokens.astype(x.dtype).astype(jnp.int32)],  # fault: rounded-integer
     clean=lambda x, tokens: (

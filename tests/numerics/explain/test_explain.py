@@ -95,6 +95,7 @@ FAULTS = [
     (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
      "(bfloat16 becomes float32 through a constant); cast the wider operand"),
     (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the wider operand"),
+    (lambda x: x + jax.random.categorical(jax.random.key(0), x)[:, None], "(Gumbel noise in bfloat16); cast"),
     (lambda x: x * x.astype("int32"), "(bfloat16 skips integers above 256); pass tokens and indices as integers"),
 ]  # fmt: skip
 
