@@ -117,8 +117,9 @@ _SOFTMAX = "a softmax in {}, whose probabilities may not add up to 1; cast its i
 def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
     """Returns `ModuleRow.quantization` of a module, given the dtypes that its operations read and made."""
     format = None if module.policy is None else module.policy.quantization
-    is_multiplied = module.quantization.startswith(str(format)) and "as numbers" not in module.quantization
-    if module.is_layer and is_multiplied and not (computed or made):
+    # A table may have another format than the policy: `int4` stores it in int8.
+    is_left = module.quantization.startswith("left: ") or "as numbers" in module.quantization
+    if module.is_layer and module.quantization and not is_left and not (computed or made):
         return _UNCALLED
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
     if not is_open or _has_float8(computed):

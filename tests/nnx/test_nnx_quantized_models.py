@@ -248,3 +248,20 @@ def test_a_layer_that_only_holds_a_weight_is_left_and_its_stored_weight_is_named
             run(x)
     rule = jmp.PolicyMap({"parts/0": "float32"}, policy)
     np.testing.assert_array_equal(jmp.with_policy(model, rule)(x), model(x))
+
+
+class ReadsATable(nnx.Module):
+    """Its own code looks up rows of a table that it does not call, as Qwen3 of bonsai."""
+
+    def __init__(self, rngs):
+        self.embedder = nnx.Embed(8, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embedder.embedding[...][tokens]
+
+
+@pytest.mark.parametrize("format", ["int8(min_size=0)", "int4/16(min_size=0)", "e4m3/16(activations=true,min_size=0)"])
+def test_a_table_that_is_not_called_is_left_whatever_the_format_of_tables(format):
+    model = jmp.with_policy(ReadsATable(nnx.Rngs(0)), f"{format}_from_float32")
+    said = jmp.explain(model, jnp.arange(4))["embedder"].quantization
+    assert said == "left: the layer is not called, and other code gets its weight as it is"
