@@ -64,6 +64,10 @@ def build_graph(
     edges = [[] for _ in arguments] + [finder.find_sources(line) for line in lines]
     results, literals = finder.find_results(), finder.literals
     edges += [[] for _ in literals]
+    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines] + [[] for _ in literals]
+    # The bound inf of `clip(x, 0, inf)` is cast to float16: also an op, but not the one that made x infinite.
+    constants = {value for value, own in enumerate(operands) if own and all(row == CONSTANT for row, _, _ in own)}
+    edges = [sorted(own, key=lambda edge: edge.value in constants) for own in edges]
     nowhere: Any = RecordedOp(None, 0), ()  # type: ignore[arg-type]
     values = [nowhere] * len(arguments) + [(line, line.step.around) for line in lines] + [nowhere] * len(literals)
     words = [*words, *literals.values()]
@@ -83,7 +87,6 @@ def build_graph(
 
     distinct = list(dict.fromkeys(words))
     places = {word: i for i, word in enumerate(distinct)}
-    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines] + [[] for _ in literals]
     loops = [_list_turns(line, around, finder) for line, around in values]
     atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
     return Graph(

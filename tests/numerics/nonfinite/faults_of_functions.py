@@ -53,6 +53,12 @@ def where_of_two_infinities(x):
     return jnp.where((x == 0) | (x > 2.5), large, reciprocal)
 
 
+@fault(X.astype(np.float16))
+def bound_that_is_infinite(x):
+    dt = jnp.exp(10 * x)  # origin: inf exp
+    return jnp.clip(dt, 0.0, jnp.inf)  # as the time steps of Mamba-2, whose bound is cast to float16
+
+
 @fault(np.ones((2, 3), np.float32), np.asarray([[True, False, True], [False] * 3]))
 def softmax_that_is_fully_masked(scores, mask):
     scores = jnp.where(mask, scores, -jnp.inf)  # cause: inf select_n
