@@ -194,7 +194,7 @@ class NonfiniteOrigin(_OriginFields):
             how = "It was made of infinities." if is_nan else "Its zero is the reciprocal of an earlier infinity."
             sentences.append(f"{how} {say_what_happened(cause)}")
         root = cause or self
-        remedy = find_remedy(_read_words(root), root.kind, root.operands, is_cause=cause is not None)
+        remedy = find_remedy(_read_words(root), root.kind, root.operands, "" if cause is None else self.direction)
         return escape_controls(" ".join(filter(None, [*sentences, remedy])))
 
 

@@ -246,8 +246,8 @@ _DERIVATIVES = {
 """Fixes by the primitive whose derivative an op computes, for derivatives with a pole at zero."""
 
 
-def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bool = False) -> str:
-    """Returns a suggested fix, or an empty string. `is_cause`: another op made a nan from these infinities.
+def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in: str = "") -> str:
+    """Returns a suggested fix, or an empty string. `made_nan_in`: the pass where an op made a nan of these infinities.
 
     >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
     'Keep the operand of the logarithm positive, with an eps'
@@ -272,13 +272,14 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
         )
     if dtype.startswith("float8") and _find_largest_magnitude(operands) > (limit := float(jnp.finfo(dtype).max)):
         return f"{dtype} ends at {limit:g}: scale the values first, or clip them with `jnp.clip`."
-    if words.role == GUARDED and is_cause:
+    is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
+    # A branch that is not taken makes a nan of its gradient alone.
+    if words.role == GUARDED and made_nan_in and not (made_nan_in == "forward" and is_too_large):
         return _GUARD
     if words.role in _DERIVATIVES and reaches_pole(primitive, operands, dtype):
         return _DERIVATIVES[words.role]
     if primitive == "div" and kind == "nan":  # the operands are finite
         return "Dividend and divisor are both zero. " + _BY_ZERO
-    is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
     if is_too_large and dtype == "float16":
         return _advise_float32(words.direction, path)
     if primitive == "pow" and reaches_pole(primitive, operands, dtype):

@@ -194,7 +194,8 @@ def test_only_what_a_decomposition_or_a_branch_uses_has_its_role():
 
 def test_a_guard_is_suggested_only_for_an_infinity_that_did_harm_elsewhere():
     words = Words("exp", dtype="float16", role="where")
-    assert "Guard the input" in find_remedy(words, "inf", [(-1.0, 20.0)], is_cause=True)
+    assert "Guard the input" in find_remedy(words, "inf", [(-1.0, 20.0)], "backward")
+    assert "float16 ends at 65504" in find_remedy(words, "inf", [(-1.0, 20.0)], "forward")
     assert "float16 ends at 65504" in find_remedy(words, "inf", [(-1.0, 20.0)])
 
 
