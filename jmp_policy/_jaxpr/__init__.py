@@ -104,6 +104,7 @@ from ._source import (
     choose_line as choose_line,
     find_calling_line as find_calling_line,
     find_line as find_line,
+    find_module_path as find_module_path,
     find_origin as find_origin,
     find_raising_line as find_raising_line,
     find_running_line as find_running_line,

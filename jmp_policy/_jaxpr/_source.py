@@ -8,14 +8,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
-from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs, Note, TraceToken
+from .._base import PRODUCT_SCOPE, ROUNDING_SCOPE, Args, Kwargs, Note, TraceToken, list_paths_to
 from ..modules import Adapter, ModuleCall, find_loaded_adapters
 from ._program import Step, name_stack, strip_transformations
 
@@ -186,6 +186,21 @@ class Modules(NamedTuple):
     roots: frozenset[str] = frozenset()  # scopes of root linen modules: class names, which paths leave out
     # Pairs of a module path and a scope with a method name, such as `encoder.encode`.
     methods: frozenset[tuple[str, str]] = frozenset()
+
+
+def find_module_path(path: str, modules: Collection[str]) -> str:
+    """Returns the path of the innermost module of a path, which may have `jax.named_scope`s between its modules.
+
+    >>> find_module_path("outer/layers/0/attention/query/scores", ["", "layers/0", "layers/0/query"])
+    'layers/0/query'
+    """
+    if path in modules:
+        return path
+    known, found = {outer for module in modules for outer in list_paths_to(module)}, ""
+    for name in path.split("/"):
+        longer = f"{found}/{name}" if found else name
+        found = longer if longer in known else found
+    return found
 
 
 class ModulePaths:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._base import did_you_mean, list_paths_to
-from .._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, walk
+from .._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, find_module_path, is_backward, walk
 from ..modules import FULL_PRECISION
 from ..policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
 from ..quant import attention_format_of, needs_state
@@ -118,10 +118,14 @@ class _ScopeRules:
         self.map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # for its keys only
 
     def find(self, path: str, types: Mapping[str, type]) -> ScopeSettings | None:
-        rule = self.map.match(path, types).rule
-        if rule is None:
+        # A key may have the path of a module, or that with the `jax.named_scope`s around it.
+        module = find_module_path(path, types)
+        covers = lambda rule, outer: rule.covers(outer, types) or rule.covers(find_module_path(outer, types), types)
+        found = {self.map.match(path, types).rule, self.map.match(module, types).rule if module else None} - {None}
+        if not found:
             return None
-        begins = next(outer for outer in list_paths_to(path) if rule.covers(outer, types))
+        rule = min(found, key=self.map.rules.index)
+        begins = next(outer for outer in list_paths_to(path) if covers(rule, outer) is not None)
         return self.rows[self.map.rules.index(rule)][1]._replace(path=begins)
 
 

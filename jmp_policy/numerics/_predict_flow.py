@@ -9,7 +9,19 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .._base import group_by_key, is_wider, list_paths_to
-from .._jaxpr import CUSTOM, HALF, MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
+from .._jaxpr import (
+    CUSTOM,
+    HALF,
+    MATMULS,
+    Fact,
+    ModulePaths,
+    Step,
+    find_module_path,
+    float_dtype,
+    having,
+    is_backward,
+    walk,
+)
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, find_operand_format, match_policy
 from ._predict_losses import CHOOSING
 from ._predict_trial import Written
@@ -167,9 +179,10 @@ def list_quantized_values(
         if operation.name not in MATMULS:
             continue
         direction = _find_direction(operation, rows)
-        kind = match_policy(policy, operation.path, types).policy.quantization
+        module = find_module_path(operation.path, types)
+        kind = match_policy(policy, module, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
-        if kind is None or types.keys().isdisjoint(list_paths_to(operation.path)):
+        if kind is None or types.keys().isdisjoint(list_paths_to(module)):
             continue
         if weights and max(np.prod(rows[i].shape) for i in weights[0]) < kind.min_size:
             continue

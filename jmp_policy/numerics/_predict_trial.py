@@ -1,5 +1,6 @@
 """Finds the dtype of each value of a jaxpr under a policy, without running or compiling it."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from .._jaxpr import (
     Rewritten,
     Rule,
     Value,
+    find_module_path,
     float_dtype,
     having,
     is_backward,
@@ -58,6 +60,10 @@ class LayerRule(Rule):
     def __init__(self, policy: Policy | PolicyMap, observed: ObservedProgram, traced_half: bool):
         self._policy, self._types, self._traced_half = policy, observed.list_types(), traced_half
         self._paths, self._norms = ModulePaths(observed.modules), Functions(_NORMS)
+        around = lambda path: reversed(list_paths_to(find_module_path(path, self._types)))
+        self._find_module = functools.cache(
+            lambda path: next((outer for outer in around(path) if outer in self._types), None)
+        )
 
     def contexts(self, outer: LayerPlace, program: Jaxpr) -> list[LayerPlace]:
         return [self._find_place(outer, eqn) for eqn in program.eqns]
@@ -92,7 +98,7 @@ class LayerRule(Rule):
             half = any(float_dtype(var) in HALF for var in eqn.outvars)
             compute = self._policy_at(place.path).compute_dtype
             return (compute if half and compute is not None and compute in HALF else _FLOAT32), _LayerState(place.path)
-        module = next((outer for outer in reversed(list_paths_to(place.path)) if outer in self._types), None)
+        module = self._find_module(place.path)
         if module is None:
             return self._promote(eqn, values), _LayerState()
         compute = self._policy_at(module).compute_dtype or _FLOAT32

@@ -244,3 +244,24 @@ def test_tracing_plain_jax_takes_about_half_more_calls(transform, most):
     [trace() for trace in traces]
     plain, cast = map(count_calls, traces)
     assert cast <= most * plain
+
+
+class Scoped(nnx.Module):
+    """Opens scopes around and between its modules, as the models of bonsai do."""
+
+    def __init__(self, rngs):
+        self.block = nnx.Sequential(nnx.Linear(3, 3, rngs=rngs))
+        self.head = nnx.Linear(3, 3, rngs=rngs)
+
+    @jax.named_scope("model")
+    def __call__(self, x):
+        with jax.named_scope("body"):
+            x = self.block(x)
+        return self.head(1e6 * x)
+
+
+@pytest.mark.parametrize("key", [nnx.Sequential, "block", "model/body/block", "model/body"])
+def test_a_rule_for_a_module_applies_inside_of_named_scopes(key):
+    fun = autocast(lambda model: model(X), PolicyMap({key: "float32"}, LOW))
+    rows = jmp.numerics.audit(fun)(Scoped(nnx.Rngs(0))).rows
+    assert [row.dtype for row in rows if row.operation == "dot_general"] == ["float32", "bfloat16"]

@@ -136,3 +136,27 @@ def test_with_policy_has_in_half_what_is_predicted():
     sites = [site for site in stats.layout.sites if site.primitive in names]
     assert told == {(site.path, site.primitive, site.dtype == "float16") for site in sites}
     assert len({half for _, _, half in told}) == 2
+
+
+class Scoped(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.body(x)) * 1e-6
+
+
+class ScopedOutside(Scoped):
+    __call__ = jax.named_scope("model")(Scoped.__call__)
+
+
+def test_named_scopes_around_modules_do_not_hide_them_from_with_policy():
+    def predict(kind):
+        model = kind(nnx.Rngs(0))
+        model.head.kernel[...] *= 1e6
+        loss = lambda model: jnp.sum(model(X))
+        _, stats = nnx.jit(collect(nnx.value_and_grad(loss), ["float16"], "all"))(model)
+        return jmp.numerics.predict(stats, HALF, by="with_policy")
+
+    assert "head" in predict(Scoped).culprits
+    assert predict(ScopedOutside).culprits == predict(Scoped).culprits
