@@ -13,10 +13,12 @@ from .._jaxpr import (
     CUSTOM,
     Atom,
     Fact,
+    Step,
     SubJaxpr,
     find_line,
     having,
     is_float,
+    list_functions,
     list_live,
     shape_of,
     sub_jaxprs,
@@ -204,6 +206,8 @@ def describe_product(eqn: JaxprEqn, read: Sequence[Names], format: WeightFormat,
         return _WHY_OWN_GRADIENT
     if all(read[:2]):
         return "both operands are weights"
+    if "_scale_and_translate" in list_functions(Step(eqn.primitive.name, (), (), eqn, "")):
+        return "jax.image resizes it"  # as a table of positions: its inputs are those of no layer
     if needs_rng(format.quantization):
         return WHY_NO_KEY
     quantization = without_state(format.quantization)

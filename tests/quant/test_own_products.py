@@ -1332,3 +1332,20 @@ def make_empty_cell():
 @pytest.mark.parametrize("output", [nnx.relu, make_empty_cell(), Returned({1: 0, "a": 1})])
 def test_an_output_that_holds_no_arrays_is_returned(output):
     assert jmp.with_policy(Own(draw((64, 64)), lambda x, w: (x @ w, output)), INT8)(X)[1] is output
+
+
+class Positions(nnx.Module):
+    """Resizes a table of positions, which JAX does by matmuls, as the Hiera of SAM 2."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(rngs.params.normal((4, 4, 16)))
+
+    def __call__(self, x):
+        return x + jax.image.resize(self.table[...], (8, 8, 16), "bicubic")
+
+
+def test_a_table_that_jax_image_resizes_is_no_weight():
+    model, x = Positions(nnx.Rngs(0)), jnp.ones((8, 8, 16))
+    policied = jmp.with_policy(model, "int4/16(min_size=0)_from_float32")
+    assert jmp.explain(policied, x)["table"].quantization == "left: jax.image resizes it"
+    np.testing.assert_allclose(policied(x), model(x), rtol=1e-6)
