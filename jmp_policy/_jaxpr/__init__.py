@@ -104,7 +104,6 @@ from ._source import (
     choose_line as choose_line,
     find_calling_line as find_calling_line,
     find_line as find_line,
-    find_module_path as find_module_path,
     find_origin as find_origin,
     find_raising_line as find_raising_line,
     find_running_line as find_running_line,
@@ -114,5 +113,6 @@ from ._source import (
     is_traced_in_loss as is_traced_in_loss,
     list_callers as list_callers,
     list_functions as list_functions,
+    make_module_finder as make_module_finder,
     split_line as split_line,
 )

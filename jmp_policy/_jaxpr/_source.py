@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -188,19 +188,23 @@ class Modules(NamedTuple):
     methods: frozenset[tuple[str, str]] = frozenset()
 
 
-def find_module_path(path: str, modules: Collection[str]) -> str:
-    """Returns the path of the innermost module of a path, which may have `jax.named_scope`s between its modules.
+def make_module_finder(modules: Iterable[str]) -> Callable[[str], str]:
+    """Returns a function that drops the `jax.named_scope`s around, between and inside of the modules of a path.
 
-    >>> find_module_path("outer/layers/0/attention/query/scores", ["", "layers/0", "layers/0/query"])
+    >>> make_module_finder(["", "layers/0", "layers/0/query"])("outer/layers/0/attention/query/scores")
     'layers/0/query'
     """
-    if path in modules:
-        return path
-    known, found = {outer for module in modules for outer in list_paths_to(module)}, ""
-    for name in path.split("/"):
-        longer = f"{found}/{name}" if found else name
-        found = longer if longer in known else found
-    return found
+    known = {outer for module in modules for outer in list_paths_to(module)}
+
+    @functools.cache
+    def find_module(path: str) -> str:
+        found = ""
+        for name in path.split("/"):
+            longer = f"{found}/{name}" if found else name
+            found = longer if longer in known else found
+        return found
+
+    return find_module
 
 
 class ModulePaths:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._base import did_you_mean, list_paths_to
-from .._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, find_module_path, is_backward, walk
+from .._jaxpr import AUTOCAST, RECORD, ModulePaths, Modules, is_backward, make_module_finder, walk
 from ..modules import FULL_PRECISION
 from ..policy import Key, Policy, PolicyMap, PolicySpec, Quantization, get_policy, needs_rng
 from ..quant import attention_format_of, needs_state
@@ -66,8 +67,9 @@ class Scopes:
     def __post_init__(self) -> None:
         self._types, root = dict(self.modules.types), root_policy(self.policy)
         rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
-        self._everywhere = _ScopeRules([*self.rows, *((rule.key, rule.policy) for rule in rules)], root)
-        self._backward = _ScopeRules(self.backward_rows, root)
+        make_rules = functools.partial(_ScopeRules, root=root, types=self._types)
+        self._everywhere = make_rules([*self.rows, *((rule.key, rule.policy) for rule in rules)])
+        self._backward = make_rules(self.backward_rows)
         has_float64 = any(scope.full_dtype in {FLOAT64} for _, scope in (*self._everywhere.rows, *self._backward.rows))
         # Beside rules in float64, the default "float32" means all operations, as the rule "float32" does.
         is_narrow = has_float64 and root.full_dtype == root.compute_dtype == FLOAT32
@@ -90,8 +92,8 @@ class Scopes:
         """Finds the scope of a path, in the backward pass or not."""
         key = path, backward
         if key not in self._found:
-            scope = self._backward.find(path, self._types) if backward else None
-            self._found[key] = scope or self._everywhere.find(path, self._types) or self._default
+            scope = self._backward.find(path) if backward else None
+            self._found[key] = scope or self._everywhere.find(path) or self._default
         return self._found[key]
 
     def explain_unused(self, program: Jaxpr) -> list[str]:
@@ -113,15 +115,17 @@ _HINT = "To reach the backward pass of a gradient taken outside, write autocast(
 class _ScopeRules:
     """Rules by scope. The first rule whose key covers a path applies, as in a `PolicyMap`."""
 
-    def __init__(self, rows: Iterable[ScopeRow], root: Policy):
+    def __init__(self, rows: Iterable[ScopeRow], root: Policy, types: Mapping[str, type]):
         self.rows = [(key, _make_scope(rule, root)) for key, rule in rows]
         self.map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # for its keys only
+        self._types, self._find_module = types, make_module_finder(types)
 
-    def find(self, path: str, types: Mapping[str, type]) -> ScopeSettings | None:
+    def find(self, path: str) -> ScopeSettings | None:
         # A key may have the path of a module, or that with the `jax.named_scope`s around it.
-        module = find_module_path(path, types)
-        covers = lambda rule, outer: rule.covers(outer, types) or rule.covers(find_module_path(outer, types), types)
-        found = {self.map.match(path, types).rule, self.map.match(module, types).rule if module else None} - {None}
+        types, find_module = self._types, self._find_module
+        covers = lambda rule, outer: rule.covers(outer, types) or rule.covers(find_module(outer), types)
+        places = [path, *filter(None, [find_module(path)])]
+        found = {self.map.match(place, types).rule for place in places} - {None}
         if not found:
             return None
         rule = min(found, key=self.map.rules.index)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from .._base import describe, did_you_mean, group_by_key, list_paths_to
-from .._jaxpr import MATMULS, find_module_path
+from .._jaxpr import MATMULS, make_module_finder
 from ..autocast import check_policy, is_mixed, root_policy
 from ..loss_scale import LossScale, get_loss_scale
 from ..policy import Key, Policy, PolicyMap, PolicySpec, check_policy_x64, get_policy, list_policies, parse_format
@@ -199,7 +199,8 @@ class _TrialRun:
         self._operations = list_operations(observed)
         # The paths for rules of a map. `with_policy` only knows paths of modules.
         types = observed.list_types() if by == "with_policy" else {}
-        around = lambda path: reversed(list_paths_to(find_module_path(path, types)))
+        find_module = make_module_finder(types)
+        around = lambda path: reversed(list_paths_to(find_module(path)))
         find_place = lambda path: next((outer for outer in around(path) if outer in types), path)
         self._places = {path: find_place(path) for path in dict.fromkeys(each.path for each in self._operations)}
         self.paths = tuple(dict.fromkeys(self._places.values()))

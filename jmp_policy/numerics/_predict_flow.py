@@ -16,10 +16,10 @@ from .._jaxpr import (
     Fact,
     ModulePaths,
     Step,
-    find_module_path,
     float_dtype,
     having,
     is_backward,
+    make_module_finder,
     walk,
 )
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, find_operand_format, match_policy
@@ -174,12 +174,13 @@ def list_quantized_values(
 ) -> list[NarrowValue]:
     """Lists the quantized operands of matmuls by a weight: weights, activations and gradients."""
     types = observed.list_types()
+    find_module = make_module_finder(types)
     found, layers = [], set[str]()
     for operation in operations:
         if operation.name not in MATMULS:
             continue
         direction = _find_direction(operation, rows)
-        module = find_module_path(operation.path, types)
+        module = find_module(operation.path)
         kind = match_policy(policy, module, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
         if kind is None or types.keys().isdisjoint(list_paths_to(module)):

@@ -20,12 +20,12 @@ from .._jaxpr import (
     Rewritten,
     Rule,
     Value,
-    find_module_path,
     float_dtype,
     having,
     is_backward,
     is_float,
     is_from_custom_rule,
+    make_module_finder,
     walk,
 )
 from ..autocast import AS_TRACED, FUNCTIONS, AutocastRules, EquationPlace, Functions, make_casting_rule, root_policy
@@ -60,7 +60,8 @@ class LayerRule(Rule):
     def __init__(self, policy: Policy | PolicyMap, observed: ObservedProgram, traced_half: bool):
         self._policy, self._types, self._traced_half = policy, observed.list_types(), traced_half
         self._paths, self._norms = ModulePaths(observed.modules), Functions(_NORMS)
-        around = lambda path: reversed(list_paths_to(find_module_path(path, self._types)))
+        find_module = make_module_finder(self._types)
+        around = lambda path: reversed(list_paths_to(find_module(path)))
         self._find_module = functools.cache(
             lambda path: next((outer for outer in around(path) if outer in self._types), None)
         )
