@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._base import at_least_float32, keep_rounding
 
@@ -54,6 +55,7 @@ def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
     """
     if reference is value:
         return jnp.zeros(len(Measured._fields), np.float32)
+    reference, value = _replicate(reference), _replicate(value)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (reference, value)):
         return _compare_whole(reference, value)
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in (reference, value)):
@@ -76,6 +78,17 @@ def compare(reference: jax.Array, value: jax.Array) -> jax.Array:
     starts = [np.zeros((), operand.dtype) for operand in operands]
     *sums, _, page, position, at_reference, at_value = lax.reduce(operands, starts, _add_and_choose, (0,))
     return jnp.stack([unit, *sums, page.astype(dtype), position.astype(dtype), at_reference, at_value])
+
+
+def _replicate(x: jax.Array) -> jax.Array:
+    """Makes `x` replicated on explicit mesh axes, where a reshape of a sharded axis is an error.
+
+    Code in `jax.sharding.auto_axes` makes values on another mesh than the one in context.
+    """
+    own, mesh = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if own.empty or AxisType.Explicit not in (*own.axis_types, *mesh.axis_types):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(own if mesh.empty else mesh, PartitionSpec()))
 
 
 def _compare_whole(reference: jax.Array, value: jax.Array) -> jax.Array:

@@ -427,7 +427,7 @@ class Run:
                 for number, array in enumerate(recorded[0].get(value, ())):
                     self._made[value, number] = self._runs[1][value]
                     chosen = positions.choose(array, self._runs[0][value]) if positions else array
-                    self._runs[1][value] = self._values.cast(chosen, flat.types[value].dtype)
+                    self._runs[1][value] = self._values.cast(chosen, flat.types[value])
 
     def _run_loop(self, i: int, node: Node) -> None:
         level = self._level.loops[i]

@@ -1,5 +1,6 @@
 """Chooses the values of two aligned programs to compare, and runs both programs."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..._base import keep_rounding
 from ..._jaxpr import find_real_shape, split_axes, sub_jaxprs, walk
@@ -256,12 +257,12 @@ class _Level:
             replaced = self._alignment.replaced.get((scope, origin)) if scope is not None else None
             found = self._f[find_partner(self._alignment, exit) if replaced is None else replaced]
             # A scope in float32 behind one in half precision reads the value of `f` unrounded.
-            found = found if casts else self._values.cast(found, g.types[exit].dtype)
+            found = found if casts else self._values.cast(found, g.types[exit])
         else:
             found = self._g[exit]
         for cast in casts:
             [found] = self._values.run(cast.eqn, [found])
-        return self._values.cast(found, g.types[value].dtype)  # `stop_gradient` keeps the dtype of `f`
+        return self._values.cast(found, g.types[value])  # `stop_gradient` keeps the dtype of `f`
 
     def _run_loop(self, scope: Scope) -> None:
         """Runs two scans in one.
@@ -374,12 +375,20 @@ class Values:
             found = self._known[key] = _bind_rounded(eqn, operands), operands  # which keeps the ids of the operands
         return found[0]
 
-    def cast(self, x: Any, dtype: Any) -> Any:
-        if x.dtype == dtype:
+    def cast(self, x: Any, kind: Any) -> Any:
+        """Casts `x` to the dtype of an abstract value and, on explicit mesh axes, to its sharding."""
+        own, mesh = jax.typeof(x).sharding, kind.sharding.mesh
+        is_explicit = AxisType.Explicit in (*own.mesh.axis_types, *mesh.axis_types)
+        sharding = kind.sharding if is_explicit and not mesh.empty and own != kind.sharding else None
+        if x.dtype == kind.dtype and sharding is None:
             return x
-        key = "cast", id(x), dtype
+        key = "cast", id(x), kind.dtype, sharding
         if key not in self._known:
-            self._known[key] = [keep_rounding(lax.convert_element_type(x, dtype))], [x]
+            # Code in `jax.sharding.auto_axes` makes values on another mesh than the one in context.
+            with contextlib.nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh):
+                same = x if sharding is None else jax.sharding.reshard(x, sharding)
+                same = same if x.dtype == kind.dtype else keep_rounding(lax.convert_element_type(same, kind.dtype))
+            self._known[key] = [same], [x]
         return self._known[key][0][0]
 
 

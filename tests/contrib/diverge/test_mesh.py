@@ -87,3 +87,31 @@ def test_scopes_of_two_shard_maps_align_on_each_device():
     parts = zip(jnp.split(h, 4), jnp.split(normalize(h), 4), strict=True)
     errors = [np.linalg.norm(normalize(own) - part) / np.linalg.norm(part) for own, part in parts]
     np.testing.assert_allclose(row.iterations, errors, rtol=1e-4)
+
+
+def test_explicit_axes_and_code_in_auto_axes_are_compared():
+    mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def loss_of(scale):
+        def normalize_rows(h):
+            with jax.named_scope("norm"):
+                h = h / jnp.sqrt(jnp.mean(h**2, 1, keepdims=True) + 1e-5) * scale
+            with jax.named_scope("exp"):
+                return jnp.exp(h)
+
+        def loss(params, x):
+            with jax.named_scope("encoder"):
+                h = jnp.tanh(x @ params["encoder"])
+            h = jax.sharding.auto_axes(normalize_rows, out_sharding=P(None, "data"))(h)
+            with jax.named_scope("head"):
+                return jnp.mean(jax.sharding.reshard(h, P()) @ params["head"])
+
+        return jax.value_and_grad(loss)
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P(None, "data")))
+        params["head"] = jax.device_put(PARAMS["head"], NamedSharding(mesh, P()))
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        same, scaled = (diverge(loss_of(1.0), loss_of(scale))(params, x) for scale in (1.0, 1.1))
+    assert list_faulty(same) == []
+    assert list_faulty(scaled) == ["norm", "norm"]
