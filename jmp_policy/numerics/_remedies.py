@@ -152,7 +152,9 @@ def _is_made_by(name: str, atom: Any, makers: dict[int, list[Step]]) -> bool:
 def _list_guarded(steps: list[Step], makers: dict[int, list[Step]]) -> list[Any]:
     """Lists the equations that a branch of a `select_n` is computed from, through the ops in `_FOLLOWED`."""
     found, seen = [], set()
-    queue = [atom for step in steps if step.name == "select_n" for atom in step.operands[1:]]
+    # A `select_n` of the backward pass is the transpose of a `jnp.where`, or of the derivative of `jnp.abs`.
+    selects = [step for step in steps if step.name == "select_n" and "transpose(" not in step.scope]
+    queue = [atom for step in selects for atom in step.operands[1:]]
     while queue:
         atom = queue.pop()
         if id(atom) in seen:
@@ -197,8 +199,22 @@ _SINGULAR = (
     "The matrix is singular, or nearly so: add an epsilon to its diagonal, or use `jnp.linalg.pinv` or "
     "`jnp.linalg.lstsq`."
 )
+_EXPONENTIAL = (
+    "If the results are divided by their sum, or a logarithm of the sum follows, use `jax.nn.softmax` or "
+    "`jax.nn.logsumexp`, which subtract the largest value first. Otherwise bound its operand, with `jnp.minimum`."
+)
 _GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, as with `jnp.maximum`."
 _OPAQUE = "This counts as a single operation: {} made it from finite operands. Check there."
+
+_CONSTANT = (
+    "It is a constant of the program: a mask, or the value of a function outside of its domain, such as a log-density "
+    "or the logarithm of a determinant. A softmax over only masked values is nan: mask with "
+    "`jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
+)
+_NAN_CONSTANT = (
+    "It is a constant of the program: the function returns nan for these arguments, as `jnp.var(x, ddof=1)` does for a "
+    "single element."
+)
 
 REMEDIES = {
     "div": _EPSILON.format("divisor") + " " + _TRAP,
@@ -209,7 +225,7 @@ REMEDIES = {
     "rsqrt": _ROOT,
     "pow": "Keep the base away from zero and positive, or take an integer power. " + _TRAP,
     "integer_pow": _EPSILON.format("base") + " " + _TRAP,
-    **dict.fromkeys(("exp", "exp2"), "Subtract the largest value first, like `jax.nn.softmax` and `jax.nn.logsumexp`."),
+    **dict.fromkeys(("exp", "exp2"), _EXPONENTIAL),
     **dict.fromkeys(("expm1", "sinh", "cosh"), "Bound its operand."),
     **dict.fromkeys(("acos", "asin"), "Keep its operand between -1 and 1."),
     **dict.fromkeys(("atanh", "erf_inv"), "Keep its operand strictly between -1 and 1."),
@@ -265,11 +281,8 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in:
             "It was there before the function ran: check the batch and the previous step, which "
             "`optim.skip_nonfinite` would have skipped."
         )
-    if any(pair is not None and math.isinf(pair[0]) and pair[0] == pair[1] for pair in operands):
-        return (
-            "It is a constant of the program, such as a mask. A softmax over only masked values is nan: mask "
-            "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
-        )
+    if any(pair is not None and not math.isfinite(pair[0]) and str(pair[0]) == str(pair[1]) for pair in operands):
+        return _CONSTANT if kind == "inf" else _NAN_CONSTANT
     if dtype.startswith("float8") and _find_largest_magnitude(operands) > (limit := float(jnp.finfo(dtype).max)):
         return f"{dtype} ends at {limit:g}: scale the values first, or clip them with `jnp.clip`."
     is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
@@ -294,12 +307,13 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in:
 
 
 def _advise_float32(direction: str, path: str) -> str:
+    island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
     if direction == "backward":
         return (
             "float16 ends at 65504, and gradients are multiplied by the loss scale. Start from a smaller scale, such "
-            "as `DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps."
+            "as `DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps. Without a "
+            f"loss scale, or with one of 1, keep this in float32: {island}."
         )
-    island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
     return f"float16 ends at 65504. Keep this in float32: {island}."
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.scipy.special import digamma
+from jax.scipy.stats import uniform
 from programs import walk
 
 import jmp_policy as jmp
@@ -41,7 +42,10 @@ def run_kernel(x):
 
 SUGGESTIONS = {
     "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
-    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(HALF), "0.5. Keep the base"),
+    "half power of abs, times zero": (grad_of(lambda x: jnp.abs(x * 0) ** 0.5), ZERO, "0.5. Keep the base"),
+    "density outside of its support": (uniform.logpdf, ZERO + 5, "of a function outside of its domain"),
+    "variance of one element": (lambda x: jnp.var(x, ddof=1), ZERO[:1], "returns nan for these arguments"),
+    "half power of abs in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(HALF), "0.5. Keep the base"),
     "a negative power in float16": (lambda x: x**-0.5, ZERO.astype(HALF), "Keep the base away from zero"),
     "an inverse": (lambda x: x**-1, ZERO, "Keep the base away from zero"),
     "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
@@ -78,7 +82,12 @@ SUGGESTIONS = {
         jax.scipy.special.erfinv, np.ones(1, HALF), "Keep its operand strictly between -1 and 1"
     ),
 }  # fmt: skip
-QUICK = ("half power of abs at zero", "sqrt at zero", "zero by a sum of zeros in float16")
+QUICK = (
+    "half power of abs at zero",
+    "half power of abs, times zero",
+    "sqrt at zero",
+    "zero by a sum of zeros in float16",
+)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,14 @@ def test_the_suggestion_fits_the_operation(name):
     fun, x, expected = SUGGESTIONS[name]
     text = describe(fun, x)
     assert expected in text
-    assert not any(words in text for words in ("too large", "Subtract the largest", "the divisor", "ends at 65504"))
+    assert not any(words in text for words in ("too large", "subtract the largest", "the divisor", "ends at 65504"))
+
+
+@pytest.mark.slow
+def test_an_exponential_without_a_softmax_and_a_gradient_without_a_loss_scale_have_a_fix():
+    assert "Otherwise bound its operand, with `jnp.minimum`" in describe(lambda x: jnp.exp(x * 100), ZERO)
+    text = describe(grad_of(lambda x: x.astype(HALF).astype(np.float32) * 1e9), ZERO)
+    assert text.endswith("Without a loss scale, or with one of 1, keep this in float32: `jmp.force_full_precision`.")
 
 
 @pytest.mark.slow
