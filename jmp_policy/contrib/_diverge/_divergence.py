@@ -309,7 +309,8 @@ def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayo
     # All iterations of other loops at a position share its number.
     counts = {calls[0].positions or len(measured) for measured, _ in looped}
     count = counts.pop() if len(counts) == 1 else 0
-    dtypes = calls[0].dtypes
+    # The same path may stand in a loop and around it.
+    dtypes = [_choose_narrowest(names) for names in zip(*(row.dtypes for row in calls), strict=True)]
     shapes = [row.shapes[i] for row in calls for i in row.plan.outgoing]
     path, direction = calls[0].plan.scope[:2]
     assert direction != "recomputed"
@@ -324,6 +325,10 @@ def _read_row(record: Any, calls: Sequence[RowLayout], forward: Iterable[RowLayo
         " → ".join(dict.fromkeys(filter(None, dtypes))),
         tuple(combine([(measured[i::count], size) for measured, size in looped]) for i in range(count)),
     )
+
+
+def _choose_narrowest(names: Iterable[str]) -> str:
+    return min(filter(None, names), key=lambda name: jnp.dtype(name).itemsize, default="")
 
 
 def _find_measured(record: Any, row: RowLayout, index: int) -> np.ndarray:

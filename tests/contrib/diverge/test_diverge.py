@@ -155,6 +155,16 @@ def test_iterations_of_a_scan_are_aligned_one_by_one():
 
 
 @pytest.mark.slow
+def test_a_scope_in_a_loop_and_around_it_has_the_narrowest_dtype_of_both():
+    def run(weight, x):
+        state, total = lax.scan(lambda state, row: (0.9 * state + row, state.sum()), jnp.zeros(8), jnp.tanh(x @ weight))
+        return total.sum() + state.sum()
+
+    weight, x = (np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32) for i in range(2))
+    (row,) = diverge(run, jmp.autocast(run, "params=float32,compute=bfloat16,output=none"))(weight, x).rows()
+    assert row.dtype == "float32 → bfloat16"
+
+
 def test_calls_of_one_module_branches_and_unbounded_loops_are_operations_of_their_scope():
     def model(w, x, low):
         for i in range(3):
