@@ -82,6 +82,7 @@ from ._program import (
     split_axes as split_axes,
     sub_jaxprs as sub_jaxprs,
     walk as walk,
+    walk_with_kernels as walk_with_kernels,
     without_mesh as without_mesh,
 )
 from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded

@@ -307,6 +307,16 @@ def walk(
     return _walk(program, scope, around, trips, every if live_only else None, all_results, platform)
 
 
+def walk_with_kernels(program: Jaxpr, **options: Any) -> Iterator[Step]:
+    """Yields the steps of a jaxpr, and of one block of each Pallas kernel as often as there are blocks."""
+    for step in walk(program, **options):
+        yield step
+        if step.name == "pallas_call":
+            body, grid = body_of(step.eqn.params["jaxpr"]), step.eqn.params["grid_mapping"].grid
+            trips = step.trips * math.prod(size for size in grid if isinstance(size, int))
+            yield from walk(body, step.scope, (*step.around, (step.eqn, body)), trips, **options)
+
+
 def _walk(
     program: Jaxpr,
     scope: str,

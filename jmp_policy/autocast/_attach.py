@@ -49,6 +49,7 @@ from .._jaxpr import (
     run_lifted,
     trace,
     walk,
+    walk_with_kernels,
 )
 from ..modules import (
     NO_TARGET,
@@ -211,10 +212,11 @@ class _Autocast:
         """Warns if no matmul is cast, or if a bias cannot be told from other arguments."""
         program = traced.program.jaxpr
         all_policies = (policy, *list_policies(self._policy))
-        found = _find_uncast(rule, program, policy, casts=is_mixed(*all_policies))
+        dtypes = [each.compute_dtype for each in all_policies if each.compute_dtype]
+        low = min(dtypes, key=lambda dtype: dtype.itemsize, default=FLOAT32)
+        found = _find_uncast(rule, program, policy, low, casts=is_mixed(*all_policies))
         if found is not None:
             step, why, example = found
-            low = min((each.compute_dtype for each in all_policies if each.compute_dtype), key=lambda d: d.itemsize)
             line = find_line(find_origin(step))
             first = f"{step.name} of {line}" if line else step.name
             warn_once(
@@ -241,16 +243,20 @@ class _Autocast:
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules, self._weights)
 
 
-def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bool) -> tuple[Step, str, str] | None:
+def _find_uncast(
+    rule: CastingRule, program: Jaxpr, policy: Policy, low: np.dtype, *, casts: bool
+) -> tuple[Step, str, str] | None:
     """If no matmul is cast, returns the first one that could be, with a reason and an example."""
     found = None
     if not casts and policy.compute_dtype != FLOAT32:
         return None
-    for step in walk(program):
+    for step in walk_with_kernels(program):
         if step.name not in MATMULS or multiplies_only(step.eqn):
             continue
         dtypes = {float_dtype(atom) for atom in step.operands} - {None}
         closed = next((eqn.primitive.name for eqn, _ in step.around if not rule.enters(eqn, EquationPlace())), None)
+        # No rule enters a kernel, also one inside a function with a custom derivative.
+        closed = next((eqn.primitive.name for eqn, _ in step.around if eqn.primitive.name == "pallas_call"), closed)
         if FLOAT64 in dtypes and FLOAT64 not in rule.castable:
             why = "in float64, which a policy with float32 parameters leaves"
             example = f"autocast(fun, {policy.replace(param_dtype='float64').name!r})"
@@ -261,6 +267,9 @@ def _find_uncast(rule: CastingRule, program: Jaxpr, policy: Policy, *, casts: bo
         elif closed in CUSTOM:
             why = "inside a jax.custom_vjp or jax.custom_jvp function, which runs as written"
             example = "autocast(fun, policy, custom_rules='inside')"
+        elif closed == "pallas_call":
+            why = "inside a pallas_call, which runs in the dtypes that it is given"
+            example = f"pallas_call(kernel, ...)(x.astype('{low}'))"
         else:
             why = f"inside a {closed}, which runs as written"
             example = f"autocast(inner, {policy.name!r}) in place of the function inner that the {closed} runs"

@@ -18,13 +18,12 @@ from .._jaxpr import (
     Fact,
     Pass,
     Step,
-    body_of,
     find_line,
     find_origin,
     find_sum,
     having,
     shape_of,
-    walk,
+    walk_with_kernels,
 )
 from ..autocast import FULL, SATURATING
 from ..loss_scale import LossScale, spell_settings
@@ -110,7 +109,7 @@ _AMOUNTS: dict[str, Callable[[int, int, int], str]] = {
 def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[LockRow]:
     """Lists the facts of the operations of a jaxpr, as a platform runs it."""
     tally, communicates = Tally(), False
-    for step in _walk_with_kernels(program, platform):
+    for step in walk_with_kernels(program, live_only=True, all_results=False, platform=platform):
         if not step.trips:
             continue
         communicates = communicates or step.name in PRIMITIVES
@@ -121,18 +120,6 @@ def read_rows(program: Jaxpr, find_place: FindPlace, platform: str) -> list[Lock
     if communicates:
         add_collectives(tally, read_program(program, find_place, platform)[0])
     return tally.list_rows()
-
-
-def _walk_with_kernels(program: Jaxpr, platform: str) -> Iterator[Step]:
-    """Yields the steps of a jaxpr, and of one block of each Pallas kernel as often as there are blocks."""
-    options: Any = {"live_only": True, "all_results": False, "platform": platform}
-    for step in walk(program, **options):
-        yield step
-        if step.name == "pallas_call":
-            body, grid = body_of(step.eqn.params["jaxpr"]), step.eqn.params["grid_mapping"].grid
-            trips = step.trips * math.prod(size for size in grid if isinstance(size, int))
-            around = (*step.around, (step.eqn, body))
-            yield from walk(body, step.scope, around, trips, **options)
 
 
 def _find_source(step: Step) -> str:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn, nnx
+from jax.experimental import pallas as pl
 
 from jmp_policy import AutocastRules, PolicyMap, autocast
 from jmp_policy.numerics import audit
@@ -174,6 +175,27 @@ def test_matmuls_that_are_all_where_autocast_does_not_enter_are_a_warning(name, 
         jax.eval_shape(autocast(NOT_ENTERED[name], "mixed_bfloat16"), X)
     matmuls = audit(NOT_ENTERED[name])(X).matmuls
     assert [row.dtype for row in matmuls] == ["float32"]  # reports see them
+
+
+def multiply_in_kernel(x, dtype=jnp.float32):
+    def kernel(given, out):
+        out[...] = (given[...].astype(dtype) @ given[...].astype(dtype)).astype(out.dtype)
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def test_matmuls_that_are_all_inside_kernels_are_a_warning():
+    text = (
+        r"each one is inside a pallas_call, which runs in the dtypes that it is given; the first is dot_general of .*"
+        r"test_autocast_errors.py:\d+ .* For example: pallas_call\(kernel, ...\)\(x.astype\('bfloat16'\)\)\.$"
+    )
+    own_derivative = jax.custom_vjp(lambda x: multiply_in_kernel(x))
+    own_derivative.defvjp(lambda x: (multiply_in_kernel(x), x), lambda x, g: (g @ x.T,))
+    for fun in (multiply_in_kernel, own_derivative):
+        with pytest.warns(UserWarning, match=text):
+            jax.eval_shape(autocast(fun, "mixed_bfloat16"), X)
+    jax.eval_shape(autocast(lambda x: multiply_in_kernel(x) @ x, "mixed_bfloat16"), X)
+    jax.eval_shape(autocast(lambda x: multiply_in_kernel(x, jnp.bfloat16), "mixed_bfloat16"), X)
 
 
 def test_matmuls_that_are_cast_or_meant_to_stay_are_no_warning():
