@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,8 +42,12 @@ class ValueFacts(NamedTuple):
     # The step that added a value computed from gradients to an argument in half precision; it was at most moved since.
     updated: Step | None = None
     carried: Jaxpr | None = None  # the body of the loop that carries it
+    parts: tuple["Part", ...] = ()  # the only parts of it that are not zero, if it is known to be padded with zeros
     sign: Sign = Sign.UNKNOWN
 
+
+Part = tuple[range, ...]
+"""The indices of a part of an array, by axis."""
 
 ARGUMENT, CONSTANT = "a parameter or argument", "a constant"
 OWN = "an array that the program makes itself"
@@ -83,7 +88,7 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
     if step.name == "convert_element_type":
         return _follow_conversion(step, facts[0])
     if step.name in MOVING:
-        return _follow_move(step, facts)
+        return _follow_move(step, facts)._replace(parts=_find_parts(step, facts))
     made, narrowest = _MAKING[step.name](step, facts) if step.name in _MAKING else "", None
     if made:
         dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
@@ -97,6 +102,7 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
         is_gradient=gradient,
         of_gradient=backward or any(fact.of_gradient for fact in facts),
         summed=_find_half_sum(step, facts) if backward and step.name in _SUMS else None,
+        parts=_join_parts(facts) if step.name == "add_any" else (),
         updated=step if not backward and _is_half_update(step, facts) else None,
         sign=_SIGNS[step.name](step, [fact.sign for fact in facts]) if step.name in _SIGNS else Sign.UNKNOWN,
     )
@@ -151,9 +157,35 @@ def _find_half_sum(step: Step, facts: Sequence[ValueFacts]) -> Step | None:
     # inputs do not count. A scatter of one row, or in order, sums nothing, because each row was looked up once.
     scatters = step.name.startswith("scatter")
     in_order = scatters and (facts[1].made == "iota" or count_scattered_rows(step.eqn) == 1)
-    if float_dtype(step.results[0]) in HALF and not in_order:
+    # The gradients of `w[0]` and `w[1]`, padded with zeros, share no element.
+    is_exact = in_order or (step.name == "add_any" and _join_parts(facts))
+    if float_dtype(step.results[0]) in HALF and not is_exact:
         return step
     return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)
+
+
+def _find_parts(step: Step, facts: Sequence[ValueFacts]) -> tuple[Part, ...]:
+    """Returns the part of an array that was padded with zeros, as the gradient of a slice is."""
+    if step.name == "link":  # a scan stacks results, and a cond has one for each branch
+        is_same = len(facts) == 1 and step.operands[0].aval.shape == step.results[0].aval.shape
+        return facts[0].parts if is_same else ()
+    if step.name != "pad" or not isinstance(step.operands[1], Literal) or step.operands[1].val != 0:
+        return ()
+    sides = zip(step.operands[0].aval.shape, step.eqn.params["padding_config"], strict=True)
+    return (tuple(range(low, low + size * (inner + 1), inner + 1) for size, (low, _, inner) in sides),)
+
+
+def _join_parts(facts: Sequence[ValueFacts]) -> tuple[Part, ...]:
+    """Returns the parts of the sum of two padded arrays, or none if one of each may share an element."""
+    first, second = (fact.parts for fact in facts)
+    is_joint = any(not any(map(_is_apart, *pair)) for pair in itertools.product(first, second))
+    return () if is_joint or not (first and second) else first + second
+
+
+def _is_apart(one: range, other: range) -> bool:
+    """True if two ranges of indices are known to have none in common."""
+    interleave = one.step == other.step and (one.start - other.start) % one.step != 0
+    return one.stop <= other.start or other.stop <= one.start or interleave
 
 
 def _is_half_update(step: Step, facts: Sequence[ValueFacts]) -> bool:

@@ -265,6 +265,23 @@ def test_the_gradient_of_one_row_is_not_a_sum(index):
     assert audit(jax.grad(loss))(f32(8, 4)).findings == ()
 
 
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda w, x: (x @ w[0]) * (x @ w[1]), []),
+        (lambda w, x: lax.scan(jax.checkpoint(lambda h, w: ((h @ w[0]) * (h @ w[1]), None)), x, w[None])[0], []),
+        (lambda w, x: (x @ w[0, :, ::2]) * (x @ w[0, :, 1::2]), []),
+        (lambda w, x: (x @ w[0, :, :4]) * (x @ w[0, :, 3:7]), ["half-gradient"]),
+        (lambda w, x: (x @ w[0]) * (x @ w[1]) * (x @ w[0]), ["half-gradient"]),
+        (lambda w, x: (x @ w[0]) * jnp.einsum("bi,nij->nbj", x, w), ["half-gradient"]),
+    ],
+    ids=["halves", "halves in a scan", "columns in turn", "columns that overlap", "one half twice", "half and whole"],
+)
+def test_the_gradient_of_parts_of_a_weight_is_a_sum_only_where_they_overlap(use, expected):
+    loss = lambda w, x: jnp.sum(use(w.astype(jnp.float16), x).astype(jnp.float32))
+    assert [finding.id for finding in audit(jax.grad(loss))(f32(2, 8, 8), f16(4, 8)).findings] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.cpu("XLA for GPUs adds up these rows in float32")
 def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
