@@ -51,6 +51,7 @@ if _typing.TYPE_CHECKING:
     from ._lock import lock_like, name_locked_function  # noqa: F401
     from ._lock_file import load_lock  # noqa: F401
     from ._origin import say_what_happened  # noqa: F401
+    from ._remedies import CARRIED  # noqa: F401
     from ._tune import check_budget, name_metric, tune  # noqa: F401
     from ._tune_search import Ranking, Subject, Trial, TrialLog, find_smallest_set, is_loss, wrap_narrow  # noqa: F401
     from ._tuning import CHOSEN, Tuning  # noqa: F401
@@ -84,6 +85,7 @@ else:  # `optim` uses one of these and should not load the others
         "_explain": "explain",
         "_first_nonfinite": "search_nonfinite",
         "_origin": "say_what_happened",
+        "_remedies": "CARRIED",
         "_tune": "check_budget name_metric tune",
         "_tune_search": "Ranking Subject Trial TrialLog find_smallest_set is_loss wrap_narrow",
         "_tuning": "CHOSEN Tuning",

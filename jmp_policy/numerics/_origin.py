@@ -194,7 +194,8 @@ class NonfiniteOrigin(_OriginFields):
             how = "It was made of infinities." if is_nan else "Its zero is the reciprocal of an earlier infinity."
             sentences.append(f"{how} {say_what_happened(cause)}")
         root = cause or self
-        remedy = find_remedy(_read_words(root), root.kind, root.operands, "" if cause is None else self.direction)
+        made_nan_in = "" if cause is None else self.direction
+        remedy = find_remedy(_read_words(root), root.kind, root.operands, made_nan_in, in_loop=bool(root.turns))
         return escape_controls(" ".join(filter(None, [*sentences, remedy])))
 
 

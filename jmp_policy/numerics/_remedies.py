@@ -262,7 +262,9 @@ _DERIVATIVES = {
 """Fixes by the primitive whose derivative an op computes, for derivatives with a pole at zero."""
 
 
-def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in: str = "") -> str:
+def find_remedy(
+    words: Words, kind: str, operands: Sequence[Range], made_nan_in: str = "", in_loop: bool = False
+) -> str:
     """Returns a suggested fix, or an empty string. `made_nan_in`: the pass where an op made a nan of these infinities.
 
     >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
@@ -294,7 +296,7 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in:
     if primitive == "div" and kind == "nan":  # the operands are finite
         return "Dividend and divisor are both zero. " + _BY_ZERO
     if is_too_large and dtype == "float16":
-        return _advise_float32(words.direction, path)
+        return _advise_float32(words.direction, path, in_loop)
     if primitive == "pow" and reaches_pole(primitive, operands, dtype):
         return _explain_power(operands)
     if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
@@ -306,15 +308,19 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], made_nan_in:
     return ""
 
 
-def _advise_float32(direction: str, path: str) -> str:
+def _advise_float32(direction: str, path: str, in_loop: bool) -> str:
     island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
     if direction == "backward":
         return (
-            "float16 ends at 65504, and gradients are multiplied by the loss scale. Start from a smaller scale, such "
-            "as `DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps. Without a "
+            "float16 ends at 65504. If a loss scale multiplies the gradients, start from a smaller one, such as "
+            "`DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps. Without a "
             f"loss scale, or with one of 1, keep this in float32: {island}."
         )
-    return f"float16 ends at 65504. Keep this in float32: {island}."
+    return f"float16 ends at 65504. Keep this in float32: {island}." + (CARRIED if path and in_loop else "")
+
+
+CARRIED = " If a scan carries the result, as `nn.scan` does, name the module around the scan: a carry keeps its dtype."
+"""Follows a map with a rule for a module in a loop."""
 
 
 def _explain_power(operands: Sequence[Range]) -> str:

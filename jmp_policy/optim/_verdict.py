@@ -327,6 +327,8 @@ class _Case:
         return max((float(row.amax) for row in on_line or rows), default=None)
 
     def _blame_format(self, origin: "NonfiniteOrigin", policy_map: PolicyMap | None) -> Verdict:
+        from ..numerics import CARRIED
+
         value, limit = self._measure_in_float32(origin) if origin.primitive else None, _find_limit(origin.dtype)
         text = f"the format: the step is finite in float32. {_say_where(origin)}"
         if value is not None and limit is not None:
@@ -339,7 +341,7 @@ class _Case:
             rules = {rule.key: _spell_policy(rule.policy) for rule in policy_map.rules}
             is_wide = policy_map.default is not None and policy_map.default.compute_dtype == "float32"
             default = "'float32'" if is_wide else "policy"
-            text += f" It is finite with PolicyMap({rules}, {default})."
+            text += f" It is finite with PolicyMap({rules}, {default})." + (CARRIED if origin.turns else "")
         elif policy_map is not None:
             text += " Nothing less than float32 everywhere makes it finite: compute in bfloat16, or scale the inputs."
         fields = {"place": _name_place(origin), "source": origin.source, "policy_map": policy_map}

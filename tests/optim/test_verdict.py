@@ -294,6 +294,46 @@ def test_updates_that_half_precision_loses_are_of_the_format(inner, params, coef
     assert f"the format of the optimizer: loss and gradients are finite, but its update in {params.dtype}" in str(found)
 
 
+class _Scanned(nn.Module):
+    """A residual stream through two layers of one `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(_Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.LayerNorm(name="norm")(block(name="block")(x)[0])
+
+
+class _Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH, name="down")(x), None
+
+
+class _Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return _Scanned(name="encoder")(x)
+
+
+def test_of_a_module_in_a_scan_the_text_says_that_a_carry_keeps_its_dtype():
+    x = _draw(0, ROWS, WIDTH)
+    params = jax.tree.map(lambda w: w * 1e5, _Outer().init(jax.random.key(0), x))
+
+    def loss_fn(params, x, policy=POLICY):
+        return jnp.mean(jnp.square(jmp.with_policy(_Outer(), policy).apply(params, x))) * 1e-6
+
+    find, state = optim.find_origin(loss_fn, TX), TX.init(params)
+    found = find.verdict(params, state, x)
+    advice = " If a scan carries the result, as `nn.scan` does, name the module around the scan"
+    text = " ".join(str(found).split())
+    assert "'encoder/block/down': 'float32'" in text
+    assert advice in text
+    assert advice in find(params, state, x).describe()
+    with pytest.raises(TypeError, match="carry"):
+        loss_fn(params, x, found.policy_map)
+    assert np.isfinite(loss_fn(params, x, jmp.PolicyMap({"encoder": "float32"}, POLICY)))
+
+
 @pytest.mark.filterwarnings("ignore:A policy computes in float16")
 def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_half_precision():
     def model(w, x):

@@ -215,6 +215,11 @@ def test_a_guard_is_suggested_only_for_an_infinity_that_did_harm_elsewhere():
     assert "float16 ends at 65504" in find_remedy(words, "inf", [(-1.0, 20.0)])
 
 
+def test_a_smaller_loss_scale_is_suggested_on_condition_that_there_is_one():
+    words = Words("mul", dtype="float16", path="norm", direction="backward")
+    assert "If a loss scale multiplies the gradients, start" in find_remedy(words, "inf", [(1e4, 1e4), (8.0, 8.0)])
+
+
 def test_size_is_blamed_only_where_an_operand_is_large_or_the_operation_adds():
     suggest = lambda name, *operands: find_remedy(Words(name, dtype="float32"), "inf", operands)
     assert "too large for float32" in suggest("reduce_sum", (1.0, 1.0))
