@@ -80,6 +80,7 @@ from ._program import (
     scan_parts as scan_parts,
     shape_of as shape_of,
     split_axes as split_axes,
+    strip_transformations as strip_transformations,
     sub_jaxprs as sub_jaxprs,
     walk as walk,
     walk_with_kernels as walk_with_kernels,

@@ -1,5 +1,6 @@
 """The source line of an equation, and the path of the module that it belongs to."""
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -240,7 +241,18 @@ class ModulePaths:
                 path = [*path, name]
             elif not any(f"/{'/'.join(path)}".endswith(f"/{module}") for module in self._with_methods[name]):
                 path = [*path, name.partition(".")[0]]
-        return "/".join(path)
+        return self._hoisted.get("/".join(path), "/".join(path))
+
+    @functools.cached_property
+    def _hoisted(self) -> dict[str, str]:
+        """The whole paths of modules by their ends, for ends of two names or more that belong to one module only.
+
+        JAX moves what does not depend on the carry out of a scan, and forgets the scopes around the scan.
+        """
+        parts = [path.split("/") for path in dict(self._modules.types)]
+        ends = [("/".join(names[i:]), "/".join(names)) for names in parts for i in range(1, len(names) - 1)]
+        outermost, count = {names[0] for names in parts}, collections.Counter(end for end, _ in ends)
+        return {end: path for end, path in ends if count[end] == 1 and end.partition("/")[0] not in outermost}
 
 
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")

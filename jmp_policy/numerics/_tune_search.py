@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_paths_to, warn_user
-from .._jaxpr import HALF, MATMULS, ModulePaths, float_dtype, take_apart, walk
+from .._jaxpr import HALF, MATMULS, ModulePaths, float_dtype, strip_transformations, take_apart, walk
 from ..autocast import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE, autocast, is_mixed
 from ..gradients import value_and_grad
 from ..loss_scale import LossScale, NoOpLossScale
@@ -234,7 +234,12 @@ def list_scopes(stats: Stats, narrows: bool) -> list[str]:
     read = ModulePaths(observed.modules).read_stack
     steps = walk(observed.program, live_only=True)
     steps = [step for step in steps if step.name in _LOW or (narrows and any(map(float_dtype, step.results)))]
-    return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
+    paths = {step.scope: read(step.scope) for step in steps}
+    # JAX moves what does not depend on the carry out of a scan, and forgets the scopes around the scan.
+    roots = observed.modules.roots
+    whole = {path for stack, path in paths.items() if not roots.isdisjoint(strip_transformations(stack).split("/"))}
+    is_end = lambda path: "/" in path and path not in whole and any(other.endswith(f"/{path}") for other in whole)
+    return [path for path in dict.fromkeys(["", *paths.values()]) if not is_end(path)]
 
 
 _LOW = {*LOW, *INFER, *WIDE, *FULL_IN_FLOAT16}

@@ -259,6 +259,36 @@ def test_what_is_no_function_is_an_error_that_shows_one():
             audit(target)
 
 
+def test_what_jax_moves_out_of_a_scan_keeps_the_path_of_its_module():
+    """The root of the width of a head does not depend on the carry."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.MultiHeadDotProductAttention(2, name="attention")(x, x), None
+
+    class Encoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return blocks(name="block")(x)[0]
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Encoder(name="encoder")(x)
+
+    variables = jax.eval_shape(Net().init, jax.random.key(0), f32(2, 4, 8))
+    report = audit(jax.grad(lambda v, x: jnp.mean(Net().apply(v, x))))(variables, f32(2, 4, 8))
+    assert {row.path for row in report.rows if row.operation == "sqrt"} == {"encoder/block/attention"}
+    assert all(row.path.startswith("encoder") for row in report.rows if row.path)
+    # A path that is no module's would be a rule that matches nothing, which warns.
+    variables, x = jax.tree.map(lambda v: jnp.full(v.shape, 0.1), variables), jnp.ones((2, 4, 8))
+    loss = lambda v, x: jnp.mean(Net().apply(v, x))
+    tuning = jmp.numerics.tune(loss, (variables, x), "mixed_float16", tolerance=1e-9, budget=8)
+    assert "block/attention" not in tuning.candidates
+
+
 @pytest.mark.parametrize("index", [3, jnp.array([3])])
 def test_the_gradient_of_one_row_is_not_a_sum(index):
     loss = lambda w: jnp.sum(jnp.sin(w.astype(jnp.bfloat16).at[index].get(mode="clip")).astype(jnp.float32))
