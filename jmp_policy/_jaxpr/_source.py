@@ -255,9 +255,16 @@ class ModulePaths:
         return {end: path for end, path in ends if count[end] == 1 and end.partition("/")[0] not in outermost}
 
 
-_LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
-_NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
-"""The paths of the linen and nnx modules whose methods are being traced."""
+class _TracedCall(NamedTuple):
+    """The path of the module whose method is being traced, and the ids of the registers that have seen the call."""
+
+    path: str = ""
+    seen_by: frozenset[int] = frozenset()
+
+
+_NO_CALL = _TracedCall()
+_LINEN: contextvars.ContextVar[_TracedCall] = contextvars.ContextVar("_LINEN", default=_NO_CALL)
+_NNX: contextvars.ContextVar[_TracedCall] = contextvars.ContextVar("_NNX", default=_NO_CALL)
 
 
 _UNUSED: list[TraceToken] = []
@@ -321,8 +328,11 @@ class Register:
         elif call.scope and call.method != "__call__":
             self._methods.add((call.path, call.scope))
         called = _LINEN if call.scope else _NNX
-        scope = _scope_of(call, called.get())
-        token = called.set(call.path)
+        caller, own = called.get(), {id(self)}
+        # A register inside of another one sees the same call, for which the outer one has opened the scope.
+        is_seen = call.path == caller.path and bool(caller.seen_by) and own.isdisjoint(caller.seen_by)
+        scope = nullcontext() if is_seen else _scope_of(call, caller.path)
+        token = called.set(_TracedCall(call.path, caller.seen_by.union(own) if is_seen else frozenset(own)))
         try:
             with scope:
                 return next_fun(*args, **kwargs)

@@ -265,3 +265,27 @@ def test_a_rule_for_a_module_applies_inside_of_named_scopes(key):
     fun = autocast(lambda model: model(X), PolicyMap({key: "float32"}, LOW))
     rows = jmp.numerics.audit(fun)(Scoped(nnx.Rngs(0))).rows
     assert [row.dtype for row in rows if row.operation == "dot_general"] == ["float32", "bfloat16"]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        with jax.named_scope("inside"):
+            return nn.Dense(3, name="dense")(x)
+
+
+class ScopedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        with jax.named_scope("body"):
+            x = Block(name="block")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+@pytest.mark.parametrize("key", [Block, "block", "body/block", "body", "body/block/inside"])
+def test_a_rule_applies_where_another_transformation_observes_the_same_linen_modules(key):
+    variables = ScopedLinen().init(jax.random.key(0), X)
+    fun = autocast(ScopedLinen().apply, PolicyMap({key: "float32"}, LOW))
+    rows = jmp.numerics.audit(fun)(variables, X).rows
+    found = {row.path: row.dtype for row in rows if row.operation == "dot_general"}
+    assert found == {"body/block/inside/dense": "float32", "head": "bfloat16"}
