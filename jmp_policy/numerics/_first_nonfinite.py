@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec
 
 from .._base import KeyPath, PyTree, Results, hide_frames, vary, vary_everywhere
 from .._jaxpr import (
+    AUTOCAST,
     ModulePaths,
+    Modules,
     ObservedCall,
     RecordedOp,
     Register,
@@ -22,6 +25,7 @@ from .._jaxpr import (
     check_function,
     find_direction,
     find_line,
+    find_module_path,
     find_unrepeatable,
     name_results,
     observe,
@@ -156,7 +160,7 @@ def _run_and_search(
     program, constants = _detach_constants(observed.program)
     leaves, names = [*constants, *observed.leaves], [A_CONSTANT] * len(constants) + names
     made = call(program, *leaves)
-    search, none = _make_search(program, marks, names, ModulePaths(observed.modules)), NonfiniteOrigin.empty()
+    search, none = _make_search(program, marks, names, observed.modules), NonfiniteOrigin.empty()
     for path, number in results.numbers[:1]:
         none = NonfiniteOrigin.of_constant(number, name_results([path], is_lifted=is_lifted)[0] or "")
     if search is None:
@@ -181,7 +185,7 @@ def _sum_parts(array: jax.Array) -> jax.Array:
 
 
 def _make_search(
-    program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
+    program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], modules: Modules
 ) -> Callable[..., NonfiniteOrigin] | None:
     """Makes the function that runs a program again and finds the origin, or None if the program has no floats."""
     body = program.jaxpr
@@ -193,7 +197,7 @@ def _make_search(
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines, _ = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
-    words += _describe_lines(lines, paths, find_op_roles(body))
+    words += _describe_lines(lines, modules, find_op_roles(body))
     graph = build_graph(body, arguments, lines, words, recorder)
     if not len(graph.text):
         return None
@@ -209,20 +213,25 @@ def _make_search(
     return search
 
 
-def _describe_lines(lines: Sequence[RecordedOp], paths: ModulePaths, roles: dict[int, str]) -> list[Words]:
+def _describe_lines(lines: Sequence[RecordedOp], modules: Modules, roles: dict[int, str]) -> list[Words]:
     """Describes recorded rows. The iterations of a loop share one description."""
     known: dict[Any, Words] = {}
+    paths, types = ModulePaths(modules), dict(modules.types)
+    # Keys of autocast are paths with all scopes. `with_policy` only knows paths of modules.
+    has_scopes = not types or any(AUTOCAST in line.step.scope for line in lines)
     keys = [(id(line.step.eqn), line.result, tuple(id(eqn) for eqn, _ in line.step.around)) for line in lines]
     for line, key in zip(lines, keys, strict=True):
         if key not in known:
             step = line.step
             dtype: Any = step.results[line.result].aval
+            path = paths.read_stack(step.scope)
             known[key] = Words(
                 step.name,
-                path=paths.read_stack(step.scope),
+                path=path,
                 direction=find_direction(step.scope),
                 dtype=str(dtype.dtype),
                 role=roles.get(id(step.eqn), ""),
+                key=re.escape(path if has_scopes else find_module_path(path, types)),
                 **describe_code(step.eqn, step.around),
             )
     return [known[key] for key in keys]

@@ -31,6 +31,7 @@ class Words(NamedTuple):
     dtype: str = ""
     argument: str = ""
     role: str = ""
+    key: str = ""  # of a `PolicyMap`, for the module of the path or, without modules, its scopes
 
 
 A_CONSTANT = "a constant"
@@ -45,7 +46,7 @@ def describe_code(eqn: JaxprEqn, around: Sequence[Any]) -> dict[str, str]:
     return {"source": source, "function": function, "code": code}
 
 
-_WIDTHS = (32, 160, 48, 96, 128, 12, 16, 103, 8)
+_WIDTHS = (32, 130, 48, 88, 122, 12, 16, 72, 8, 74)
 """Maximum number of bytes of each field. Longer text keeps its end, and code its start. The total must not change,
 because saved states contain the text."""
 
@@ -269,10 +270,10 @@ def find_remedy(
 
     >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
     'Keep the operand of the logarithm positive, with an eps'
-    >>> find_remedy(Words("dot_general", path="head", dtype="float16"), "inf", [(-3.0, 4e4), (0.0, 2.0)])[:46]
+    >>> find_remedy(Words("dot_general", key="head", dtype="float16"), "inf", [(-3.0, 4e4), (0.0, 2.0)])[:46]
     'float16 ends at 65504. Keep this in float32: `'
     """
-    primitive, dtype, path = words.primitive, words.dtype, words.path
+    primitive, dtype = words.primitive, words.dtype
     if words.argument == A_CONSTANT:
         return (
             "If it is meant, choose the results to check. For example: "
@@ -296,7 +297,7 @@ def find_remedy(
     if primitive == "div" and kind == "nan":  # the operands are finite
         return "Dividend and divisor are both zero. " + _BY_ZERO
     if is_too_large and dtype == "float16":
-        return _advise_float32(words.direction, path, in_loop)
+        return _advise_float32(words.direction, words.key, in_loop)
     if primitive == "pow" and reaches_pole(primitive, operands, dtype):
         return _explain_power(operands)
     if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
@@ -308,15 +309,16 @@ def find_remedy(
     return ""
 
 
-def _advise_float32(direction: str, path: str, in_loop: bool) -> str:
-    island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
+def _advise_float32(direction: str, key: str, in_loop: bool) -> str:
+    is_whole = key and not key.startswith("…")
+    island = f"`PolicyMap({{{key!r}: 'float32'}}, policy)`" if is_whole else "`jmp.force_full_precision`"
     if direction == "backward":
         return (
             "float16 ends at 65504. If a loss scale multiplies the gradients, start from a smaller one, such as "
             "`DynamicLossScale(2.0**10)`. A dynamic scale gets there by itself after some skipped steps. Without a "
             f"loss scale, or with one of 1, keep this in float32: {island}."
         )
-    return f"float16 ends at 65504. Keep this in float32: {island}." + (CARRIED if path and in_loop else "")
+    return f"float16 ends at 65504. Keep this in float32: {island}." + (CARRIED if is_whole and in_loop else "")
 
 
 CARRIED = " If a scan carries the result, as `nn.scan` does, name the module around the scan: a carry keeps its dtype."

@@ -1,10 +1,13 @@
 """What `NonfiniteOrigin.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn, nnx
 from jax.experimental import pallas as pl
 from jax.scipy.special import digamma
 from jax.scipy.stats import uniform
@@ -235,3 +238,64 @@ def test_a_role_is_read_back_and_a_text_that_was_saved_without_one_has_none():
     saved = b"\0".join([b"div", b"s" * 160, b"f" * 48, b"c" * 96, b"p" * 128, b"forward", b"float16", b"a" * 112])
     text = np.frombuffer(saved.ljust(write_words(words).size, b"\0"), np.uint8)
     assert (read_words(text).argument, read_words(text).role) == ("a" * 112, "")
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(3, 3, kernel_init=nnx.initializers.constant(1e5), rngs=rngs)
+
+    @jax.named_scope("feed_forward")
+    def __call__(self, x):
+        return self.up(x)
+
+
+class LinenMLP(nn.Module):
+    @nn.compact
+    @jax.named_scope("feed_forward")
+    def __call__(self, x):
+        return nn.Dense(3, kernel_init=nn.initializers.constant(1e5), name="up")(x)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = NnxMLP(rngs)
+
+    def __call__(self, x):
+        with jax.named_scope("around"):
+            return self.mlp(x)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        with jax.named_scope("around"):
+            return LinenMLP(name="mlp")(x)
+
+
+@pytest.mark.parametrize("by", ["with_policy", "autocast"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_suggested_map_is_accepted_and_helps_in_named_scopes(api, by):
+    def find(policy):
+        model = NnxNet(nnx.Rngs(0)) if api == "nnx" else LinenNet()
+        given = model if api == "nnx" else model.init(jax.random.key(0), ONES.T)
+        attached = jmp.with_policy(model, policy) if by == "with_policy" else model
+        if api == "nnx":
+            run, given = lambda model, x: model(x), attached
+        else:
+            run = attached.apply
+        run = run if by == "with_policy" else jmp.autocast(run, policy)
+        return jmp.numerics.first_nonfinite(run)(given, ONES.T)[1]
+
+    origin = find(policy := jmp.get_policy("params=float32,compute=float16,output=float32"))
+    assert origin.path.startswith("around/mlp/feed_forward")
+    suggested = re.search(r"PolicyMap\(.*?, policy\)", origin.describe())
+    fixed = find(eval(suggested[0], {"PolicyMap": jmp.PolicyMap, "policy": policy}))  # a rule without effect warns
+    assert not fixed.found
+
+
+def test_no_map_is_suggested_where_no_key_reaches_the_module():
+    find = lambda path: find_remedy(Words("mul", dtype="float16", key=path), "inf", [(0.0, 4e4), (0.0, 2.0)])
+    assert "Keep this in float32: `PolicyMap({'head'" in find("head")
+    assert "Keep this in float32: `jmp.force_full_precision`" in find("")
+    cut = read_words(write_words(Words(key="blocks/" * 60 + "mlp"))).key
+    assert "Keep this in float32: `jmp.force_full_precision`" in find(cut)
