@@ -107,6 +107,7 @@ from ._source import (
     find_calling_line as find_calling_line,
     find_line as find_line,
     find_origin as find_origin,
+    find_policy_keys as find_policy_keys,
     find_raising_line as find_raising_line,
     find_running_line as find_running_line,
     is_called_by_library as is_called_by_library,

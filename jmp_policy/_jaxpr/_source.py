@@ -208,6 +208,18 @@ def make_module_finder(modules: Iterable[str]) -> Callable[[str], str]:
     return find_module
 
 
+def find_policy_keys(paths: Iterable[str], scopes: Iterable[str], modules: Modules) -> dict[str, str] | None:
+    """Returns the key of a rule for each path; None without autocast and modules, where no rule reaches the program.
+
+    `scopes` are the name stacks of the program. Under autocast, keys are paths with all scopes, else paths of modules.
+    """
+    if any(AUTOCAST in scope for scope in scopes):
+        return {path: path for path in paths}
+    types = dict(modules.types)
+    find_module = make_module_finder(types)
+    return {path: find_module(path) for path in paths} if types else None
+
+
 class ModulePaths:
     """Reads module paths from name stacks."""
 

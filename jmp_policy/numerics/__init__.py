@@ -55,7 +55,7 @@ if _typing.TYPE_CHECKING:
     from ._tune import check_budget, name_metric, tune  # noqa: F401
     from ._tune_search import Ranking, Subject, Trial, TrialLog, find_smallest_set, is_loss, wrap_narrow  # noqa: F401
     from ._tuning import CHOSEN, Tuning  # noqa: F401
-    from ._widened import list_half_scopes, widen  # noqa: F401
+    from ._widened import find_half_scopes, widen  # noqa: F401
     # fmt: on
     # isort: on
 else:  # `optim` uses one of these and should not load the others
@@ -89,7 +89,7 @@ else:  # `optim` uses one of these and should not load the others
         "_tune": "check_budget name_metric tune",
         "_tune_search": "Ranking Subject Trial TrialLog find_smallest_set is_loss wrap_narrow",
         "_tuning": "CHOSEN Tuning",
-        "_widened": "list_half_scopes widen",
+        "_widened": "find_half_scopes widen",
     }
     _MOVED = "Certificate Divergence OutputErrors ScopeErrors Worst certify diverge record"
     __getattr__, __dir__ = _load_lazily(

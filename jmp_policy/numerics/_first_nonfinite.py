@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from .._base import KeyPath, PyTree, Results, hide_frames, vary, vary_everywhere
 from .._jaxpr import (
-    AUTOCAST,
     ModulePaths,
     Modules,
     ObservedCall,
@@ -25,7 +24,7 @@ from .._jaxpr import (
     check_function,
     find_direction,
     find_line,
-    find_module_path,
+    find_policy_keys,
     find_unrepeatable,
     name_results,
     observe,
@@ -216,22 +215,21 @@ def _make_search(
 def _describe_lines(lines: Sequence[RecordedOp], modules: Modules, roles: dict[int, str]) -> list[Words]:
     """Describes recorded rows. The iterations of a loop share one description."""
     known: dict[Any, Words] = {}
-    paths, types = ModulePaths(modules), dict(modules.types)
-    # Keys of autocast are paths with all scopes. `with_policy` only knows paths of modules.
-    has_scopes = not types or any(AUTOCAST in line.step.scope for line in lines)
+    read = ModulePaths(modules).read_stack
+    scopes = {line.step.scope: read(line.step.scope) for line in lines}
+    policy_keys = find_policy_keys(scopes.values(), scopes, modules) or {}
     keys = [(id(line.step.eqn), line.result, tuple(id(eqn) for eqn, _ in line.step.around)) for line in lines]
     for line, key in zip(lines, keys, strict=True):
         if key not in known:
             step = line.step
             dtype: Any = step.results[line.result].aval
-            path = paths.read_stack(step.scope)
             known[key] = Words(
                 step.name,
-                path=path,
+                path=scopes[step.scope],
                 direction=find_direction(step.scope),
                 dtype=str(dtype.dtype),
                 role=roles.get(id(step.eqn), ""),
-                key=re.escape(path if has_scopes else find_module_path(path, types)),
+                key=re.escape(policy_keys.get(scopes[step.scope], "")),
                 **describe_code(step.eqn, step.around),
             )
     return [known[key] for key in keys]

@@ -31,7 +31,7 @@ class Words(NamedTuple):
     dtype: str = ""
     argument: str = ""
     role: str = ""
-    key: str = ""  # of a `PolicyMap`, for the module of the path or, without modules, its scopes
+    key: str = ""  # of a `PolicyMap`
 
 
 A_CONSTANT = "a constant"

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from .._jaxpr import (
     body_of,
     call,
     check_function,
+    find_policy_keys,
     float_dtype,
     having,
     observe,
@@ -52,14 +53,24 @@ def widen(fun: Callable[..., Any], scopes: frozenset[str] | None = None) -> Call
     return _observed(fun, lambda observed: (_run_widened(observed, scopes), None))
 
 
-def list_half_scopes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
-    """Lists the paths of all ops of a function with half-precision outputs, in the order of the jaxpr."""
-    found: list[str] = []
+class HalfScopes(NamedTuple):
+    """Paths of ops with half-precision outputs, in the order of the jaxpr, each with the key of a rule for it."""
+
+    keys: dict[str, str]
+    has_rules: bool  # False if no rule can reach the program: then the keys are the paths
+
+
+def find_half_scopes(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> HalfScopes:
+    """Finds the paths of all ops of a function with half-precision outputs."""
+    found = HalfScopes({}, has_rules=False)
 
     def note(observed: ObservedCall) -> tuple[Sequence[Any], None]:
+        nonlocal found
         read = ModulePaths(observed.modules).read_stack
-        steps = walk(observed.program.jaxpr, live_only=True)
-        found.extend(dict.fromkeys(read(step.scope) for step in steps if any(map(_is_half, step.results))))
+        steps = [*walk(observed.program.jaxpr, live_only=True)]
+        paths = dict.fromkeys(read(step.scope) for step in steps if any(map(_is_half, step.results)))
+        keys = find_policy_keys(paths, [step.scope for step in steps], observed.modules)
+        found = HalfScopes(keys or {path: path for path in paths}, keys is not None)
         return call(observed.program, *observed.leaves), None
 
     jax.eval_shape(_observed(fun, note), *args, **kwargs)

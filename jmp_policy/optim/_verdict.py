@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -60,7 +60,8 @@ class Verdict:
       value: the largest magnitude of the operation's result in float32, or the gradient norm of a spike.
       limit: the largest number of the operation's dtype.
       source: the user's line of the operation, `"/home/me/train.py:12"`.
-      policy_map: the smallest map with which the step is finite, if the search found one.
+      policy_map: the smallest map with which the step is finite, if the search found one. For a function under
+        `with_policy`, whose policy has no rules, the keys say which scopes have to be in float32.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
@@ -262,7 +263,7 @@ class _Case:
         yield self._make("scale", text, loss_scale=best)
 
     def _check_operation(self) -> Iterator[Verdict]:
-        from ..numerics import list_half_scopes, widen
+        from ..numerics import find_half_scopes, widen
 
         found = self._finder.find(self._given, self._old_state)
         if found is None:
@@ -271,9 +272,9 @@ class _Case:
         origin = found.origin
         args, kwargs = unwrap(self._given.arguments)
         differentiated = self._finder.differentiate(self._given.params, self._given.scale)
-        scopes = list_half_scopes(differentiated, self._given.params, *args, **kwargs)
-        if scopes and self._is_finite_with(lambda fun: widen(force_full_precision(fun)), "wide"):
-            yield self._blame_format(origin.cause or origin, self._find_map(scopes, origin))
+        scopes = find_half_scopes(differentiated, self._given.params, *args, **kwargs)
+        if scopes.keys and self._is_finite_with(lambda fun: widen(force_full_precision(fun)), "wide"):
+            yield self._blame_format(origin.cause or origin, self._find_map(scopes.keys, origin), scopes.has_rules)
         elif origin.argument and not origin.argument.startswith("a constant"):
             yield self._make("data", f"the data: {origin.describe()}", place=origin.argument)
         root = origin.cause or origin
@@ -287,15 +288,19 @@ class _Case:
         run = lambda finder, given: replay(finder, given, transform).finite
         return bool(self._finder.compile(run, key)(self._given))
 
-    def _find_map(self, scopes: list[str], origin: "NonfiniteOrigin") -> PolicyMap | None:
-        """Finds the smallest set of scopes that have to be in float32, the suspicious ones first."""
+    def _find_map(self, keys: Mapping[str, str], origin: "NonfiniteOrigin") -> PolicyMap | None:
+        """Finds the smallest set of scopes that have to be in float32, the suspicious ones first.
+
+        `keys` are the keys of the scopes in a map.
+        """
         from ..numerics import find_smallest_set, widen
 
-        suspects = [each.path for each in (origin.cause, origin) if each is not None and each.path in scopes]
-        ranked = list(dict.fromkeys([*suspects, *scopes]))
+        suspects = [keys[each.path] for each in (origin.cause, origin) if each is not None and each.path in keys]
+        ranked = list(dict.fromkeys([*suspects, *keys.values()]))
 
         def measure(kept: frozenset[int]) -> float:
-            chosen = frozenset(ranked[i] for i in kept)
+            wide = {ranked[i] for i in kept}
+            chosen = frozenset(path for path, key in keys.items() if key in wide)
             is_finite = self._is_finite_with(lambda fun: widen(fun, chosen), ("map", chosen))
             return 0.0 if is_finite else math.inf
 
@@ -305,7 +310,7 @@ class _Case:
         half = next((each.dtype for each in (origin.cause, origin) if each and each.dtype in _HALF), "float16")
         low = get_policy(f"params=float32,compute={half},output=none")
         kept = [ranked[i] for i in sorted(found.kept)]
-        return make_map(sorted(scopes), kept, low, low.replace(compute_dtype="float32"))
+        return make_map(sorted(ranked), kept, low, low.replace(compute_dtype="float32"))
 
     def _measure_in_float32(self, origin: "NonfiniteOrigin") -> float | None:
         """Returns the largest magnitude of an operation's result in float32, if the operation is there too."""
@@ -326,7 +331,7 @@ class _Case:
         on_line = [row for row in rows if row.source == origin.source]  # of a library's line there are none
         return max((float(row.amax) for row in on_line or rows), default=None)
 
-    def _blame_format(self, origin: "NonfiniteOrigin", policy_map: PolicyMap | None) -> Verdict:
+    def _blame_format(self, origin: "NonfiniteOrigin", policy_map: PolicyMap | None, has_rules: bool) -> Verdict:
         from ..numerics import CARRIED
 
         value, limit = self._measure_in_float32(origin) if origin.primitive else None, _find_limit(origin.dtype)
@@ -341,7 +346,13 @@ class _Case:
             rules = {rule.key: _spell_policy(rule.policy) for rule in policy_map.rules}
             is_wide = policy_map.default is not None and policy_map.default.compute_dtype == "float32"
             default = "'float32'" if is_wide else "policy"
-            text += f" It is finite with PolicyMap({rules}, {default})." + (CARRIED if origin.turns else "")
+            scopes = " and ".join(map(repr, rules))
+            if has_rules:
+                text += f" It is finite with PolicyMap({rules}, {default})." + (CARRIED if origin.turns else "")
+            elif is_wide:  # under a policy of a function, or with casts that the user wrote
+                text += f" It is finite in float32 with only {scopes} in half precision."
+            else:
+                text += f" It is finite with {scopes} in float32."
         elif policy_map is not None:
             text += " Nothing less than float32 everywhere makes it finite: compute in bfloat16, or scale the inputs."
         fields = {"place": _name_place(origin), "source": origin.source, "policy_map": policy_map}

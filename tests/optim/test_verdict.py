@@ -335,19 +335,50 @@ def test_of_a_module_in_a_scan_the_text_says_that_a_carry_keeps_its_dtype():
 
 
 @pytest.mark.filterwarnings("ignore:A policy computes in float16")
-def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_half_precision():
+@pytest.mark.parametrize(
+    ("attach", "text"),
+    [
+        (jmp.autocast, "It is finite with PolicyMap({'head': 'mixed_float16'}, 'float32')."),
+        (jmp.with_policy, "It is finite in float32 with only 'head' in half precision."),  # a function has no rules
+    ],
+)
+def test_the_text_names_the_default_of_a_map_where_only_some_scopes_may_be_in_half_precision(attach, text):
     def model(w, x):
-        with jax.named_scope("body"):
-            h = x @ w * 1e-6
+        h = (x @ jnp.ones((3, 3))) * 1e-6  # the input is infinite where it enters, in no scope
         with jax.named_scope("head"):
-            return jnp.tanh(h) @ w.T
+            return jnp.tanh(h @ w) @ w.T
 
-    model = jmp.with_policy(model, POLICY)  # the input is infinite where it enters, in no scope
+    model = attach(model, POLICY)
     find = optim.find_origin(lambda w, x: jnp.sum(model(w, x)), tx := optim.skip_nonfinite(optax.sgd(0.1)))
     w, x = jnp.ones((3, 2)), jnp.full((4, 3), 1e6)
     found = find.verdict(w, tx.init(w), x)
     assert found.policy_map.default.compute_dtype == "float32"
-    assert "It is finite with PolicyMap({'head': 'mixed_float16'}, 'float32')." in " ".join(str(found).split())
+    assert text in " ".join(str(found).split())
+
+
+class ScopedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        with jax.named_scope("around"):
+            x = jax.nn.softmax(nn.Dense(WIDTH, name="first")(x))
+        return nn.Dense(WIDTH, name="second")(x)
+
+
+@pytest.mark.filterwarnings("ignore:A policy computes in float16")
+def test_the_keys_of_a_map_for_modules_leave_out_the_named_scopes_around_them():
+    params = ScopedLinen().init(jax.random.key(0), x := jnp.ones((2, WIDTH)))
+    params["params"]["first"]["kernel"] = jnp.full((WIDTH, WIDTH), 1e5)
+
+    def judge(policy):
+        model = jmp.with_policy(ScopedLinen(), policy)
+        loss_fn = lambda params, x: jnp.mean(model.apply(params, x))
+        find = optim.find_origin(loss_fn, tx := optim.skip_nonfinite(optax.sgd(0.1)))
+        return find.verdict(params, tx.init(params), x)
+
+    found = judge(POLICY)
+    assert "It is finite with PolicyMap({'first': 'float32'}, policy)." in " ".join(str(found).split())
+    rules = {rule.key: rule.policy for rule in found.policy_map.rules}
+    assert judge(jmp.PolicyMap(rules, POLICY)).kind == "not reproduced"
 
 
 @pytest.mark.filterwarnings("ignore:A policy computes in float16")

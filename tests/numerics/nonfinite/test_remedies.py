@@ -299,3 +299,10 @@ def test_no_map_is_suggested_where_no_key_reaches_the_module():
     assert "Keep this in float32: `jmp.force_full_precision`" in find("")
     cut = read_words(write_words(Words(key="blocks/" * 60 + "mlp"))).key
     assert "Keep this in float32: `jmp.force_full_precision`" in find(cut)
+
+
+def test_no_map_is_suggested_for_a_function_under_with_policy_which_reads_no_rules():
+    scoped, large = jax.named_scope("head")(lambda x: jnp.dot(x, x)), np.full((2, 2), 300, np.float32)
+    half = jmp.get_policy("params=float32,compute=float16,output=float32")
+    assert "`jmp.force_full_precision`" in describe(jmp.with_policy(scoped, half), large)
+    assert "`PolicyMap({'head': 'float32'}, policy)`" in describe(jmp.autocast(scoped, half), large)
