@@ -358,7 +358,7 @@ _FIXES = {
     "gather": "cast before the gather; if XLA inserted it, put jax.lax.optimization_barrier after the cast",
     "moved": "restore the old name, or regenerate the lock",
     "new": "regenerate the lock if that is meant",
-    "narrower": "wrap the code in jmp.force_full_precision, or give its path a float32 rule",
+    "narrower": "wrap the code in jmp.force_full_precision, or give its module or scope a float32 rule",
     "other": "set compute= of the policy, or the dtype of the layer",
     "policy": "change the policy back",
     "precision": "set precision= of the policy or of the call, or jax_default_matmul_precision",

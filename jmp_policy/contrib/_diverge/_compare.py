@@ -1,5 +1,6 @@
 """`contrib.diverge`: finds the scopes that make two functions of one model differ."""
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -111,6 +112,8 @@ def diverge(
         unpaired = [name for j, name in enumerate(theirs.names) if j not in results and theirs.types[j].size]
         unaligned = [f"{name} is not compared: only one function returns such numbers" for name in unpaired]
         layout = make_layout(plan, shapes, _name_functions(f, g), unaligned)
+        keys = theirs.find_policy_keys({row.plan.scope.path for row in layout.rows})
+        layout = dataclasses.replace(layout, keys=keys)
         return Divergence(record, compared, totals, layout)
 
     return compare_runs

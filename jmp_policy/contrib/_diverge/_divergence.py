@@ -165,6 +165,8 @@ class Divergence(Report):
     def policy_map(self, tolerance: float, policy: PolicySpec = None) -> PolicyMap:
         """Proposes a map that keeps in the full dtype the scopes that introduce a larger error than `tolerance`.
 
+        Its keys are modules, without the named scopes around them, if `g` has a policy by `with_policy`.
+
         Args:
           tolerance: the largest introduced error of a scope that stays in low precision.
           policy: the policy of all other scopes. If None, it computes in float16 or bfloat16, or in float32 if
@@ -179,8 +181,9 @@ class Divergence(Report):
         low = get_policy(self._guess_policy() if policy is None else policy)
         if not isinstance(low, Policy):
             raise ValueError(f"policy_map takes the policy of all other scopes, got {low!r}. For example: 'bfloat16'.")
-        scopes = list(dict.fromkeys(row.path for row in self.rows()))
-        kept = {row.path for row in self.rows() if row.introduced > tolerance}
+        key = lambda row: self.layout.keys.get(row.path, row.path)
+        scopes = list(dict.fromkeys(key(row) for row in self.rows()))
+        kept = {key(row) for row in self.rows() if row.introduced > tolerance}
         changed: Any = {"quantization": None} if low.quantization is not None else {"compute_dtype": low.full_dtype}
         if low.quantization is None and low.compute_dtype == low.full_dtype == "float32" and self._is_from_float64():
             if not kept:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal as OneOf, NamedTuple
 
 import jax
@@ -140,6 +140,7 @@ class TableLayout:
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
     unaligned: tuple[str, ...]
     names: tuple[str, str]
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of rules for `g`, by path, if they differ
 
 
 def make_layout(

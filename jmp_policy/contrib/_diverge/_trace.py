@@ -1,7 +1,7 @@
 """Traces a function, with the paths of its modules."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -11,11 +11,13 @@ from ..._jaxpr import (
     ModulePaths,
     Register,
     find_line,
+    find_policy_keys,
     find_unrepeatable,
     name_results,
     open_partials,
     take_apart,
     trace_call,
+    walk,
 )
 from ...modules import find_lifting_adapter
 from ._scopes import Flat, has_floats
@@ -33,7 +35,7 @@ class FlatFunction:
         pure = lambda arrays, kwargs: watched(closed, rebuild(arrays), kwargs)
         traced = trace_call("diverge", register, pure, (arrays, kwargs), {})
         _refuse_effects(traced.program.jaxpr)
-        self.program = traced.program.jaxpr
+        self.program, self._modules = traced.program.jaxpr, traced.modules
         self.flat = Flat(traced.program, ModulePaths(traced.modules))
         self.closed = [*self.flat.constants.values()]
         self.leaves = [*traced.leaves, *self.closed]
@@ -41,6 +43,11 @@ class FlatFunction:
         self.flat.constants = {}
         self.types: list[Any] = [atom.aval for atom in traced.program.jaxpr.outvars]
         self.names = [str(name) for name in name_results(traced.results.list_paths(), is_lifted=False)]
+
+    def find_policy_keys(self, paths: Iterable[str]) -> dict[str, str]:
+        """Returns the key of a rule for each path; the path, if no rule reaches the program."""
+        scopes = (step.scope for step in walk(self.program, all_results=False))
+        return find_policy_keys(paths, scopes, self._modules) or {}
 
     def list_floats(self) -> list[int]:
         return [i for i, aval in enumerate(self.types) if has_floats(aval)]

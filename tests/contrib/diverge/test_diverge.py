@@ -249,6 +249,24 @@ def test_policy_map_keeps_scopes_with_large_introduced_errors(low):
     assert int8["first"].quantization is None is not int8["second"].quantization
 
 
+class ScopedHead(nnx.Module):
+    def __init__(self):
+        self.head = nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        with jax.named_scope("outer"):
+            return self.head(x)
+
+
+@pytest.mark.parametrize(("attach", "key"), [(jmp.with_policy, "head"), (jmp.autocast, "outer/head")])
+def test_the_keys_of_a_map_have_named_scopes_only_for_autocast(attach, key):
+    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    run = lambda model, x: model(x)
+    low = jmp.autocast(run, policy) if attach is jmp.autocast else lambda model, x: jmp.with_policy(model, policy)(x)
+    chosen = diverge(run, low)(ScopedHead(), X).policy_map(1e-4, policy)
+    assert [rule.key for rule in chosen.rules] == [key]
+
+
 def test_a_map_of_float32_for_a_float64_function_keeps_what_needs_float64():
     def fun(x):
         with jax.named_scope("cancel"):

@@ -10,7 +10,7 @@ QUANTIZE = "quantize the weights as in the lock, for example with quant.quantize
 POLICY = "change the policy back"
 REMAT = "check which functions jax.checkpoint wraps, and its policy"
 OTHER = "set compute= of the policy, or the dtype of the layer"
-NARROWER = "wrap the code in jmp.force_full_precision, or give its path a float32 rule"
+NARROWER = "wrap the code in jmp.force_full_precision, or give its module or scope a float32 rule"
 WIDER = "cast the float32 array, parameter or constant that promotes it, or set the dtype of the layer"
 GATHER = "cast before the gather; if XLA inserted it, put jax.lax.optimization_barrier after the cast"
 SENT = "send the array in the dtype of the lock, and cast it afterwards"

@@ -37,7 +37,7 @@ def head(fun):
 
 product = head(lambda w, x: jnp.exp(x @ w["head"]))
 WEIGHTS = {"head": F32}
-NARROWER = "wrap the code in jmp.force_full_precision, or give its path a float32 rule"
+NARROWER = "wrap the code in jmp.force_full_precision, or give its module or scope a float32 rule"
 WIDER = "cast the float32 array, parameter or constant that promotes it, or set the dtype of the layer"
 
 
