@@ -119,10 +119,12 @@ def _weigh(graph: Graph, record: Extremes, place: Visit, edge: jax.Array) -> lis
     | nan | first | last |
     | infinity | second | first |
     | minus infinity, often a mask | third | second |
+    | infinity in a constant, such as a bound or a mask | last | third |
     """
     value = graph.target[edge]
     first, is_positive = record.first[value], record.high[value] == INFINITY
-    scores = jnp.where(place.kind == INFINITE, _LAST, _FIRST), jnp.where(is_positive, _SECOND, _THIRD)
+    infinite = jnp.where(graph.is_constant[value], _FOURTH, jnp.where(is_positive, _SECOND, _THIRD))
+    scores = jnp.where(place.kind == INFINITE, _LAST, _FIRST), infinite
     # Among the results, take the first that is not finite: the loss comes before its gradients.
     later = graph.start[place.value + 1] - edge
     before_others = jnp.where(place.kind == _PROGRAM, _FIRST * later, 0)
@@ -136,7 +138,7 @@ def _weigh(graph: Graph, record: Extremes, place: Visit, edge: jax.Array) -> lis
     return weighed
 
 
-_LAST, _THIRD, _SECOND, _FIRST = range(1, 5)
+_LAST, _FOURTH, _THIRD, _SECOND, _FIRST = range(1, 6)
 """Scores of `_weigh`, the lowest first."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .._jaxpr import CALLED, ENTERED, RecordedOp, SubJaxpr, float_dtype, sub_jaxprs
+from .._jaxpr import CALLED, ENTERED, RecordedOp, SubJaxpr, array_dtype, float_dtype, sub_jaxprs
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._origin import MOST_OPERANDS, MOST_TURNS
 from ._remedies import A_CONSTANT, TEXT_LENGTH, Words, describe_code, write_words
@@ -38,6 +38,7 @@ class Graph(NamedTuple):
     last: np.ndarray  # (values, MOST_LOOPS): the last iteration of a merged loop that runs in reverse, else -1
     is_half: np.ndarray  # True for float16
     is_reciprocal: np.ndarray  # True if a value may be zero because an operand is infinite, as in a division
+    is_constant: np.ndarray  # True for a literal, for a constant array, and for a value computed of them alone
     text: np.ndarray  # the index of each value's text
     texts: np.ndarray  # uint8 of shape (texts, TEXT_LENGTH)
     numbers: np.ndarray  # literals that are not finite: the last values, without a row in the record
@@ -65,9 +66,6 @@ def build_graph(
     results, literals = finder.find_results(), finder.literals
     edges += [[] for _ in literals]
     operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines] + [[] for _ in literals]
-    # The bound inf of `clip(x, 0, inf)` is cast to float16: also an op, but not the one that made x infinite.
-    constants = {value for value, own in enumerate(operands) if own and all(row == CONSTANT for row, _, _ in own)}
-    edges = [sorted(own, key=lambda edge: edge.value in constants) for own in edges]
     nowhere: Any = RecordedOp(None, 0), ()  # type: ignore[arg-type]
     values = [nowhere] * len(arguments) + [(line, line.step.around) for line in lines] + [nowhere] * len(literals)
     words = [*words, *literals.values()]
@@ -101,6 +99,7 @@ def build_graph(
         last=_pad([row for _, row in loops], MOST_LOOPS, NONE, np.int32),
         is_half=_pad([[float_dtype(atom) == np.float16 for atom in atoms]], len(values), False, bool)[0],
         is_reciprocal=np.array([line is not None and line.name in _RECIPROCALS for (line, *_), _ in values], bool),
+        is_constant=_find_constants(words, lines, edges, finder),
         text=np.array([places[word] for word in words], np.int32),
         texts=np.array([write_words(word) for word in distinct], np.uint8).reshape(-1, TEXT_LENGTH),
         numbers=np.array([number for number, _ in literals], np.float32),
@@ -150,7 +149,7 @@ class _EdgeFinder:
         found = []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
-            number = None if edges else self._find_literal(atom, line.step.around)[0]
+            number = None if edges else _read_number(self._find_literal(atom, line.step.around)[0])
             edge = next(iter(edges), None)
             if edge is not None:
                 found.append((edge.value, edge.scale, edge.shift))
@@ -158,10 +157,15 @@ class _EdgeFinder:
                 found.append((UNKNOWN, 0.0, 0.0) if number is None else (CONSTANT, 0.0, number))
         return found
 
+    def is_known(self, atom: Any, around: Around, turns: tuple[int, ...]) -> bool:
+        """True for a literal, for a boolean, which is finite as a number too, and for a value of rows."""
+        is_bool = array_dtype(atom) == np.bool_
+        return is_bool or bool(self._follow(atom, around, turns)) or self._find_literal(atom, around)[0] is not None
+
     def _find_literal(
         self, atom: Any, around: Around, reader: JaxprEqn | None = None
-    ) -> tuple[float | None, JaxprEqn | None, Around]:
-        """Returns the value of an atom if it is a literal, also outside the sub-jaxpr, and the place that reads it."""
+    ) -> tuple[Literal | None, JaxprEqn | None, Around]:
+        """Returns the literal that an atom is, also outside the sub-jaxpr, and the place that reads it."""
         reader = around[-1][0] if around and reader is None else reader
         while not isinstance(atom, Literal):
             body = around[-1][1] if around else self._program
@@ -173,14 +177,15 @@ class _EdgeFinder:
                 atom = reader.invars[body.invars.index(atom)]
             else:
                 return None, None, ()
-        return float(np.asarray(atom.val, np.float32)) if float_dtype(atom) is not None else None, reader, around
+        return atom, reader, around
 
     def _follow_end(
         self, atom: Any, around: Around, turns: tuple[int, ...], loop: JaxprEqn | None = None
     ) -> list[Edge]:
         """Follows the result of a jaxpr or the start of a loop, which may be a literal that is not finite."""
         edges = self._follow(atom, around, turns)
-        number, eqn, around = (None, None, ()) if edges else self._find_literal(atom, around, loop)
+        literal, eqn, around = (None, None, ()) if edges else self._find_literal(atom, around, loop)
+        number = _read_number(literal)
         if number is None or np.isfinite(number):
             return edges
         key = number, id(eqn)
@@ -272,6 +277,28 @@ class _EdgeFinder:
         edges = self._follow(around[-1][1].outvars[i], around, turns)
         levels = [level if edge.carried is None else min(edge.carried, level) for edge in edges]
         return [edge._replace(carried=level) for edge, level in zip(edges, levels, strict=True)]
+
+
+def _read_number(literal: Literal | None) -> float | None:
+    if literal is None or float_dtype(literal) is None:
+        return None
+    return float(np.asarray(literal.val, np.float32))
+
+
+def _find_constants(
+    words: Sequence[Words], lines: Sequence[RecordedOp], edges: Sequence[Sequence[Edge]], finder: _EdgeFinder
+) -> np.ndarray:
+    """Finds values of which no argument decides, as a mask is, or the bound of `clip(x, 0, inf)` in half precision.
+
+    An operand that only selects between values may be an argument.
+    """
+    found = np.array([word.argument == A_CONSTANT for word in words], bool)
+    first = next((value for value, word in enumerate(words) if not word.argument), len(words))
+    for value, line in enumerate(lines, start=first):
+        atoms = line.step.eqn.invars[line.step.name == "select_n" :]
+        is_known = all(finder.is_known(atom, line.step.around, line.turns) for atom in atoms)
+        found[value] = is_known and all(found[edge.value] for edge in edges[value])
+    return found
 
 
 def _list_makers(body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:

@@ -274,6 +274,8 @@ def find_remedy(
     'float16 ends at 65504. Keep this in float32: `'
     """
     primitive, dtype = words.primitive, words.dtype
+    if words.argument == A_CONSTANT and made_nan_in:
+        return _MASK
     if words.argument == A_CONSTANT:
         return (
             "If it is meant, choose the results to check. For example: "
@@ -284,8 +286,11 @@ def find_remedy(
             "It was there before the function ran: check the batch and the previous step, which "
             "`optim.skip_nonfinite` would have skipped."
         )
-    if any(pair is not None and not math.isfinite(pair[0]) and str(pair[0]) == str(pair[1]) for pair in operands):
-        return _CONSTANT if kind == "inf" else _NAN_CONSTANT
+    constants = [pair[0] for pair in operands if pair is not None and str(pair[0]) == str(pair[1])]
+    if any(map(math.isinf, constants)):
+        return _CONSTANT
+    if any(map(math.isnan, constants)):
+        return _NAN_CONSTANT
     if dtype.startswith("float8") and _find_largest_magnitude(operands) > (limit := float(jnp.finfo(dtype).max)):
         return f"{dtype} ends at {limit:g}: scale the values first, or clip them with `jnp.clip`."
     is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)

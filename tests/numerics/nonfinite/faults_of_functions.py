@@ -59,6 +59,31 @@ def bound_that_is_infinite(x):
     return jnp.clip(dt, 0.0, jnp.inf)  # as the time steps of Mamba-2, whose bound is cast to float16
 
 
+@fault(np.float16([0.0, 1.0]))
+def bounds_that_are_infinite(x):
+    logits = jnp.log(x)  # origin: inf log
+    return jnp.clip(logits, -jnp.inf, jnp.inf)
+
+
+MASK = np.where(np.tri(3, dtype=bool), 0, -np.inf).astype(np.float16)
+
+
+@fault(np.full((3, 3), 300.0, np.float16))
+def overflow_under_a_mask_of_infinities(x):
+    scores = -x @ x.T  # cause: inf dot_general
+    scores = MASK + scores
+    shifted = scores - jnp.max(scores, axis=-1, keepdims=True)  # origin: nan sub
+    return jnp.exp(shifted)
+
+
+@fault(np.full((3, 3), 300.0, np.float16))
+def overflow_where_a_mask_has_infinities(x):
+    scores = -x @ x.T  # cause: inf dot_general
+    scores = jnp.where(MASK == 0, scores, -jnp.inf)
+    shifted = scores - jnp.max(scores, axis=-1, keepdims=True)  # origin: nan sub
+    return jnp.exp(shifted)
+
+
 @fault(np.ones((2, 3), np.float32), np.asarray([[True, False, True], [False] * 3]))
 def softmax_that_is_fully_masked(scores, mask):
     scores = jnp.where(mask, scores, -jnp.inf)  # cause: inf select_n

@@ -12,7 +12,12 @@ from meshes import make_mesh
 
 from jmp_policy.numerics import first_nonfinite
 
-QUICK = ("backward pass of a scan under remat", "where of two infinities", "scans in a scan")
+QUICK = (
+    "overflow under a mask of infinities",
+    "backward pass of a scan under remat",
+    "where of two infinities",
+    "scans in a scan",
+)
 
 
 @pytest.mark.parametrize(

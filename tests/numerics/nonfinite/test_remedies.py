@@ -211,6 +211,11 @@ def test_only_what_a_decomposition_or_a_branch_uses_has_its_role():
     assert "exp" not in list_roles(lambda x: jnp.exp(jnp.where(x > 0, 0.0, x)), ZERO)["where"]
 
 
+def test_a_constant_that_made_a_nan_may_be_a_mask():
+    assert "A softmax over only masked values is nan" in find_remedy(Words(argument="a constant"), "inf", [], "forward")
+    assert "choose the results to check" in find_remedy(Words(argument="a constant"), "inf", [])
+
+
 def test_a_guard_is_suggested_only_for_an_infinity_that_did_harm_elsewhere():
     words = Words("exp", dtype="float16", role="where")
     assert "Guard the input" in find_remedy(words, "inf", [(-1.0, 20.0)], "backward")
