@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from .._base import describe, hide_frames, sum_arrays, sum_code, sum_program
-from ..loss_scale import NoOpLossScale
 from ..modules import find_adapter
 from ..numerics import Ranking, Subject, Trial, TrialLog, check_budget, name_metric
 from ..policy import Policy, PolicySpec, assign_policies, get_policy, parse_quantization, stored_format_of
@@ -298,7 +297,7 @@ def tune_bits(
     if not isinstance(args, tuple | list):
         raise TypeError(f"tune_bits takes a tuple of arguments, got {describe(args)}. {example}")
     subject = Subject(model, tuple(args), differentiates=False, has_aux=False, seed=0)
-    run, arrays = subject.make_run(None, NoOpLossScale())
+    run, arrays = subject.make_run(None)
     header = {
         "function": subject.name,
         "policy": " or ".join([str(given), *policies]),

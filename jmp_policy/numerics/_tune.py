@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._base import describe, hide_frames, is_floating, sum_arrays, sum_code, sum_program
-from ..loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from ..loss_scale import LossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter
 from ..policy import BlockFormat, Float8, Policy, PolicyMap, PolicySpec, check_policy_x64, get_policy, make_map
 from ..quant import without_state
@@ -124,7 +124,7 @@ def tune(
     given_scale = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     scale = None if given_scale is None else float(given_scale)
     compared = "outputs and gradients" if subject.differentiates else "outputs"
-    run, arrays = subject.make_run(None, NoOpLossScale())
+    run, arrays = subject.make_run(None)
     header = {
         "function": subject.name,
         "policy": str(given),
@@ -161,7 +161,7 @@ class _Tuner:
 
     def measure_noise(self, tolerance: float) -> float:
         """Runs twice without the policy. Keeps one result as the reference and returns the error between the two."""
-        observe = self._make_observation(self._base, NoOpLossScale())
+        observe = self._make_observation(self._base, None)
         self._reference = observe()
         name = name_metric(self._metric) if self._metric else self._subject.name
         before = "before quantization" if self._base else f"in {self._kept_policy.compute_dtype}"
@@ -227,7 +227,7 @@ class _Tuner:
         self._trials.append(trial)
         return trial.error
 
-    def _make_observation(self, policy: Policy | PolicyMap | None, scale: LossScale) -> Callable[[], Observed]:
+    def _make_observation(self, policy: Policy | PolicyMap | None, scale: LossScale | None) -> Callable[[], Observed]:
         """Makes a function without arguments that runs under a policy and returns the compared results."""
         if self._metric is None:
             run, arrays = self._subject.make_run(policy, scale)
@@ -266,7 +266,7 @@ def _has_gradients(subject: Subject, policy: Policy) -> bool:
     if subject.is_module:
         format = policy.quantization
         return format is None or isinstance(format, Float8) or (isinstance(format, BlockFormat) and format.activations)
-    run, arrays = subject.make_run(None, NoOpLossScale())
+    run, arrays = subject.make_run(None)
     if not is_loss(jax.eval_shape(run, arrays)["outputs"]):
         return False
     first = subject.args[:1]

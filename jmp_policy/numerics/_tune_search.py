@@ -17,7 +17,7 @@ from .._base import Args, JsonLog, PyTree, escape_controls, is_floating, list_pa
 from .._jaxpr import HALF, MATMULS, ModulePaths, float_dtype, strip_transformations, take_apart, walk
 from ..autocast import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE, autocast, is_mixed
 from ..gradients import value_and_grad
-from ..loss_scale import LossScale, NoOpLossScale
+from ..loss_scale import LossScale, StaticLossScale
 from ..modules import find_adapter, find_lifting_adapter, with_policy
 from ..policy import NumberFormat, Policy, PolicyMap, find_operand_format, parse_format
 from ._collect import collect
@@ -69,10 +69,14 @@ class Subject:
         return with_policy(self.target, policy) if self.is_module else autocast(self.target, policy)
 
     def make_run(
-        self, policy: Policy | PolicyMap | None, scale: LossScale, look: Callable[..., Any] = lambda fun: fun
+        self,
+        policy: Policy | PolicyMap | None,
+        scale: LossScale | None = None,
+        look: Callable[..., Any] = lambda fun: fun,
     ) -> tuple[Callable[..., Any], PyTree]:
         """Returns a function of one tree of arrays, seen through `look`, and that tree. Writes to objects are lost."""
-        observe, args = self._make_observed(policy, scale)
+        # Without a scale, the gradients of a model that has a float16 policy would warn of training.
+        observe, args = self._make_observed(policy, scale or StaticLossScale(1.0))
         arrays, rebuild = take_apart(args)
         observed = look(observe)
         return lambda arrays: observed(*rebuild(arrays)), arrays
@@ -143,7 +147,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     """Ranks scopes: first the culprits of `predict`, which also chooses a missing loss scale, then by error."""
     low, narrows = find_low_format(policy), narrows_all(policy)
     modules = list_modules(subject, policy) if subject.is_module else None
-    plain, arrays = subject.make_run(None, NoOpLossScale())
+    plain, arrays = subject.make_run(None)
     program = jax.make_jaxpr(plain)(arrays).jaxpr
     _warn_of_half_reference(subject, policy, program)
     where = _choose_operations(program)
@@ -151,7 +155,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     look = lambda fun: (
         lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge", sample=None)(*args)[1]
     )
-    run, arrays = subject.make_run(None, NoOpLossScale(), look)
+    run, arrays = subject.make_run(None, look=look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
     scopes = list_scopes(stats, narrows) if modules is None else modules

@@ -202,10 +202,11 @@ def test_trials_of_an_edited_function_or_metric_are_refused(file):
     jmp.tune(edit(1.0), ARGS, HALF, **options, metric=score)
 
 
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
-def test_a_model_that_has_a_policy_is_warned_of(is_module):
-    model = jmp.with_policy(nn.Dense(2), "p=f32,c=bf16,o=f32")
+def test_a_model_that_has_a_policy_is_warned_of(is_module, half):
+    model = jmp.with_policy(nn.Dense(2), f"params=float32,compute={half},output=float32")
     variables, x = model.init(jax.random.key(0), jnp.ones((2, 4))), jnp.ones((2, 4))
     target = model if is_module else (lambda variables, x: model.apply(variables, x).sum())
-    with pytest.warns(UserWarning, match=r"multiplies in bfloat16 without the policy of tune.*Pass a model without"):
-        jmp.tune(target, (variables, x), "mixed_float16", tolerance=0.1)
+    with pytest.warns(UserWarning, match=rf"multiplies in {half} without the policy of tune.*Pass a model without"):
+        jmp.tune(target, (variables, x), "mixed_float16", tolerance=0.1)  # any other warning is an error
