@@ -20,13 +20,13 @@ from flax import linen as nn
 from flax.core import freeze
 from flax.linen.module import InterceptorContext
 
-from .._base import Args, Kwargs, cast_floating
+from .._base import Args, Kwargs, cast_floating, is_in_full_precision
 from ..modules import (
     across_bridge,
     cast_arguments,
     cast_result,
     find_adapter,
-    find_wider_dtype,
+    find_other_dtype,
     keep_carry_dtypes,
     keep_wide_results,
     matmul_precision,
@@ -148,10 +148,10 @@ def _note_layer(module: nn.Module, policy: Policy) -> None:
     """Records the author's dtype of a layer with a weight, for a warning."""
     scope: Any = module.scope
     has_weight = any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES))
-    if "dtype" not in find_dtype_fields(type(module)) or not has_weight:
+    if "dtype" not in find_dtype_fields(type(module)) or not has_weight or is_in_full_precision():
         return
     written = written_dtype(module)
-    NOTES.get().layers[path_text(module)] = None if written is None else find_wider_dtype(written, policy)
+    NOTES.get().layers[path_text(module)] = None if written is None else find_other_dtype(written, policy)
 
 
 @contextlib.contextmanager

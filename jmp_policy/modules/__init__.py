@@ -15,7 +15,7 @@ from ._adapter import (
     find_by_name as find_by_name,
     find_lifting_adapter as find_lifting_adapter,
     find_loaded_adapters as find_loaded_adapters,
-    find_wider_dtype as find_wider_dtype,
+    find_other_dtype as find_other_dtype,
     is_flax_object as is_flax_object,
     make_subclass as make_subclass,
     pickle_by_recipe as pickle_by_recipe,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .._base import Args, Kwargs, PyTree, is_array, remember_on_class, remember_weakly
+from .._base import Args, Kwargs, PyTree, is_array, is_floating_dtype, remember_on_class, remember_weakly
 from ..policy import Match, Policy, PolicyMap
 
 
@@ -222,27 +222,28 @@ _FEWEST = 3
 """With fewer written dtypes than this, the author may have meant them."""
 
 
-def find_wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
-    """Returns the dtype that an author wrote on a layer if it is wider than the compute dtype, else `None`."""
+def find_other_dtype(written: Any, policy: Policy) -> np.dtype | None:
+    """Returns the dtype that an author wrote on a layer if it is floating and not the compute dtype, else `None`."""
     if written is None or policy.compute_dtype is None:
         return None
     try:
         dtype = np.dtype(written)
     except TypeError:  # the author's own field happens to be called `dtype`
         return None
-    return dtype if dtype.itemsize > policy.compute_dtype.itemsize else None
+    return dtype if dtype != policy.compute_dtype and is_floating_dtype(dtype) else None
 
 
 def describe_written_dtypes(layers: Mapping[str, np.dtype | None], example: str) -> list[str]:
-    """Returns a warning, in a list, if most layers have a wider dtype than their policy (`layers`, by path)."""
-    wide = {path: dtype for path, dtype in layers.items() if dtype is not None}
-    if len(wide) < _FEWEST or 2 * len(wide) <= len(layers):
+    """Returns a warning, in a list, if most layers have another dtype than their policy (`layers`, by path)."""
+    others = {path: dtype for path, dtype in layers.items() if dtype is not None}
+    if len(others) < _FEWEST or 2 * len(others) <= len(layers):
         return []
-    path, dtype = next(iter(wide.items()))
+    path, dtype = next(iter(others.items()))
     return [
-        f"{len(wide)} of {len(layers)} layers with weights compute in the dtype that their author wrote, not in the "
-        f"compute dtype of the policy: {path!r} has dtype={dtype.name}. Write dtype=None, which the policy fills in, "
-        f"or use autocast, which casts each operation. For example: {example}."
+        f"{len(others)} of {len(layers)} layers with weights compute in the dtype that their author wrote, not in the "
+        f"compute dtype of the policy: {path!r} has dtype={dtype.name}. Write dtype=None, which the policy fills in"
+        # Digits that the layer rounds away are lost under autocast, too.
+        + ("." if dtype.itemsize < 4 else f", or use autocast, which casts each operation. For example: {example}.")
     ]
 
 

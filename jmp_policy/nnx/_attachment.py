@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._base import OVERWRITE, hide_frames, is_in_full_precision, remember_on_class
-from ..modules import describe_written_dtypes, find_wider_dtype, make_subclass
+from ..modules import describe_written_dtypes, find_other_dtype, make_subclass
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant import WEIGHT_NAMES, explain_unused_cache, plan_layer
 from ._cache import cache_format_of
@@ -168,7 +168,7 @@ class Attachment:
         is_open = source is DtypeSource.FIELD
         has_own_dtype = has_written_dtype(base, attributes, is_open)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            self._layers[here] = find_wider_dtype(attributes["dtype"] if has_own_dtype else None, policy)
+            self._layers[here] = find_other_dtype(attributes["dtype"] if has_own_dtype else None, policy)
         new_attributes = make_dtype_attributes(base, attributes, policy, is_open)
 
         # Decide once what the policy does to its matmul, and make the attributes that an expert would write for that.

@@ -57,6 +57,23 @@ def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_once_with
 
 
 @pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [(jnp.bfloat16, BF16_INSIDE.replace("bfloat16", "float16")), (jnp.float16, BF16_INSIDE), (jnp.float16, "float32")],
+)
+def test_authors_half_dtypes_that_replace_that_of_the_policy_are_told(api, dtype, policy):
+    (message,) = collect(lambda: api.run(api.under(make_kind(api, dtype=dtype), policy), X))
+    assert message.endswith(
+        f"not in the compute dtype of the policy: 'dense_0' has dtype={jnp.dtype(dtype)}. Write dtype=None, which the "
+        "policy fills in."  # autocast does not bring back the digits
+    )
+
+
+def test_the_policy_and_not_float32_is_compared_with_authors_dtypes_in_a_region_of_full_precision(api):
+    model = api.under(make_kind(api, dtype=jnp.bfloat16), BF16_INSIDE)
+    assert collect(lambda: jmp.force_full_precision(api.run)(model, X)) == []
+
+
+@pytest.mark.parametrize(
     ("options", "policy"),
     [
         ({"written": 3, "layers": 6}, BF16_INSIDE),  # half of them
