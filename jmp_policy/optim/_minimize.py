@@ -150,7 +150,7 @@ def _scaled_step(
     with explain_reuse():
         (_, out), grads = call_without_casts(jax.value_and_grad(call_scaled, has_aux=True), params)
     warn_of_half(out[0], scale)
-    with explain_step_errors(grads, params):
+    with explain_step_errors(grads, params, tx, opt_state):
         params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, _list_extra(opt_state, out[0]))
     return params, opt_state, out if has_aux else out[0]
 

@@ -167,7 +167,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     check_transformation(tx, "tx")
     grads = fast_params(grads)
     _check_shapes(grads, params)
-    with explain_step_errors(grads, params):
+    with explain_step_errors(grads, params, tx, opt_state):
         real_grads = zero_float0(grads)
         if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
             new_params, after = tx.update.step(real_grads, opt_state, params, extra)
@@ -216,11 +216,17 @@ def _check_new_shapes(params: PyTree, new_params: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
+def explain_step_errors(
+    grads: PyTree, params: PyTree, tx: Transformation | None = None, opt_state: PyTree = None
+) -> Iterator[None]:
     """Adds notes to errors about trees that differ in structure or dtype, and about arguments that are missing."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
+        is_new = not any(note.startswith(_MISFIT) for note in getattr(error, "__notes__", ()))
+        misfit = _describe_misfit(tx, params, opt_state) if tx is not None and is_new else None
+        if misfit is not None:
+            error.add_note(misfit)
         if jax.tree.structure(grads) != jax.tree.structure(params):
             error.add_note(
                 f"The gradients are a {type(grads).__name__} and the parameters a {type(params).__name__} of another "
@@ -248,6 +254,29 @@ def explain_step_errors(grads: PyTree, params: PyTree) -> Iterator[None]:
         if is_missing and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
+
+
+_MISFIT = "The optimizer state does not fit the parameters"
+
+
+def _describe_misfit(tx: Transformation, params: PyTree, opt_state: PyTree) -> str | None:
+    """Returns a note if the state of an optimizer is not of its parameters, or of another optimizer."""
+    try:
+        fresh = jax.eval_shape(tx.init, params)
+    except Exception:  # the error to explain says more
+        return None
+    expected, given = (
+        {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (fresh, opt_state)
+    )
+    name = next((name for name in (*expected, *given) if expected.get(name) != given.get(name)), None)
+    if name is None:
+        return None
+    spell = lambda shape: "nothing" if shape is None else f"the shape {shape}"
+    return (
+        f"{_MISFIT}: it has {spell(given.get(name))} at {name}, where the state "
+        f"that tx.init makes of them has {spell(expected.get(name))}. For example: opt_state = tx.init(params)."
+    )
 
 
 def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,36 @@ FUNS = {
     "not used": (lambda w: jnp.float32(0.0), jnp.float32),
     "derivatives of its own": (lambda w: jnp.sum(doubled(w.astype(HALF)).astype(jnp.float32)), HALF),
 }
+
+
+ADAM = optax.adam(1e-2)
+MISFITS = {
+    "another tree": (ADAM.init, {"a": ONES}, r"it has nothing at .*mu\['b'\], where .* has the shape \(2,\)\."),
+    "another shape": (
+        ADAM.init,
+        {"a": jnp.ones(3), "b": ONES},
+        r"it has the shape \(3,\) at .*\['a'\], where .* \(2,\)\.",
+    ),
+    "another optimizer": (optax.sgd(1.0, 0.9).init, {"a": ONES, "b": ONES}, r"it has nothing at .*count, where"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jmp.optim.skip_nonfinite], ids=["bare", "skip_nonfinite"])
+def test_a_state_of_other_parameters_is_named_with_the_place_that_does_not_fit(name, wrap):
+    init, others, message = MISFITS[name]
+    tx, params = wrap(ADAM), {"a": ONES, "b": ONES}
+    fun = lambda params: jnp.sum(params["a"] * params["b"])
+    state = wrap(optax.GradientTransformation(init, ADAM.update)).init(others)
+    for take_step in (
+        lambda: jmp.optim.minimize(fun, tx)(params, state),
+        lambda: jmp.optim.step(tx, jax.grad(fun)(params), state, params),
+    ):
+        with pytest.raises((ValueError, TypeError, AttributeError)) as error:
+            take_step()
+        (note,) = (note for note in error.value.__notes__ if "JAX" not in note)
+        assert re.match(f"The optimizer state does not fit the parameters: {message}", note)
+        assert note.endswith("For example: opt_state = tx.init(params).")
 
 
 def _differentiate(fun, params):
