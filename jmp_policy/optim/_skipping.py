@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from .._base import AxisName, PyTree, is_half, join_state, split_state
 from ..loss_scale import LossScale, NoOpLossScale, SkippingState, select_tree
@@ -179,7 +180,7 @@ def _update(
 
     def skip(operands: _Operands) -> _Result:
         updates = jax.eval_shape(take, operands).out
-        return _Result(jax.tree.map(_negative_zeros, updates), operands.inner_state)
+        return _Result(jax.tree.map(_negative_zeros, updates), _keep_state(take, operands))
 
     def compare(operands: _Operands, new: _Result) -> tuple[PyTree, PyTree]:
         if operands.params is None:
@@ -200,7 +201,7 @@ def _update_and_apply(
         return _Result(params, keep_dtypes(operands.inner_state, inner_state))
 
     def skip(operands: _Operands) -> _Result:
-        return _Result(operands.params, operands.inner_state)
+        return _Result(operands.params, _keep_state(take, operands))
 
     return _make_skippable(inner, take, skip, check and (lambda operands, new: check(skip(operands)[:2], new[:2])))
 
@@ -240,6 +241,24 @@ def _make_skippable(
     # Without jit, an eager `platform_dependent` waits for the device to learn the platform. A trace needs no jit.
     eager = jax.jit(take_or_skip, inline=True)
     return lambda decision, operands: (take_or_skip if isinstance(decision, Tracer) else eager)(decision, operands)
+
+
+def _keep_state(take: Callable[[_Operands], _Result], operands: _Operands) -> PyTree:
+    """Returns the old state, with the sharding that a step gives it.
+
+    `jax.jit(optax.contrib.madgrad(1e-3).init)` makes a state that is not sharded, and its updates are.
+    """
+    old = operands.inner_state
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(operands.grads)]
+    if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return old
+    new = jax.eval_shape(take, operands).inner_state
+    return jax.tree.map(_reshard_like, old, new)
+
+
+def _reshard_like(old: Any, new: jax.ShapeDtypeStruct) -> Any:
+    sharding = jax.typeof(old).sharding
+    return old if new.sharding in (None, sharding) else jax.sharding.reshard(old, new.sharding)
 
 
 def _as_wide(grad: Any, param: Any) -> Any:

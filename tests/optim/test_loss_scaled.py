@@ -237,6 +237,18 @@ def test_jit_over_a_mesh_keeps_the_sharding(way):
     assert skipped.sharding.is_equivalent_to(params.sharding, 1)
 
 
+@both_ways
+def test_a_state_that_is_sharded_only_from_the_first_step_on_may_be_skipped(way):
+    """`init` of madgrad under `jit`, without a mesh in the context, makes a state that is not sharded."""
+    tx = skip_nonfinite(contrib.madgrad(1e-2))
+    mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    params, grads = jax.device_put((jnp.arange(8.0), jnp.ones(8).at[5].set(jnp.inf)), NamedSharding(mesh, P("d")))
+    state = jax.jit(tx.init)(params)
+    skipped, after = jax.jit(functools.partial(way, tx))(grads, state, params)
+    assert int(after.skipped_steps) == 1
+    assert bits((skipped, after.inner_state)) == bits((params, state.inner_state))
+
+
 @pytest.mark.parametrize("wrap", [lambda tx: loss_scaled(tx, DYNAMIC), skip_nonfinite])
 def test_an_optimizer_that_would_lose_small_updates_of_half_parameters_warns_once(wrap):
     """A hundred steps of adam(1e-5) moved nothing, without a word."""
