@@ -272,8 +272,14 @@ def _check_promotion(step: Step, facts: Sequence[ValueFacts]) -> Iterator[Suspic
     """Finds a narrow operand that the same call upcast: strict dtype promotion would refuse it."""
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
-    # Which wide operand of the call could as well be narrow?
     pairs = [*zip(step.operands, facts, strict=True)]
+    widened = [fact.widening for fact in facts if fact.widening is not None and _is_one_call(fact.widening, step)]
+    halves = sorted({str(low) for first in widened if (low := float_dtype(first.operands[0])) in HALF})
+    if len(halves) > 1 and not is_called_by_library(find_origin(step)):
+        wide: Any = float_dtype(step.results[0])
+        yield Suspicion("accidental-promotion", step, f"{' and '.join(halves)} become {wide}", (FLOAT16, wide))
+        return
+    # Which wide operand of the call could as well be narrow?
     given = [(float_dtype(atom), fact.given) for atom, fact in pairs if _is_needlessly_wide(atom, fact)]
     if not given:
         return

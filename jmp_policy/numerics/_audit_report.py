@@ -11,7 +11,8 @@ from ..report import Report, Table, format_bytes, format_count, indent_lines, ma
 
 FINDINGS = {
     "float32-matmul": "a matmul or convolution in float32, in a program that has half precision elsewhere",
-    "accidental-promotion": "promoted only because one operand is a wider constant, parameter or intermediate",
+    "accidental-promotion": "promoted only because one operand is a wider constant, parameter or intermediate, or of "
+    "the other half precision",
     "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
     "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
     "round-trip-cast": "cast to a wider dtype and back with nothing computed between",
@@ -34,7 +35,7 @@ FINDINGS = {
 
 REMEDIES = {
     "float32-matmul": "cast what it reads, or give the layer a dtype",
-    "accidental-promotion": "cast the wider operand, or upcast the other one where that is meant",
+    "accidental-promotion": "cast that operand, or upcast the other one where that is meant",
     "half-reduction": REMEDY,
     "half-cumulative": "cast to float32 first",
     "round-trip-cast": "leave both casts out",

@@ -63,6 +63,14 @@ plant("where with a float32 branch", X, f32(4, 8))(
     faulty=lambda x, y: jnp.where(x > 0, x, y),  # fault: accidental-promotion
     clean=lambda x, y: jnp.where(x > 0, x, half(y)),
 )
+plant("where with the least number of the other half precision", X)(
+    faulty=lambda x: jnp.where(x > 0, x, jnp.finfo(jnp.float16).min),  # fault: accidental-promotion
+    clean=lambda x: jnp.where(x > 0, x, jnp.asarray(jnp.finfo(jnp.float16).min, x.dtype)),
+)
+plant("sum of both half precisions", X, jax.ShapeDtypeStruct((4, 8), jnp.float16))(
+    faulty=lambda x, y: x * y,  # fault: accidental-promotion
+    clean=lambda x, y: half(wide(x) * wide(y)),
+)
 plant("join with a float32 array", X, f32(1, 8))(
     faulty=lambda x, token: jnp.concatenate([token, x]),  # fault: accidental-promotion
     clean=lambda x, token: (

@@ -93,8 +93,8 @@ def test_module_whose_float32_a_later_float32_module_reads_is_not_what_the_root_
 FAULTS = [
     (jax.checkpoint(nn.softmax), "a softmax in bfloat16, whose probabilities may not add up to 1; cast its input to f"),
     (lambda x: x * np.linspace(0, 1, 3, dtype=np.float32),
-     "(bfloat16 becomes float32 through a constant); cast the wider operand"),
-    (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast the wider operand"),
+     "(bfloat16 becomes float32 through a constant); cast that operand"),
+    (lambda x: x * jnp.ones(3), "(bfloat16 becomes float32 through a constant); cast that operand"),
     (lambda x: x + jax.random.categorical(jax.random.key(0), x)[:, None], "(Gumbel noise in bfloat16); cast"),
     (lambda x: x * x.astype("int32"), "(bfloat16 skips integers above 256); pass tokens and indices as integers"),
 ]  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_parameter_that_is_read_as_an_adapter_of_qwix_does_has_a_line():
         def __call__(self, x):
             return self.head(self.body(x) @ self.adapter.get_raw_value())
 
-    check_fault(Adapted, "(bfloat16 becomes float32 through a parameter or argument); cast the wider operand")
+    check_fault(Adapted, "(bfloat16 becomes float32 through a parameter or argument); cast that operand")
 
 
 def test_tokens_that_a_policy_rounds_have_a_line():
