@@ -16,7 +16,7 @@ ACTIVE_POLICY = jax.make_user_context(None)  # the policy whose linen modules ar
 IN_FULL_PRECISION = jax.make_user_context(False)  # true inside `force_full_precision`
 INFERRED = jax.make_user_context(None)  # policy and dtype of the innermost nnx call that inferred a dtype
 OBSERVING = jax.make_user_context(None)  # the running observation
-REDUCING = jax.make_user_context(None)  # what the innermost gradient function looks for in policies
+REDUCING = jax.make_user_context(None)  # the search of the innermost gradient function
 REWRITING = jax.make_user_context(False)  # true inside a model whose matmuls by its weights are rewritten
 TRACING = jax.make_user_context(None)  # the scope register of the function that is being traced
 

@@ -288,7 +288,7 @@ def _read_number(literal: Literal | None) -> float | None:
 def _find_constants(
     words: Sequence[Words], lines: Sequence[RecordedOp], edges: Sequence[Sequence[Edge]], finder: _EdgeFinder
 ) -> np.ndarray:
-    """Finds values of which no argument decides, as a mask is, or the bound of `clip(x, 0, inf)` in half precision.
+    """Finds values that depend on no argument, such as a mask, or the bound of `clip(x, 0, inf)` in half precision.
 
     An operand that only selects between values may be an argument.
     """
