@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -187,6 +187,7 @@ class Modules(NamedTuple):
     roots: frozenset[str] = frozenset()  # scopes of root linen modules: class names, which paths leave out
     # Pairs of a module path and a scope with a method name, such as `encoder.encode`.
     methods: frozenset[tuple[str, str]] = frozenset()
+    policied: frozenset[str] = frozenset()  # paths of the modules that have a policy, or a rule of one, of their own
 
 
 def make_module_finder(modules: Iterable[str]) -> Callable[[str], str]:
@@ -217,7 +218,13 @@ def find_policy_keys(paths: Iterable[str], scopes: Iterable[str], modules: Modul
         return {path: path for path in paths}
     types = dict(modules.types)
     find_module = make_module_finder(types)
-    return {path: find_module(path) for path in paths} if types else None
+    return {path: _find_relative_path(find_module(path), modules.policied) for path in paths} if types else None
+
+
+def _find_relative_path(module: str, policied: Collection[str]) -> str:
+    """Returns the path of a module inside of the module that has the policy."""
+    outer = next((outer for outer in list_paths_to(module) if outer in policied), "")
+    return module.removeprefix(outer).removeprefix("/")
 
 
 class ModulePaths:
@@ -291,6 +298,7 @@ class Register:
         self._token: TraceToken | None = None
         self.notes: list[Note] = []  # of the traced code
         self._types, self._roots, self._methods = dict[str, type](), set[str](), set[tuple[str, str]]()
+        self._policied = set[str]()
 
     def take_token(self) -> TraceToken:
         """Returns the token that represents the register in the keys of JAX.
@@ -315,7 +323,8 @@ class Register:
             self._token = None
 
     def list_modules(self) -> Modules:
-        return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
+        types = tuple(self._types.items())
+        return Modules(types, frozenset(self._roots), frozenset(self._methods), frozenset(self._policied))
 
     def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function to collect its modules and give each a scope. No other code may refer to its arguments."""
@@ -324,7 +333,7 @@ class Register:
         return fun
 
     def _watch_modules_of(self, adapter: Adapter, fun: Callable[..., Any]) -> Callable[..., Any]:
-        hooked = adapter.hook_calls(fun, self._hook, setup=True)
+        hooked = adapter.hook_calls(fun, functools.partial(self._hook, adapter), setup=True)
 
         def call_watched(*args: Any, **kwargs: Any) -> Any:
             # A rule may name a module that is not called, to apply to its submodules.
@@ -333,8 +342,12 @@ class Register:
 
         return call_watched
 
-    def _hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _hook(
+        self, adapter: Adapter, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> Any:
         self._types[call.path] = call.type
+        if adapter.policy_of(call.module) is not None:
+            self._policied.add(call.path)
         if call.scope and not call.path:
             self._roots.add(call.scope)
         elif call.scope and call.method != "__call__":

@@ -298,6 +298,33 @@ def test_a_suggested_map_is_accepted_and_helps_in_named_scopes(api, by):
     assert not fixed.found
 
 
+class NnxWrap(nnx.Module):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class LinenWrap(nn.Module):
+    inner: nn.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_suggested_key_begins_at_the_module_that_has_the_policy(api):
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+    if api == "nnx":
+        run, given = lambda model, x: model(x), NnxWrap(jmp.with_policy(NnxNet(nnx.Rngs(0)), policy))
+    else:
+        model = LinenWrap(jmp.with_policy(LinenNet(), policy))
+        run, given = model.apply, model.init(jax.random.key(0), ONES.T)
+    text = jmp.numerics.first_nonfinite(run)(given, ONES.T)[1].describe()
+    assert "`PolicyMap({'mlp/up': 'float32'}, policy)`" in text
+
+
 def test_no_map_is_suggested_where_no_key_reaches_the_module():
     find = lambda path: find_remedy(Words("mul", dtype="float16", key=path), "inf", [(0.0, 4e4), (0.0, 2.0)])
     assert "Keep this in float32: `PolicyMap({'head'" in find("head")
