@@ -275,7 +275,7 @@ def find_remedy(
     """
     primitive, dtype = words.primitive, words.dtype
     if words.argument == A_CONSTANT and made_nan_in:
-        return _MASK
+        return _CONSTANT
     if words.argument == A_CONSTANT:
         return (
             "If it is meant, choose the results to check. For example: "
