@@ -315,6 +315,7 @@ class _Outer(nn.Module):
         return _Scanned(name="encoder")(x)
 
 
+@pytest.mark.slow
 def test_of_a_module_in_a_scan_the_text_says_that_a_carry_keeps_its_dtype():
     x = _draw(0, ROWS, WIDTH)
     params = jax.tree.map(lambda w: w * 1e5, _Outer().init(jax.random.key(0), x))

@@ -259,6 +259,7 @@ def test_what_is_no_function_is_an_error_that_shows_one():
             audit(target)
 
 
+@pytest.mark.slow
 def test_what_jax_moves_out_of_a_scan_keeps_the_path_of_its_module():
     """The root of the width of a head does not depend on the carry."""
 
