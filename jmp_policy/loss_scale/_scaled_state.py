@@ -19,8 +19,9 @@ _WORDS = {8: jnp.uint8, 16: jnp.uint16}  # unsigned integers with the bits of a 
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns True if every element in a tree is finite, as a boolean scalar array.
 
-    Leaves that cannot be infinite, such as integers and keys, count as finite. For sharded arrays under `jit`, all
-    devices get one answer. In `jax.shard_map` each device answers for its own shards.
+    Leaves that cannot be infinite, such as integers and keys, count as finite, as do those of dtypes that JAX does not
+    know. For sharded arrays under `jit`, all devices get one answer. In `jax.shard_map` each device answers for its own
+    shards.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": None})), bool(jmp.all_finite([jnp.array([1.0, jnp.nan])]))

@@ -103,8 +103,11 @@ def test_every_number_is_counted_exactly(name):
     check(x, ("float16", "float8_e5m2"))
 
 
+FORMATS_OF_ML_DTYPES = [name for name in sorted(dir(ml_dtypes)) if name.startswith(("float4", "float6", "float8"))]
 ALL_FORMATS = tuple(
-    name for name in sorted(dir(ml_dtypes)) if name.startswith(("float4", "float6", "float8")) and "e8m0" not in name
+    name
+    for name in FORMATS_OF_ML_DTYPES  # without those that JAX does not know
+    if "e8m0" not in name and jnp.issubdtype(getattr(ml_dtypes, name), jnp.floating)
 )
 
 
