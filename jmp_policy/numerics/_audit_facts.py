@@ -63,7 +63,7 @@ def is_lower(dtype: np.dtype | None, wide: np.dtype | None) -> bool:
 
 def find_fact(atom: Atom, environment: dict[Var, ValueFacts]) -> ValueFacts:
     if isinstance(atom, Literal):
-        sign = _read_sign(atom.val) if is_float(atom) and np.ndim(atom.val) == 0 else Sign.UNKNOWN
+        sign = _read_sign(float(atom.val)) if is_float(atom) and np.ndim(atom.val) == 0 else Sign.UNKNOWN
         return ValueFacts(given=CONSTANT, constants=(atom.val,) if is_float(atom) else (), sign=sign)
     return environment.get(atom, UNKNOWN)
 
@@ -108,7 +108,7 @@ def _derive_fact(step: Step, facts: Sequence[ValueFacts], backward: bool) -> Val
     )
 
 
-def _read_sign(number: Any) -> Sign:
+def _read_sign(number: float) -> Sign:
     return (Sign.NOT_NEGATIVE if number >= 0 else Sign.UNKNOWN) | (Sign.NOT_POSITIVE if number <= 0 else Sign.UNKNOWN)
 
 
